@@ -106,7 +106,8 @@ def read_published(hf: Fields) -> dict[str, Any]:
 
 
 def _read(hf: Fields, types: Sequence[str], factors: Mapping[str, str]) -> dict[str, Any]:
-    """
+    """The fields that both spellings share.
+
     Args:
         factors: the names of the fields of ResidualFactors, with {} in place of alpha and beta.
 
@@ -121,7 +122,7 @@ def _read(hf: Fields, types: Sequence[str], factors: Mapping[str, str]) -> dict[
         raise ModelError(f"layer types must name {layers} layers, num_hidden_layers, of which some have full and some linear attention")
     lightning = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
     sizes = {"key_heads": heads, "value_heads": heads, "key_dim": dim, "value_dim": dim}
-    pairs = {part: tuple(float(hf.get(name.format(end), 1.0)) for end in ("alpha", "beta")) for part, name in factors.items()}
+    pairs = {part: (float(hf.get(name.format("alpha"), 1.0)), float(hf.get(name.format("beta"), 1.0))) for part, name in factors.items()}
     return {
         **fields,
         "linear": LinearAttention(layers=lightning, **sizes, taps=0, delta=False),
