@@ -12,6 +12,7 @@ from jengine.model_parts import (
     LatentAttention,
     LayerInputs,
     LinearAttention,
+    ResidualFactors,
     RopeScaling,
     StoredWeights,
 )
@@ -43,16 +44,21 @@ class ModelConfig:
         parallel_residual: attention and MLP of a layer read the same input, and both results are added to it.
         shared_norm: with parallel_residual, they share one norm.
         qk_norm: queries and keys are normalized; for families whose checkpoints differ in this.
+        clip_qkv: the largest absolute value of queries, keys and values; None: no limit.
         embedding_multiplier, residual_multiplier: factors of embeddings, and of what attention and MLP add.
+        residual_factors: factors of layers that norm the residual stream itself; None: layers do not.
         logits_scaling: divides logits.
+        head_bias: the output head has a bias.
         gated_mlp: an MLP has three matrices, gate, up and down; otherwise two.
         embedding_size: size of token embeddings, which are projected to and from hidden_size; None: hidden_size, without
             projections.
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
         shared_expert_size: intermediate size of the expert that computes all tokens; 0: there is none.
+        shared_expert_gate: the result of this expert is multiplied by a gate.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
         router: the function that turns a router's results into experts' scores.
+        router_jitter: experts whose scores are within a share of 2 router_jitter below the best one compete with it (SparseMixer).
         expert_groups, expert_groups_kept: experts form expert_groups groups; a token chooses among those of its best
             expert_groups_kept.
         routed_scaling: multiplies the experts' results.
@@ -80,9 +86,12 @@ class ModelConfig:
     parallel_residual: bool = False
     shared_norm: bool = False
     qk_norm: bool = False
+    clip_qkv: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
+    residual_factors: ResidualFactors | None = None
     logits_scaling: float = 1.0
+    head_bias: bool = False
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
@@ -106,8 +115,10 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_size: int = 0
     shared_expert_size: int = 0
+    shared_expert_gate: bool = False
     normalize_experts: bool = False
     router: Literal["softmax", "sigmoid"] = "softmax"
+    router_jitter: float = 0.0
     expert_groups: int = 1
     expert_groups_kept: int = 1
     routed_scaling: float = 1.0

@@ -23,6 +23,8 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()  # longrope: for each pair of channels, within the trained context
     long_factor: tuple[float, ...] = ()  # the same beyond it
+    short_mscale: float | None = None  # attention_factor within and beyond it, where they differ
+    long_mscale: float | None = None
     share: float = 1.0  # proportional: the share of a head's channels that rotate
 
 
@@ -105,6 +107,20 @@ class AltUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualFactors:
+    """Factors in layers whose residual stream is normed: of the stream, and of what is added to it.
+
+    Attributes:
+        full, linear: where attention is added, in layers with full and with linear attention.
+        mlp: where an MLP is added.
+    """
+
+    full: tuple[float, float]
+    linear: tuple[float, float]
+    mlp: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention: caches one vector per token, from which the keys and values of all heads are
     computed.
@@ -139,14 +155,15 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
-    """Layers that keep a state instead of keys and values: gated delta nets, or convolutions alone. Fields as in Hugging
-    Face configs.
+    """Layers that keep a state instead of keys and values: gated delta nets, convolutions alone, or lightning attention.
+    Fields as in Hugging Face configs.
 
     Attributes:
         layers: indices of these layers.
         key_heads: number of query heads and of key heads; each is shared by the same number of consecutive value_heads.
         key_dim, value_dim: channels of a head. If there is no recurrence, key_dim is 0, and only values are convolved.
-        taps: width of the convolution over queries, keys and values, in tokens.
+        taps: width of the convolution over queries, keys and values, in tokens. Without a convolution: 0.
+        delta: whether the recurrence is the gated delta rule; otherwise it is linear attention with constant decays.
     """
 
     layers: tuple[int, ...]
@@ -155,6 +172,7 @@ class LinearAttention:
     key_dim: int
     value_dim: int
     taps: int
+    delta: bool = True
 
     @property
     def group(self) -> int:

@@ -1,10 +1,12 @@
 """The gated delta rule (Yang et al., "Gated Delta Networks", 2025): a recurrence whose state is a matrix for each head.
+And linear attention with decay (Qin et al., "Lightning Attention-2", 2024), which adds values as they are.
 
 A token with key k, value v, log decay g and rate b turns the state S [key_dim, value_dim] into
 
     S' = exp(g) S + k (b (v - exp(g) S^T k))^T
 
-and reads S'^T q. All arrays are float32, since the state accumulates over a whole sequence.
+and reads S'^T q. Linear attention has no rate: S' = exp(g) S + k v^T. All arrays are float32, since the state accumulates
+over a whole sequence.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ class Chunk(NamedTuple):
     then heads."""
 
     inputs: jax.Array  # [..., tokens, value_dim]: each token's addition to the state, for a zero state before the chunk
-    reads: jax.Array  # [..., tokens, key_dim]: how the additions depend on the state before the chunk
+    reads: jax.Array | None  # [..., tokens, key_dim]: how the additions depend on the state before the chunk; None: they do not
     queries: jax.Array  # [..., tokens, key_dim], decayed
     keys: jax.Array  # [..., tokens, key_dim], decayed to the end of the chunk
     scores: jax.Array  # [..., tokens, tokens], queries times keys, decayed; lower triangle
     decay: jax.Array  # [...], of the whole chunk
 
 
-def step(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+def step(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """One token: the state after it, and its output.
 
     Args:
@@ -41,13 +45,13 @@ def step(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.
         q, k: [..., key_dim].
         v: [..., value_dim].
         decay: [...], logarithms, at most 0.
-        rate: [...], from 0 to 1.
+        rate: [...], from 0 to 1; None: linear attention.
 
     Returns:
         The state; [..., value_dim].
     """
     state = state * jnp.exp(decay)[..., None, None]
-    change = rate[..., None] * (v - einsum("...kv,...k->...v", state, k))
+    change = v if rate is None else rate[..., None] * (v - einsum("...kv,...k->...v", state, k))
     state = state + k[..., :, None] * change[..., None, :]
     return state, einsum("...kv,...k->...v", state, q)
 
@@ -59,7 +63,7 @@ def chunk_size(tokens: int) -> int:
     return size if size >= FEW else tokens
 
 
-def prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> Chunk:
+def prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None = None) -> Chunk:
     """Computes everything that does not depend on the previous state (the WY representation), for any number of
     chunks at once.
 
@@ -70,13 +74,16 @@ def prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: ja
     tokens = decay.shape[-1]
     earlier = jnp.tril(jnp.ones((tokens, tokens), bool))
     between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))  # decay from a token to a later one
-    weighted = k * rate[..., None]
-    system = jnp.tril(einsum("...tk,...sk->...ts", weighted, k) * between, -1)
-    right = jnp.concatenate([v * rate[..., None], weighted * jnp.exp(total)[..., None]], axis=-1)
-    solved = einsum("...ts,...sd->...td", inverse(system), right)
+    inputs, reads = v, None
+    if rate is not None:
+        weighted = k * rate[..., None]
+        system = jnp.tril(einsum("...tk,...sk->...ts", weighted, k) * between, -1)
+        right = jnp.concatenate([v * rate[..., None], weighted * jnp.exp(total)[..., None]], axis=-1)
+        solved = einsum("...ts,...sd->...td", inverse(system), right)
+        inputs, reads = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
     return Chunk(
-        inputs=solved[..., : v.shape[-1]],
-        reads=solved[..., v.shape[-1] :],
+        inputs=inputs,
+        reads=reads,
         queries=q * jnp.exp(total)[..., None],
         keys=k * jnp.exp(total[..., -1:] - total)[..., None],
         scores=einsum("...tk,...sk->...ts", q, k) * between,
@@ -106,6 +113,6 @@ def inverse(lower: jax.Array) -> jax.Array:
 
 def advance(state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
     """The state [..., key_dim, value_dim] after a chunk, and the outputs of its tokens [..., tokens, value_dim]."""
-    change = chunk.inputs - einsum("...tk,...kv->...tv", chunk.reads, state)
+    change = chunk.inputs if chunk.reads is None else chunk.inputs - einsum("...tk,...kv->...tv", chunk.reads, state)
     out = einsum("...tk,...kv->...tv", chunk.queries, state) + einsum("...ts,...sv->...tv", chunk.scores, change)
     return state * chunk.decay[..., None, None] + einsum("...tk,...tv->...kv", chunk.keys, change), out

@@ -17,7 +17,10 @@ from jengine.serving.service_links import is_service_link
 
 PREFIX = "JENGINE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-TOOL_CALL_PARSERS = ("auto", "none", "deepseek", "harmony", "hermes", "kimi_k2", "llama3_json", "mistral", "pythonic")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "deepseek", "glm45", "harmony", "hermes", "kimi_k2", "llama3_json", "minimax_m2", "mistral", "pythonic"),
+    "qwen3_coder",
+)
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 
 
@@ -71,7 +74,20 @@ class ServerConfig:
     metrics_port: int | None = None
     http_port: int | None = None
     page: bool = False
-    tool_call_parser: Literal["auto", "none", "deepseek", "harmony", "hermes", "kimi_k2", "llama3_json", "mistral", "pythonic"] = "auto"
+    tool_call_parser: Literal[
+        "auto",
+        "none",
+        "deepseek",
+        "glm45",
+        "harmony",
+        "hermes",
+        "kimi_k2",
+        "llama3_json",
+        "minimax_m2",
+        "mistral",
+        "pythonic",
+        "qwen3_coder",
+    ] = "auto"
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
     served_model_name: str | None = None
     max_waiting: int = 256

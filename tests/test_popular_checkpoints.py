@@ -27,6 +27,13 @@ def test_reasons() -> None:
     ]
 
 
+def test_the_sentence_claims_a_share_only_if_something_does_not_load() -> None:
+    about = {"checkpoints": 2, "source": "a survey", "surveyed": "2026-11"}
+    assert "all groups" in sentence({**about, "groups": [group("llama", downloads=1)]})
+    some = sentence({**about, "groups": [group("llama", downloads=3), group("unheard_of", downloads=1)]})
+    assert "at least 75 % of the downloads" in some
+
+
 def test_share_is_a_range_where_a_group_loads_in_part() -> None:
     survey = {"groups": [group("llama", downloads=5), group("llama", "unheard_of", downloads=3), group("unheard_of", downloads=2)]}
     assert share(judged(survey)) == (50, 80)

@@ -58,7 +58,14 @@ def share(groups: list[Group]) -> tuple[int, int]:
 
 def sentence(survey: dict[str, Any]) -> str:
     """The sentence in README.md."""
-    low, _ = share(judged(survey))
+    groups = judged(survey)
+    low, _ = share(groups)
+    if not any(reason for group in groups for reason in group.reasons.values()):
+        return (
+            f"jengine supports the model types and formats of all groups in a survey of {survey['checkpoints']} popular checkpoints\n"
+            f"({survey['source']}, {survey['surveyed']}). The survey kept groups,\n"
+            "not names: the checkpoints were not loaded one by one. `tools/popular_checkpoints.py` lists the groups."
+        )
     return (
         f"Among {survey['checkpoints']} popular checkpoints ({survey['source']}, {survey['surveyed']}),\n"
         f"those that jengine loads account for at least {low} % of the downloads. `tools/popular_checkpoints.py` lists them, and the\n"

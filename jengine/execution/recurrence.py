@@ -19,7 +19,7 @@ ROWS_BYTES = 32 << 20  # bytes of states processed at once, which limits what ro
 
 class Recurrence:
     """States by page: the convolution's [pages, taps - 1, channels], and the recurrence's [pages, heads,
-    key_dim, value_dim].
+    key_dim, value_dim]. A model may have only one of them.
 
     Rows come first, then tiles in order. Each reads what earlier ones wrote. So several tiles of a sequence fit
     in one step, and a prompt may start from a state that another prompt writes in the same step. Padding reads
@@ -57,15 +57,16 @@ class Recurrence:
         return jnp.concatenate(out), pages
 
     def _recur(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array, pages: jax.Array
+        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None, pages: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Computes the recurrence of all tokens. Returns float32 [N, heads, value_dim], and the pages.
 
         q and k are [N, key heads, key_dim], v [N, heads, value_dim], decay and rate [N, heads], all float32.
-        Each key head is shared by the same number of consecutive heads.
+        Each key head is shared by the same number of consecutive heads. Without a rate: linear attention.
         """
         shared = v.shape[1] // q.shape[1]
-        tokens = [x if x is v else jnp.repeat(x, shared, axis=1) for x in (q, k, v)] + [decay, rate]
+        tokens = [x if x is v else jnp.repeat(x, shared, axis=1) for x in (q, k, v)] + [decay]
+        tokens += [] if rate is None else [rate]
         key, out = self._key, []
         if key.rows:
             read, pages = self._recur_rows([x[: key.rows] for x in tokens], pages)

@@ -122,12 +122,12 @@ class LayerCaches:
         pool[place] = before, *states
         return out
 
-    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
+    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None) -> jax.Array:
         assert self._recurrence is not None
         group, place, _ = self._home[layer]
         pool = self._cache[self._groups[group].pool]
-        before, states = pool[place]
+        *before, states = pool[place]
         out: jax.Array
         out, states = self._recurrence.recur(q, k, v, decay, rate, states)
-        pool[place] = before, states
+        pool[place] = *before, states
         return out

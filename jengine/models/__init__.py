@@ -1,12 +1,13 @@
 """Model families: functions of arrays that take an `attend` function, with each weight declared once.
 
 A new family is one file here: its module, the reader of its config.json, and a dict FAMILIES that maps Hugging
-Face's model_type to a Family.
+Face's model_type to a Family. The file is added to FILES.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,39 +21,6 @@ from flax import nnx
 from jengine.errors import InvalidArgument, ModelError
 from jengine.model_config import ModelConfig
 from jengine.model_parts import FOUR_BITS, StoredWeights
-from jengine.models import (
-    bloom,
-    deepseek,
-    ernie,
-    exaone,
-    falcon,
-    gemma,
-    gemma3n,
-    gemma4,
-    glm,
-    glm_moe,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    lfm2,
-    llama,
-    llama4,
-    minimax,
-    mistral,
-    moe,
-    nemotron,
-    olmo,
-    opt,
-    phi,
-    phi3,
-    qwen3,
-    qwen3_next,
-    smollm3,
-    stablelm,
-    starcoder2,
-)
 from jengine.models.family import Decoder, Family, TextPart
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
@@ -69,40 +37,13 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
 TRANSFORMED = ("w8a8",)  # with a Hadamard transform: outliers would otherwise leave few of the eight bits to other activations
 IN_EIGHT_BITS = "int8"  # in a four-bit model: embeddings, output heads and, with int4_mixed, weights for which `_loses_much`
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
-_FILES = (
-    bloom,
-    deepseek,
-    ernie,
-    exaone,
-    falcon,
-    gemma,
-    gemma3n,
-    gemma4,
-    glm,
-    glm_moe,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    lfm2,
-    llama,
-    llama4,
-    minimax,
-    mistral,
-    moe,
-    nemotron,
-    olmo,
-    opt,
-    phi,
-    phi3,
-    qwen3,
-    qwen3_next,
-    smollm3,
-    stablelm,
-    starcoder2,
+FILES = (
+    *("bloom", "cohere", "deepseek", "ernie", "exaone", "falcon", "gemma", "gemma3n", "gemma4", "glm", "glm_moe", "gpt2", "gpt_neox"),
+    *("gpt_oss", "gptj", "granite", "granite_moe", "lfm2", "lightning", "llama", "llama4", "minimax", "mistral", "moe", "nemotron"),
+    *("olmo", "olmoe", "opt", "phi", "phi3", "phi_moe", "qwen2_moe", "qwen3", "qwen3_next", "smollm3", "stablelm", "starcoder2"),
 )
-FAMILIES: dict[str, Family] = dict(sorted(item for file in _FILES for item in file.FAMILIES.items()))
+_MODULES = [importlib.import_module(f"jengine.models.{file}") for file in FILES]
+FAMILIES: dict[str, Family] = dict(sorted(item for module in _MODULES for item in module.FAMILIES.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class CacheGroup:
             own. "latent": it reads all tokens, stored in a compressed form that all heads share. "state": a page holds a
             recurrent state instead of tokens; at most one group, the last, has this kind, and it has a separate pool.
         arrays: arrays of each layer, in the order of its attention's arguments: keys and values, or their compressed form.
-            For a state: those of the convolution and of the recurrence.
+            For a state: those of the convolution and of the recurrence, as far as the layer has them.
         pool: index of the pool of its pages.
         parts: number of layers that share a place.
     """
@@ -106,12 +106,11 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 
 def _state(config: ModelConfig, linear: LinearAttention) -> tuple[PageArray, ...]:
-    """The arrays of a recurrent state: a convolution's previous inputs and, if there is a recurrence, each head's matrix."""
+    """The arrays of a recurrent state: a convolution's previous inputs, and each head's matrix."""
     laid = config.padded(linear.key_heads)
     before = PageArray((linear.taps - 1, laid * linear.channels), sharded=1, dtype="float32")
-    return (
-        (before,) if not linear.key_dim else (before, PageArray((laid * linear.group, linear.key_dim, linear.value_dim), dtype="float32"))
-    )
+    matrices = PageArray((laid * linear.group, linear.key_dim, linear.value_dim), dtype="float32")
+    return (before,) * (linear.taps > 0) + (matrices,) * (linear.key_dim > 0)
 
 
 def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:

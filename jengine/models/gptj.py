@@ -49,6 +49,7 @@ def read_gptj(hf: Fields) -> dict[str, Any]:
         "shared_norm": True,
         "gated_mlp": False,
         "mlp_bias": True,
+        "head_bias": True,
     }
 
 

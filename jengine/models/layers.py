@@ -57,8 +57,8 @@ class Recur(Attend, Protocol):
         first.
         """
 
-    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
-        """The gated delta rule; see pallas_kernels/delta_rule.py.
+    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None) -> jax.Array:
+        """The gated delta rule or, without a rate, linear attention; see pallas_kernels/delta_rule.py.
 
         q and k [N, key heads, key_dim], v [N, heads, value_dim], decay and rate [N, heads], all float32 ->
         [N, heads, value_dim]. Value head h uses key head h // (heads / key heads).
@@ -157,18 +157,21 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Norm to mean 0 and variance 1 over the last axis, with weight and bias, computed in float32."""
+    """Norm to mean 0 and variance 1 over the last axis, with a weight and, in most families, a bias, computed in float32."""
+
+    biased = True
 
     def __init__(self, size: int, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
-        self.bias = param((size,), dtype, (None,), Piece(f"{name}.bias", (size,)))
+        self.bias = param((size,), dtype, (None,), Piece(f"{name}.bias", (size,))) if self.biased else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y -= jnp.mean(y, axis=-1, keepdims=True)
         y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * (self.weight[...].astype(jnp.float32) + self.offset) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        y *= self.weight[...].astype(jnp.float32) + self.offset
+        return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class Attention(nnx.Module):

@@ -11,7 +11,8 @@ from flax import nnx
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
-from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, LayerNorm, RMSNorm, dense, embed, vocabulary
+from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, LayerNorm, RMSNorm, dense, embed, param, value, vocabulary
+from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
 
 
@@ -34,6 +35,9 @@ class Llama(nnx.Module):
         self.layers = nnx.List([self.layer(config, dtype, name, i) for i, name in enumerate(names)])
         self.norm = self.norm_type(config.hidden_size, config, dtype, f"{self.prefix}{self.norm_name}")
         self.lm_head = None if config.tie_embeddings else vocabulary(config, config.hidden_size, dtype, f"{self.head_name}.weight")
+        size = config.vocab_size
+        bias = Piece(f"{self.head_name}.bias", (size,), (slice(0, size),))
+        self.head_bias = param((config.padded(size),), dtype, ("vocab",), bias) if config.head_bias else None
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         return Layer(
@@ -64,7 +68,7 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[N, hidden] -> float32[N, vocab]."""
-        logits = dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], dtype=jnp.float32)
+        logits = dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], value(self.head_bias), jnp.float32)
         if self.config.logits_scaling != 1:
             logits /= self.config.logits_scaling
         cap = self.config.logit_soft_cap

@@ -150,15 +150,20 @@ def read_mixtral(hf: Fields) -> dict[str, Any]:
 def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
     window = hf.get("sliding_window", 4096)
     fields = {**decoder(hf), **attention_biases(hf), **window_everywhere(hf, window if hf.get("use_sliding_window") else None)}
-    dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
     return {
         **fields,
-        "expert_layers": tuple(i for i in range(fields["num_layers"]) if i not in dense and (i + 1) % step == 0),
+        "expert_layers": sparse_layers(hf),
         "num_experts": int(hf.get("num_experts") or hf.get("num_local_experts", 128)),
         "experts_per_token": int(hf.get("num_experts_per_tok", 8)),
         "expert_size": int(hf.get("moe_intermediate_size", 768)),
         "normalize_experts": bool(hf.get("norm_topk_prob", False)),
     }
+
+
+def sparse_layers(hf: Fields) -> tuple[int, ...]:
+    """The layers with experts, in Qwen's models."""
+    dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
+    return tuple(i for i in range(int(hf["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0)
 
 
 FAMILIES = {

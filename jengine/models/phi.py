@@ -9,7 +9,7 @@ import jax
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
-from jengine.models.layers import Attention, Layer, LayerNorm, Mlp, param
+from jengine.models.layers import Attention, Layer, LayerNorm, Mlp
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
 from jengine.models.residuals import ParallelLayer
@@ -24,19 +24,10 @@ class Phi(Llama):
     attention = PhiAttention
     norm_type, norm_name = LayerNorm, "final_layernorm"
 
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
-        super().__init__(config, dtype, max_model_len)
-        size = config.vocab_size
-        self.head_bias = param((config.padded(size),), dtype, ("vocab",), Piece("lm_head.bias", (size,), (slice(0, size),)))
-
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         norm = LayerNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm")
         mlp = Mlp(config, dtype, f"{name}.mlp.fc1", f"{name}.mlp.fc2")
         return ParallelLayer(norm, self.attention(config, dtype, f"{name}.self_attn"), norm, mlp)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        logits = super().logits(hidden)
-        return logits + self.head_bias[...].astype(logits.dtype)
 
 
 def read_phi(hf: Fields) -> dict[str, Any]:
@@ -44,7 +35,7 @@ def read_phi(hf: Fields) -> dict[str, Any]:
         **partly_rotated(hf, 0.5),
         "norm_eps": float(hf.get("layer_norm_eps", 1e-5)),
         "gated_mlp": False,
-        **dict.fromkeys(("parallel_residual", "qkv_bias", "output_bias", "mlp_bias"), True),
+        **dict.fromkeys(("parallel_residual", "qkv_bias", "output_bias", "mlp_bias", "head_bias"), True),
     }
 
 

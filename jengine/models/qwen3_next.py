@@ -18,7 +18,7 @@ from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, partly_rotated
 from jengine.models.layers import Attend, Block, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, sparse_layers
 from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
 from jengine.models.qwen3 import Qwen3Attention
 from jengine.parallel.collectives import all_reduce
@@ -208,14 +208,14 @@ def read_linear_attention(hf: Fields) -> dict[str, Any]:
 
 def read_qwen3_next(hf: Fields) -> dict[str, Any]:
     fields = {**partly_rotated(hf, 0.25), **attention_biases(hf), **read_linear_attention(hf), "norm_offset": 1.0, "attention_gate": True}
-    dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
     return {
         **fields,
-        "expert_layers": tuple(i for i in range(fields["num_layers"]) if i not in dense and (i + 1) % step == 0),
+        "expert_layers": sparse_layers(hf),
         "num_experts": int(hf.get("num_experts", 512)),
         "experts_per_token": int(hf.get("num_experts_per_tok", 10)),
         "expert_size": int(hf.get("moe_intermediate_size", 512)),
         "shared_expert_size": int(hf.get("shared_expert_intermediate_size", 512)),
+        "shared_expert_gate": True,
         "normalize_experts": bool(hf.get("norm_topk_prob", True)),
     }
 
@@ -235,6 +235,7 @@ def read_qwen3_5_moe(hf: Fields) -> dict[str, Any]:
         "experts_per_token": int(hf.get("num_experts_per_tok", 8)),
         "expert_size": int(hf.get("moe_intermediate_size", 512)),
         "shared_expert_size": int(hf.get("shared_expert_intermediate_size", 512)),
+        "shared_expert_gate": True,
         "normalize_experts": True,
     }
 

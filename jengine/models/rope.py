@@ -103,8 +103,9 @@ def _yarn_magnitude(s: RopeScaling) -> float:
 
 def _longrope(theta: float, dim: int, s: RopeScaling, max_model_len: int) -> Rope:
     """LongRoPE (Ding et al. 2024): a factor per frequency, from one of two lists."""
-    factors = s.long_factor if max_model_len > s.original_max_position else s.short_factor
-    magnitude = s.attention_factor
+    beyond = max_model_len > s.original_max_position
+    factors, magnitude = (s.long_factor, s.long_mscale) if beyond else (s.short_factor, s.short_mscale)
+    magnitude = s.attention_factor if magnitude is None else magnitude
     if magnitude is None:
         magnitude = 1.0 if s.factor <= 1 else math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
     return Rope(tuple(f / factor for f, factor in zip(_powers(theta, dim), factors, strict=True)), magnitude)

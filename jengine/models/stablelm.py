@@ -18,17 +18,22 @@ from jengine.models.residuals import ParallelLayer
 from pallas_kernels.qkv import Qkv, QkvProduct
 
 
-class StableLmAttention(Attention):
+class HeadLayerNorms(Attention):
+    """With qk_norm, layer norms of queries and keys, with weights for each head and without biases."""
+
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         super().__init__(config, dtype, name)
-        dim, parts = config.head_dim, qkv_parts(config)[:2]
-        source = (
+        shape = (config.num_kv_heads_padded, (config.group_size_padded + 1) * config.head_dim)
+        self.qk_norm = param(shape, dtype, ("kv_heads", None), *self.qk_norm_source(name)) if config.qk_norm else None
+
+    def qk_norm_source(self, name: str) -> tuple[Piece, ...]:
+        """The checkpoint tensors of the norms' weights."""
+        dim = self.config.head_dim
+        return tuple(
             Piece(f"{name}.{kind}_layernorm.norms.{head}.weight", (dim,), (laid, slice(row, row + dim)))
-            for kind, part in zip("qk", parts, strict=True)
+            for kind, part in zip("qk", qkv_parts(self.config)[:2], strict=True)
             for head, laid, row in heads(part, dim)
         )
-        shape = (config.num_kv_heads_padded, (config.group_size_padded + 1) * dim)
-        self.qk_norm = param(shape, dtype, ("kv_heads", None), *source) if config.qk_norm else None
 
     def normalize(self, qkv: QkvProduct) -> Qkv | QkvProduct:
         if self.qk_norm is None:
@@ -46,7 +51,7 @@ class StableLmAttention(Attention):
 
 
 class StableLm(Llama):
-    attention = StableLmAttention
+    attention = HeadLayerNorms
     norm_type = LayerNorm
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:

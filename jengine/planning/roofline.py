@@ -73,8 +73,10 @@ def attention_elements(config: ModelConfig, layer: int = 0) -> int:
         keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
         if not keys:  # a convolution between two gates
             return 4 * values * hidden + values * linear.taps
-        products = (2 * keys + 3 * values + 2 * linear.value_heads) * hidden
-        return products + (2 * keys + values) * linear.taps + linear.value_heads
+        products = (2 * keys + 3 * values) * hidden
+        if linear.delta:  # rates and decays
+            products += 2 * linear.value_heads * hidden + linear.value_heads
+        return products + (2 * keys + values) * linear.taps
     if latent is None:
         own = at(config, layer)
         return ((2 + config.attention_gate) * heads + key_value_rows(config, layer) * own.num_kv_heads) * own.head_dim * hidden
@@ -84,10 +86,11 @@ def attention_elements(config: ModelConfig, layer: int = 0) -> int:
 
 
 def state_operations(config: ModelConfig) -> int:
-    """Operations of a token's recurrences, over all layers: its key, its update and its query each use every
-    state element."""
+    """Operations of a token's recurrences, over all layers: its key (in a delta rule), its update and its query each
+    use every state element."""
     linear = config.linear
-    return 0 if linear is None else len(linear.layers) * 6 * linear.value_heads * linear.key_dim * linear.value_dim
+    each = 0 if linear is None else linear.value_heads * linear.key_dim * linear.value_dim
+    return 0 if linear is None else len(linear.layers) * (6 if linear.delta else 4) * each
 
 
 def attending_layers(config: ModelConfig) -> list[int]:
@@ -101,7 +104,7 @@ def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
     matrices = 3 if config.gated_mlp else 2
     if layer not in config.expert_layers:
         return matrices * config.hidden_size * at(config, layer).intermediate_size
-    shared = matrices * config.shared_expert_size + (config.shared_expert_size > 0 and config.linear is not None)  # and its gate
+    shared = matrices * config.shared_expert_size + config.shared_expert_gate
     return config.hidden_size * (config.num_experts + matrices * experts * config.expert_size + shared)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jengine import ModelError, Tokenizer
@@ -16,17 +16,25 @@ from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
 from jengine.serving.parsers.reasoning import END, START, Reasons
 from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
+from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
 
-TOOL_PARSERS: dict[str, Callable[[Container[str]], Parser]] = {
-    "deepseek": lambda names: MarkedCalls(DEEPSEEK),
+Tools = Mapping[str, Mapping[str, Any]]  # for each tool's name, the JSON schemas of its parameters by name
+TOOL_PARSERS: dict[str, Callable[[Tools], Parser]] = {
+    "deepseek": lambda tools: MarkedCalls(DEEPSEEK),
+    "glm45": lambda tools: TaggedCalls(GLM, tools),
     "harmony": Harmony,
-    "hermes": lambda names: Hermes(),
-    "kimi_k2": lambda names: MarkedCalls(KIMI),
+    "hermes": lambda tools: Hermes(),
+    "kimi_k2": lambda tools: MarkedCalls(KIMI),
     "llama3_json": LlamaJson,
-    "mistral": lambda names: Mistral(),
+    "minimax_m2": lambda tools: TaggedCalls(MINIMAX, tools),
+    "mistral": lambda tools: Mistral(),
     "pythonic": Pythonic,
+    "qwen3_coder": lambda tools: TaggedCalls(QWEN_CODER, tools),
 }
 MARKS = (  # markers in chat templates; the first one found decides
+    ("<arg_key>", "glm45"),
+    (MINIMAX.section, "minimax_m2"),
+    (QWEN_CODER.key, "qwen3_coder"),
     ("<|channel|>analysis", "harmony"),
     (DEEPSEEK.begin, "deepseek"),
     (KIMI.begin, "kimi_k2"),
@@ -36,7 +44,6 @@ MARKS = (  # markers in chat templates; the first one found decides
     ('"parameters": dictionary', "llama3_json"),
     ("<tool_call>", "hermes"),
 )
-OTHER_MARKS = ("<function=", "<arg_key>")  # markers of unsupported formats that also have one of MARKS
 
 
 class AnswerFormat:
@@ -79,10 +86,10 @@ class AnswerFormat:
         """
         if self._template is not None and thinks and forced is None:
             return ResponseTemplate(self._template, prompt, tools)
-        names = {tool["function"]["name"] for tool in tools}
+        schemas = {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
         if self.channels and forced is None:
-            return Harmony(names)
-        calls = self._tool_parser(names) if self._tool_parser is not None and names else PlainText()
+            return Harmony(schemas)
+        calls = self._tool_parser(schemas) if self._tool_parser is not None and schemas else PlainText()
         rest = calls if forced is None else forced
         inside = self.reasoning(prompt) if thinks else None
         return rest if inside is None else Reasons(rest, inside)
@@ -95,9 +102,14 @@ class AnswerFormat:
         return joined([*parser.push(text), *parser.finish()])
 
 
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The JSON schemas of a tool's parameters by name."""
+    schema = function.get("parameters")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return properties if isinstance(properties, dict) else {}
+
+
 def _tool_parser(source: str) -> str | None:
-    if any(mark in source for mark in OTHER_MARKS):
-        return None
     return next((name for mark, name in MARKS if mark in source), None)
 
 

@@ -217,7 +217,7 @@ LAYOUTS: dict[str, Layout] = {
     "state-spaces/mamba-130m-hf": refused_family("mamba"),
     "google-bert/bert-base-uncased": refused_family("bert"),
     "Qwen/Qwen2-VL-2B-Instruct": refused_family("qwen2_vl"),
-    "microsoft/Phi-3.5-MoE-instruct": refused_family("phimoe"),
+    "ai21labs/Jamba-v0.1": refused_family("jamba"),
     "tiiuae/falcon-rw-1b": Layout({**FALCON, "alibi": True, "parallel_attn": False}, "bin", rejected="alibi"),
     "togethercomputer/LLaMA-2-7B-32K:truncated": Layout(llama(), "truncated", rejected="is truncated"),
 }

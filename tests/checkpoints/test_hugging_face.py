@@ -10,7 +10,9 @@ import pytest
 from jengine.checkpoints.hugging_face import model_config
 from jengine.errors import ModelError
 from jengine.model_config import ModelConfig
+from jengine.model_parts import ResidualFactors
 from jengine.models import FAMILIES, build
+from jengine.models.rope import rope
 from tests.golden.weights import VARIANTS
 
 
@@ -139,6 +141,47 @@ def test_exaone4_rotates_layers_with_a_window_if_there_are_any() -> None:
     assert (read("exaone4_full").windows, read("exaone4_full").unrotated_layers) == ((), ())
 
 
+def test_cohere2_rotates_only_layers_with_a_window() -> None:
+    config = read("cohere2")
+    assert (config.windows, config.unrotated_layers, config.logits_scaling) == ((30, 30, 30, None), (3,), 1 / 0.3)
+    assert read("cohere2", sliding_window_pattern=...) == config
+    wide = read("cohere2_wide")
+    assert (wide.windows, wide.unrotated_layers) == ((None, 250), (0,))
+    absent = read("cohere", **dict.fromkeys(("logit_scale", "layer_norm_eps", "rope_theta", "tie_word_embeddings"), ...))
+    assert (absent.logits_scaling, absent.norm_eps, absent.rope_theta, absent.tie_embeddings) == (16.0, 1e-5, 5e5, True)
+
+
+def test_minimax_has_two_spellings() -> None:
+    config = read("minimax_m1")
+    assert config.linear is not None and (config.linear.layers, config.linear.taps, config.linear.delta) == ((0,), 0, False)
+    assert config.residual_factors == ResidualFactors(full=(2.0, 0.7), linear=(0.8, 1.5), mlp=(1.3, 0.6))
+    assert dataclasses.replace(read("minimax_m1", model_type="minimax"), family="minimax_m1") == config
+    unscaled = ResidualFactors(full=(1.0, 1.0), linear=(1.0, 1.0), mlp=(1.0, 1.0))
+    assert read("minimax_text_01").residual_factors == unscaled
+    alternating = read("minimax").linear
+    assert alternating is not None and alternating.layers == (1, 3)
+    assert read("minimax", rotary_dim=12).rotary_dim == 12 and read("minimax").rotary_dim is None
+
+
+def test_experts_of_families_that_came_later() -> None:
+    config = read("qwen2_moe")
+    assert (config.expert_layers, config.qkv_bias, config.output_bias, config.windows) == ((0, 2), True, False, ())
+    assert (config.shared_expert_size, config.shared_expert_gate, config.normalize_experts) == (40, True, False)
+    config = read("qwen2_moe_ties")
+    assert (config.expert_layers, config.qkv_bias, config.windows) == ((1,), False, (30, None, None))
+    assert (read("olmoe_ties").clip_qkv, read("olmoe").clip_qkv, read("olmoe").normalize_experts) == (0.8, None, False)
+    assert (read("granitemoe").attention_scale, read("granitemoe").residual_multiplier) == (0.3, 0.6)
+    config = read("phimoe", router_jitter_noise=..., num_local_experts=...)
+    assert (config.router_jitter, config.num_experts, config.head_bias, config.windows) == (0.01, 16, True, (250, 250))
+
+
+def test_phimoes_magnitudes_depend_on_the_longest_sequence() -> None:
+    config = read("phimoe_longrope_inside")
+    short, long = rope(config, 64), rope(config, 65)
+    assert (short.magnitude, long.magnitude) == (0.9, 1.2)
+    assert short.frequencies == pytest.approx([2 * frequency for frequency in long.frequencies])
+
+
 def test_gemma3n_has_defaults_for_sparsity_and_windows() -> None:
     config = read("gemma3n_text", num_hidden_layers=12, intermediate_size=48, layer_types=..., activation_sparsity_pattern=...)
     assert config.altup is not None and config.altup.sparsity == (0.95,) * 10 + (0.0,) * 2
@@ -154,6 +197,26 @@ def test_gemma3n_has_defaults_for_sparsity_and_windows() -> None:
         ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False is not supported; True is"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "lightning attention is not supported"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported; 0 is"),
+        ("minimax", {"layer_types": ["full_attention"] * 4}, "of which some have full and some linear attention"),
+        ("minimax", {"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention'; full_attention and linear_attention"),
+        ("minimax", {"sliding_window": 30}, "sliding_window is not supported"),
+        ("minimax_m1", {"attn_type_list": [0]}, "layer types must name 2 layers"),
+        ("minimax_m1", {"postnorm": False}, "postnorm=False is not supported; True is"),
+        ("minimax_m1", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported; 0 is"),
+        ("cohere", {"logit_scale": 0.0}, "logit_scale=0.0 must be above 0"),
+        ("cohere2", {"sliding_window": None}, "a field has the wrong type or value"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm=true is not supported"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported; 2 is"),
+        (
+            "phimoe",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope scaling 'linear' is not supported; default and longrope",
+        ),
+        (
+            "phimoe_longrope_inside",
+            {"rope_scaling": {**VARIANTS["phimoe_longrope_inside"]["rope_scaling"], "long_mscale": None}},
+            "rope scaling has no long_mscale",
+        ),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=true is not supported with experts"),
         ("glm4_moe", {"n_group": 3}, "n_routed_experts=8 is not a multiple of n_group=3"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; sigmoid is"),

@@ -20,6 +20,7 @@ import transformers
 
 from tests.golden.expert_variants import EXPERT_VARIANTS
 from tests.golden.further_variants import FURTHER_VARIANTS
+from tests.golden.later_variants import LATER_VARIANTS
 from tests.golden.more_variants import MORE_VARIANTS
 from tests.golden.weights import VARIANTS, max_model_len, uniform, write_model
 
@@ -27,7 +28,11 @@ NEW_TOKENS = 24
 LENGTHS = (1, 5, 16, 17, 63, 65, 130)  # around pages of 16 and tiles of 64
 FEWER = (1, 17, 65, 130)  # of variants outside of variants.py; EVERYWHERE then for the first alone
 EVERYWHERE = (17, 65)
-SAME = {"kimi_k2": "deepseek_v3"}  # model_types that transformers knows by another name
+SAME = {
+    "kimi_k2": "deepseek_v3",
+    "minimax_m1": "minimax",
+    "minimax_text_01": "minimax",
+}  # model_types that transformers knows by another name
 TEXT_ALONE = ("gemma3n",)  # whose other parts need further packages
 MARGIN = 1e-3  # between the two best tokens, for greedy tokens to be equal elsewhere
 # Recorded in float64, with prompts where float32 comes close to it. A delta rule's result is normed: where query and key are almost
@@ -78,7 +83,7 @@ def record(variant: str) -> dict[str, np.ndarray]:
     config, wide = VARIANTS[variant], variant in IN_FLOAT64
     oracle = Oracle(variant, torch.float64 if wide else torch.float32)
     narrow = Oracle(variant, torch.float32) if wide else None
-    more = variant in {**MORE_VARIANTS, **EXPERT_VARIANTS, **FURTHER_VARIANTS}
+    more = variant in {**MORE_VARIANTS, **EXPERT_VARIANTS, **FURTHER_VARIANTS, **LATER_VARIANTS}
     lengths = [n for n in (FEWER if more else LENGTHS) if n + NEW_TOKENS <= oracle.length]
     everywhere = EVERYWHERE[: 1 if more else None]
     vocab = config.get("text_config", config)["vocab_size"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.golden import further_shapes
+from tests.golden import further_shapes, later_shapes
 from tests.golden.expert_shapes import deepseek, gpt_oss
 from tests.golden.gemma_shapes import gemma3n, gemma4, gemma_images
 from tests.golden.more_shapes import fused, llama_like, with_images, with_layer_norm
@@ -115,6 +115,8 @@ MAKERS = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), qwen3_5),
     **dict.fromkeys(("gemma3", "mistral3"), with_images),
     **dict.fromkeys(("glm4_moe", "minimax_m2", "exaone4", "ernie4_5", "ernie4_5_moe", "nemotron"), further_shapes.llama_like),
+    **dict.fromkeys(("cohere", "cohere2", "granitemoe", "olmoe", "phimoe", "qwen2_moe"), later_shapes.llama_like),
+    **dict.fromkeys(("minimax", "minimax_m1", "minimax_text_01"), later_shapes.llama_like),
     **{"gptj": further_shapes.gptj, "bloom": further_shapes.bloom},
     **{"lfm2": further_shapes.lfm2, "llama4": further_shapes.llama4_images, "llama4_text": further_shapes.llama4},
     "gpt_oss": gpt_oss,

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.golden.expert_variants import EXPERT_VARIANTS
 from tests.golden.further_variants import FURTHER_VARIANTS
+from tests.golden.later_variants import LATER_VARIANTS
 from tests.golden.more_variants import MORE_VARIANTS
 
 _LLAMA: dict[str, Any] = {
@@ -185,4 +186,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **MORE_VARIANTS,
     **EXPERT_VARIANTS,
     **FURTHER_VARIANTS,
+    **LATER_VARIANTS,
 }

@@ -19,6 +19,7 @@ from tests.golden.shapes import tensor_shapes
 from tests.golden.variants import VARIANTS
 
 REPEATING = ("gpt2", "opt", "granite_biases", "starcoder2", "falcon_7b", "falcon_serial", "qwen3_5_text")
+OF_EXPERTS = (".router.", ".gate.", ".experts.", "input_linear.", "output_linear.")  # in names of tensors of all experts
 EACH_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in names of tensors of one expert
 ADD_ONE = ("gemma2", "gemma3_", "qwen3_next", "qwen3_5", "nemotron")  # to the weights of norms
 TABLES = {"gemma": 0.05, **dict.fromkeys(REPEATING, 0.15)}  # with 0.5 these say their last token again and again
@@ -26,7 +27,7 @@ TABLES = {"gemma": 0.05, **dict.fromkeys(REPEATING, 0.15)}  # with 0.5 these say
 
 def max_model_len(variant: str) -> int:
     """Tokens a sequence may have: every prompt and continuation fits. Beyond the trained context for rope_dynamic_beyond."""
-    return 64 if variant in ("rope_dynamic_inside", "phi3_longrope_inside") else 192
+    return 64 if variant in ("rope_dynamic_inside", "phi3_longrope_inside", "phimoe_longrope_inside") else 192
 
 
 def weights(variant: str, config: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
@@ -58,7 +59,7 @@ def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
         )  # [experts, in, out], as GPT-2's are [in, out]
         inputs = shape[0] if ".c_" in name else shape[1] if stacked else shape[-1]
         scaled = 1.3 / math.sqrt(inputs) * noise
-    if ties and not EACH_EXPERT.search(name) and any(part in name for part in (".router.", ".gate.", ".experts.")):
+    if ties and not EACH_EXPERT.search(name) and any(part in name for part in OF_EXPERTS):
         scaled[1::2] = scaled[::2]
     return scaled.astype(np.float32)
 

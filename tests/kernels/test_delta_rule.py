@@ -1,4 +1,4 @@
-"""The gated delta rule against its definition in float64: token by token, and in chunks."""
+"""The gated delta rule and linear attention against their definitions in float64: token by token, and in chunks."""
 
 from __future__ import annotations
 
@@ -48,6 +48,21 @@ def test_a_chunk_is_as_many_steps(count: int, kind: str) -> None:
     for t in range(min(count, 7)):
         one, out = delta_rule.step(one, q[:, t], k[:, t], v[:, t], decay[:, t], rate[:, t])
         assert np.abs(one - wanted[:, t + 1]).max() < 1e-5 and np.abs(out - read[:, t]).max() < 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_linear_attention_adds_values_as_they_are(count: int) -> None:
+    q, k, v, decay, _ = tokens(count, "random")
+    state = np.random.default_rng(0).normal(size=(HEADS, KEY, VALUE))
+    states = [state]
+    for t in range(count):
+        states.append(states[-1] * np.exp(decay[:, t])[:, None, None] + k[:, t][:, :, None] * v[:, t][:, None, :])
+    read = np.einsum("thkv,htk->htv", np.stack(states[1:]), q)
+    given = [jnp.asarray(x, jnp.float32) for x in (q, k, v, decay)]
+    after, out = delta_rule.advance(jnp.asarray(state, jnp.float32), delta_rule.prepare(*given))
+    assert np.abs(after - states[-1]).max() < 1e-5 and np.abs(out - read).max() < 1e-5
+    one, out = delta_rule.step(jnp.asarray(state, jnp.float32), *(x[:, 0] for x in given))
+    assert np.abs(one - states[1]).max() < 1e-5 and np.abs(out - read[:, 0]).max() < 1e-5
 
 
 def test_a_saved_program_needs_no_library() -> None:

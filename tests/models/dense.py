@@ -57,15 +57,15 @@ class DenseCausal:
             out += jnp.where((self.positions >= back)[:, None], earlier, 0) * weight[:, -1 - back]
         return out
 
-    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
-        """Token by token."""
+    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None) -> jax.Array:
+        """Token by token. Without a rate: linear attention."""
         q, k = (jnp.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
 
         def one(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
             position, q, k, v, decay, rate = token
             state = jnp.where(position == 0, 0, state) * jnp.exp(decay)[:, None, None]
-            missing = v - jnp.einsum("hkv,hk->hv", state, k)
-            state = state + jnp.einsum("hk,hv,h->hkv", k, missing, rate)
+            added = v if rate is None else (v - jnp.einsum("hkv,hk->hv", state, k)) * rate[:, None]
+            state = state + jnp.einsum("hk,hv->hkv", k, added)
             return state, jnp.einsum("hkv,hk->hv", state, q)
 
         state = jnp.zeros((v.shape[1], q.shape[2], v.shape[2]), jnp.float32)

@@ -56,6 +56,8 @@ FURTHER = {"smollm3_window", "granite_biases", "glm", "mistral3", "starcoder2_wi
 FURTHER |= {"gpt_oss_wide_sinks", "gpt_oss_ties", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_ties", "glm4_moe_lite", "kimi_k2"}
 FURTHER |= {"falcon_7b", "falcon_11b", "falcon_serial", "qwen3_next_mixed", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
 FURTHER |= {"gemma3n_text", "gemma4_text", "exaone4_full", "llama4_text"}
+FURTHER |= {"cohere", "cohere2_wide", "granitemoe_ties", "minimax_ties", "olmoe_ties", "phimoe_ties", "qwen2_moe_ties"}
+FURTHER |= {"phimoe_longrope_inside", "phimoe_longrope_beyond", "minimax_m1", "minimax_text_01"}
 # of families that have another variant here
 CASES = [pytest.param(variant, marks=pytest.mark.full) if variant in FURTHER else variant for variant in VARIANTS]
 
@@ -72,6 +74,18 @@ ONE_EACH += ["gpt_oss", "gpt_oss_wide_sinks", "deepseek_v2", "deepseek_v3", "glm
 ONE_EACH += ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
 ONE_EACH += ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "bloom", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4_moe", "gptj"]
 ONE_EACH += ["lfm2", "llama4", "llama4_text", "minimax_m2", "nemotron"]
+ONE_EACH += [
+    "cohere_norms",
+    "cohere2",
+    "granitemoe",
+    "minimax",
+    "minimax_m1",
+    "minimax_text_01",
+    "minimax_ties",
+    "olmoe_ties",
+    "phimoe",
+    "qwen2_moe",
+]
 SHARDED = ["llama_attention_bias", *(pytest.param(variant, marks=pytest.mark.full) for variant in ONE_EACH)]
 
 

@@ -1,0 +1,47 @@
+"""Granite 3 with experts (1B-A400M, 3B-A800M), PowerMoE: Granite whose layers have experts, stored in one tensor per matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jengine.model_config import ModelConfig
+from jengine.models.family import Family, Fields
+from jengine.models.granite import Granite, read_granite
+from jengine.models.layers import Block, matrix, param
+from jengine.models.moe import Experts
+from jengine.models.pieces import EVERY, Piece
+
+
+class GraniteExperts(Experts):
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        config = self.config
+        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        laid, real = config.padded(ffn), slice(0, ffn)
+        both = Piece(f"{name}.input_linear.weight", (experts, 2 * ffn, hidden))
+        halves = (both._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn))) for i in range(2))
+        down = Piece(f"{name}.output_linear.weight", (experts, hidden, ffn), (EVERY, EVERY, real))
+        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.layer.weight", (experts, hidden)))
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
+        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
+
+
+class GraniteMoe(Granite):
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        return GraniteExperts(config, dtype, f"{name}.block_sparse_moe")
+
+
+def read_granite_moe(hf: Fields) -> dict[str, Any]:
+    fields = read_granite(hf)
+    return {
+        **fields,
+        "expert_layers": tuple(range(fields["num_layers"])),
+        "num_experts": int(hf.get("num_local_experts", 8)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", 2)),
+        "expert_size": fields["intermediate_size"],
+        "normalize_experts": True,
+    }
+
+
+FAMILIES = {"granitemoe": Family("Granite 3 with experts", GraniteMoe, read_granite_moe)}

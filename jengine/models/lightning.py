@@ -1,0 +1,150 @@
+"""MiniMax-Text-01 and M1: lightning attention (linear attention with a decay for each head and layer), full attention, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
+from jengine.model_parts import LinearAttention, ResidualFactors
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import partly_rotated
+from jengine.models.layers import Attend, Attention, Block, Layer, Mixer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.llama import Llama
+from jengine.models.moe import Experts
+from jengine.models.pieces import EVERY, Piece
+from jengine.parallel.collectives import all_reduce, shard_index
+from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.xla import Rotation
+
+EPSILON = 1e-6  # of the norm over all heads
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+class LightningAttention(nnx.Module):
+    """Linear attention, a norm over all heads, and a gate. One product computes a head's query, key, value and gate."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
+        assert config.linear is not None
+        heads, dim, hidden = config.linear.key_heads, config.linear.key_dim, config.hidden_size
+        laid, own, inner = config.padded(heads), slice(0, heads), heads * dim
+        self.activation, self.heads, self.inner = config.activation, heads, inner
+        self.slope = 1 - index / (config.num_layers - 1 + 1e-5) + 1e-5  # later layers forget less
+        qkv = Piece(f"{name}.qkv_proj.weight", (3 * inner, hidden), (own, slice(0, 3 * dim)))
+        gate = Piece(f"{name}.output_gate.weight", (inner, hidden), (own, slice(3 * dim, 4 * dim)))
+        self.mixed = matrix((laid, 4 * dim, hidden), dtype, ("heads", None, None), qkv, gate)
+        self.norm = param((laid, dim), dtype, ("heads", None), Piece(f"{name}.norm.weight", (inner,), (own,)))
+        out = Piece(f"{name}.out_proj.weight", (hidden, inner), (EVERY, slice(0, inner)))
+        self.out = matrix((hidden, laid * dim), dtype, (None, "heads"), out)
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the recurrence depends on the order of tokens."""
+        mixed = dense(x, self.mixed[...]).astype(jnp.float32)  # [N, heads, 4 * dim]
+        dim = mixed.shape[-1] // 4
+        q, k, v = jnp.split(ACTIVATIONS[self.activation](mixed[..., : 3 * dim]), 3, axis=-1)
+        head = shard_index() * mixed.shape[1] + jnp.arange(1, mixed.shape[1] + 1)
+        decay = jnp.broadcast_to(-self.slope * jnp.exp2(-8 / self.heads * head), mixed.shape[:2])
+        y = cast(Recur, attend).recur(layer, q, k, v, decay, None)
+        mean = all_reduce(jnp.sum(y * y, axis=(1, 2))) / self.inner  # padded heads are zero
+        y *= lax.rsqrt(mean + EPSILON)[:, None, None] * self.norm[...].astype(jnp.float32)
+        y *= jax.nn.sigmoid(mixed[..., 3 * dim :])
+        return row_parallel_dense(y.reshape(x.shape[0], -1).astype(x.dtype), self.out[...])
+
+
+class MiniMaxLayer(Layer):
+    """Norms the residual stream, not only what attention and MLP read."""
+
+    def __init__(
+        self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block, factors: tuple[tuple[float, float], tuple[float, float]]
+    ) -> None:
+        super().__init__(attention_norm, attention, mlp_norm, mlp)
+        self.factors = factors
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        (kept, added), (mlp_kept, mlp_added) = self.factors
+        x = self.attention_norm(x)
+        x = x * kept + self.attention(layer, x, rotation, attend) * added
+        x = self.mlp_norm(x)
+        return x * mlp_kept + self.mlp(x) * mlp_added
+
+
+class MiniMax(Llama):
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
+        assert config.linear is not None and config.residual_factors is not None
+        linear, factors = index in config.linear.layers, config.residual_factors
+        own = f"{name}.self_attn"
+        return MiniMaxLayer(
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
+            LightningAttention(config, dtype, own, index) if linear else Attention(config, dtype, own),
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
+            Experts(config, dtype, f"{name}.block_sparse_moe", ("w1", "w3", "w2")),
+            (factors.linear if linear else factors.full, factors.mlp),
+        )
+
+
+def read_minimax(hf: Fields) -> dict[str, Any]:
+    """The fields of repositories converted for transformers."""
+    layers = int(hf["num_hidden_layers"])
+    types: Sequence[str] = hf.get("layer_types") or [LINEAR if i % 2 else FULL for i in range(layers)]
+    return _read(hf, types, {"full": "full_attn_{}_factor", "linear": "linear_attn_{}_factor", "mlp": "mlp_{}_factor"})
+
+
+def read_published(hf: Fields) -> dict[str, Any]:
+    """The fields of MiniMax's repositories."""
+    for name, value in (("postnorm", True), ("shared_intermediate_size", 0)):
+        if (hf.get(name) or False) != value:
+            raise ModelError(f"{name}={hf.get(name)!r} is not supported; {value!r} is")
+    types = [FULL if kind else LINEAR for kind in hf["attn_type_list"]]
+    names = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
+    return _read(hf, types, {part: f"layernorm_{name}_{{}}" for part, name in names.items()})
+
+
+def _read(hf: Fields, types: Sequence[str], factors: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that both spellings share.
+
+    Args:
+        factors: the names of the fields of ResidualFactors, with {} in place of alpha and beta.
+
+    Raises:
+        ModelError: a layer type or their number is not supported.
+    """
+    fields = partly_rotated(hf, float(hf["rotary_dim"]) / float(hf["head_dim"]) if hf.get("rotary_dim") else 1.0)
+    layers, heads, dim = fields["num_layers"], fields["num_heads"], fields["head_dim"]
+    if unknown := {*types} - {FULL, LINEAR}:
+        raise ModelError(f"layer_types has {unknown.pop()!r}; {FULL} and {LINEAR} are supported")
+    if len(types) != layers or len({*types}) < 2:
+        raise ModelError(f"layer types must name {layers} layers, num_hidden_layers, of which some have full and some linear attention")
+    lightning = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
+    sizes = {"key_heads": heads, "value_heads": heads, "key_dim": dim, "value_dim": dim}
+    pairs = {part: (float(hf.get(name.format("alpha"), 1.0)), float(hf.get(name.format("beta"), 1.0))) for part, name in factors.items()}
+    return {
+        **fields,
+        "linear": LinearAttention(layers=lightning, **sizes, taps=0, delta=False),
+        "residual_factors": ResidualFactors(**pairs),
+        "expert_layers": tuple(range(layers)),
+        "num_experts": int(hf.get("num_local_experts", 8)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", 2)),
+        "expert_size": fields["intermediate_size"],
+        "normalize_experts": True,
+    }
+
+
+def constants(config: ModelConfig) -> frozenset[str]:
+    """Names of tensors that checkpoints may contain: decays, which follow from the layer and the head."""
+    assert config.linear is not None
+    names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    return frozenset(f"{MiniMax.prefix}layers.{layer}.self_attn.{name}" for layer in config.linear.layers for name in names)
+
+
+DEFAULTS = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+FAMILIES = {
+    "minimax": Family("MiniMax-Text-01 (converted for transformers)", MiniMax, read_minimax, DEFAULTS, unread=constants),
+    "minimax_m1": Family("MiniMax-M1", MiniMax, read_published, DEFAULTS),
+    "minimax_text_01": Family("MiniMax-Text-01", MiniMax, read_published, DEFAULTS),
+}

@@ -1,0 +1,161 @@
+"""Tool calls whose parameters are tags, whole and in arbitrary pieces, and the JSON values that they become."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jengine.serving.parsers.events import Arguments, Call, Content, Event, Parser, Reasoning
+from jengine.serving.parsers.reasoning import Reasons
+from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
+from jengine.serving.parsers.values import argument, declared_types
+from tests.serving.test_parsers import TOOLS, cut, format_of, parsed
+from tests.text.conftest import byte_level, write
+
+SCHEMAS = {"f": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "m": {"type": ["string", "null"]}}, "g": {}}
+PARSERS: dict[str, Callable[[], Parser]] = {
+    "glm45": lambda: TaggedCalls(GLM, SCHEMAS),
+    "glm45 thinking": lambda: Reasons(TaggedCalls(GLM, SCHEMAS), inside=False),
+    "minimax_m2": lambda: TaggedCalls(MINIMAX, SCHEMAS),
+    "minimax_m2 thinking": lambda: Reasons(TaggedCalls(MINIMAX, SCHEMAS), inside=True),
+    "qwen3_coder": lambda: TaggedCalls(QWEN_CODER, SCHEMAS),
+}
+CASES: list[tuple[str, str, list[Event]]] = [
+    (
+        "glm45",
+        'Well\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a "b"\n</arg></arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n'
+        "</tool_call>\n<tool_call>g\n</tool_call> so",
+        [
+            *(Content("Well"), Call(0, "f"), Arguments(0, '{"s": "a \\"b\\"\\n</arg>", "n": 3}'), Call(1, "g"), Arguments(1, "{}")),
+            Content("so"),
+        ],
+    ),
+    (
+        "glm45",  # 4.7's, without newlines
+        '<tool_call>f<arg_key>o</arg_key><arg_value>{"a": [true, null]}</arg_value>'
+        "<arg_key>s</arg_key><arg_value>5</arg_value></tool_call>",
+        [Call(0, "f"), Arguments(0, '{"o": {"a": [true, null]}, "s": "5"}')],
+    ),
+    ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>ab", [Call(0, "f"), Arguments(0, '{"s": "ab')]),
+    ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>1", [Call(0, "f")]),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>n</arg_key> or <tool_call>g</tool_call>",
+        [Call(0, "f"), Arguments(0, "{}"), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    ("glm45", "a <tool_call>f</b> c", [Content("a <tool_call>f</b> c")]),
+    ("glm45", 'a <tool_call>\n{"name": "f"}</tool_call>', [Content('a <tool_call>\n{"name": "f"}</tool_call>')]),
+    ("glm45", "a <tool_call></tool_call>", [Content("a <tool_call></tool_call>")]),
+    ("glm45", "a <tool_call>f<arg", [Content("a <tool_call>f<arg")]),
+    (
+        "glm45 thinking",
+        "\n<think>hm</think>\n<tool_call>g\n<arg_key>k</arg_key>\n<arg_value>x y</arg_value>\n</tool_call>",
+        [Reasoning("hm"), Call(0, "g"), Arguments(0, '{"k": "x y"}')],
+    ),
+    (
+        "minimax_m2",
+        'Well\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"a": "</x>"}</parameter>\n<parameter name="s">1\n</parameter>\n'
+        '</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+        [Content("Well"), Call(0, "f"), Arguments(0, '{"o": {"a": "</x>"}, "s": "1\\n"}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    (
+        "minimax_m2",  # the end of the first call is missing
+        '<minimax:tool_call><invoke name="f"><parameter name="n">1</parameter><invoke name="g"></minimax:tool_call>so',
+        [Call(0, "f"), Arguments(0, '{"n": 1}'), Call(1, "g"), Arguments(1, "{}"), Content("so")],
+    ),
+    ("minimax_m2", 'a <minimax:tool_call> <invoke name="f">', [Content("a"), Call(0, "f")]),
+    ("minimax_m2", "a <minimax:tool_call> b", [Content("a <minimax:tool_call> b")]),
+    ("minimax_m2", 'a <minimax:tool_call><invoke name="f g">', [Content('a <minimax:tool_call><invoke name="f g">')]),
+    ("minimax_m2", "a <minimax:tool_call>\n</minimax:tool_call>", [Content("a <minimax:tool_call>\n</minimax:tool_call>")]),
+    (
+        "minimax_m2 thinking",
+        'hm\n</think>\n\n<minimax:tool_call><invoke name="g"></invoke>',
+        [Reasoning("hm"), Call(0, "g"), Arguments(0, "{}")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=s>\nline\n\nline\n</parameter>\n<parameter=n>\n7\n</parameter>\n<parameter=m>\n7\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        [Call(0, "f"), Arguments(0, '{"s": "line\\n\\nline", "n": 7, "m": "7"}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    ("qwen3_coder", "<tool_call><function=f><parameter=s>\n\n</parameter>", [Call(0, "f"), Arguments(0, '{"s": ""')]),
+    ("qwen3_coder", '<tool_call>\n{"name": "f"}\n</tool_call>', [Content('<tool_call>\n{"name": "f"}\n</tool_call>')]),
+]
+
+
+@pytest.mark.parametrize("name, text, events", CASES)
+def test_whole(name: str, text: str, events: list[Event]) -> None:
+    assert parsed(PARSERS[name](), text) == events
+    assert parsed(PARSERS[name](), *text) == events, "character by character"
+
+
+TAGS = {tag for tags in (GLM, MINIMAX, QWEN_CODER) for tag in dataclasses.astuple(tags) if isinstance(tag, str) and tag}
+FRAGMENTS = st.sampled_from([*sorted(TAGS), *sorted(TAGS), *"fgsno", "<", ">", '"', " ", "\n", "{", "1", "<think>", "</think>"])
+TEXTS = st.lists(FRAGMENTS, max_size=16).map("".join)
+
+
+@given(st.sampled_from(sorted(PARSERS)), TEXTS, st.lists(st.integers(0, 150), max_size=12))
+def test_cuts_change_nothing(name: str, text: str, places: list[int]) -> None:
+    assert parsed(PARSERS[name](), *cut(text, places)) == parsed(PARSERS[name](), text)
+
+
+@given(st.sampled_from(CASES), st.lists(st.integers(0, 250), max_size=12))
+def test_cuts_of_what_models_write_change_nothing(case: tuple[str, str, list[Event]], places: list[int]) -> None:
+    name, text, events = case
+    assert parsed(PARSERS[name](), *cut(text, places)) == events
+
+
+@given(st.sampled_from([name for name in PARSERS if "thinking" not in name]), TEXTS)
+def test_no_text_is_lost_where_there_is_no_call(name: str, text: str) -> None:
+    events = parsed(PARSERS[name](), text)
+    if not any(isinstance(event, Call) for event in events):
+        assert events == ([Content(text)] if text else [])
+
+
+def test_strings_come_before_their_end() -> None:
+    parser = TaggedCalls(GLM, SCHEMAS)
+    assert parser.push("<tool_call>f<arg_key>s</arg_key><arg_value>a\tb</") == [Call(0, "f"), Arguments(0, '{"s": "a\\tb')]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["s", "n", "o", "m", "x"]), st.text('ab<>/"\\\n5e{}[]:, nulltrue', max_size=12)), max_size=4))
+def test_what_tags_become_is_json(parameters: list[tuple[str, str]]) -> None:
+    """Whatever a value's text, arguments are JSON, and strings are the text."""
+    text = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in parameters)
+    _, *rest = parsed(TaggedCalls(QWEN_CODER, SCHEMAS), f"<tool_call><function=f>{text}</function></tool_call>")
+    [arguments] = [event for event in rest if isinstance(event, Arguments)]
+    found = json.loads(arguments.text, object_pairs_hook=list)
+    assert [key for key, _ in found] == [key for key, _ in parameters]
+    assert all(got == value for (key, got), (_, value) in zip(found, parameters, strict=True) if key == "s")
+
+
+def test_types_of_values() -> None:
+    every = {"type": ["integer", "null"], "anyOf": [{"type": "string"}, {"enum": [True, 1.5]}, 3]}
+    assert declared_types(every) == {"integer", "null", "string", "boolean", "number"} and not declared_types({"$ref": "#"})
+    assert declared_types({"enum": ["a", "b"]}) == {"string"} and not declared_types(True)
+    for text, types, expected in (
+        ("5", {"number"}, "5"),
+        ("5", {"string", "null"}, '"5"'),
+        ("null", {"string", "null"}, "null"),
+        ("yes", {"boolean"}, '"yes"'),
+        ("[1]", {"object"}, "[1]"),
+        ("NaN", {"number"}, '"NaN"'),
+        ("1e999", {"number"}, '"1e999"'),
+        ("[" * 100_000, set(), json.dumps("[" * 100_000)),
+    ):
+        assert argument(text, frozenset(types)) == expected
+
+
+def test_values_have_the_types_of_the_tools_schema(tmp_path: Path) -> None:
+    form = format_of(write(byte_level(), tmp_path), "{# <arg_key> </think> #}{{ enable_thinking }}{{ tools }}")
+    text = "<think>hm</think>\n<tool_call>f<arg_key>n</arg_key><arg_value>3</arg_value></tool_call>"
+    untyped = [{"type": "function", "function": {"name": "f", "parameters": None}}, {"type": "function", "function": {"name": "g"}}]
+    string = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "string"}}}}}]
+    for tools, value in ((TOOLS, "3"), (untyped, "3"), (string, '"3"')):
+        assert form.read(text, "<|assistant|>", tools) == [Reasoning("hm"), Call(0, "f"), Arguments(0, f'{{"n": {value}}}')]
+    assert form.read("so", "<|assistant|>\n<think></think>", TOOLS) == [Content("so")], "thinking is off"
