@@ -38,6 +38,7 @@ class ModelConfig:
         layer_inputs, altup: embeddings of tokens for each layer; several residual streams.
         attention_gate: what attention gives is multiplied by a gate for each channel.
         attention_scale: multiplies scores; None is head_dim ** -0.5.
+        alibi: scores decrease with the distance between query and key, by a slope for each head.
         attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
         norm_offset: added to the weight of every norm.
         pre_norm: norms come before attention and MLP, and there is one at the end; otherwise they come after each.
@@ -101,6 +102,7 @@ class ModelConfig:
     query_scaling_step: int = 0
     windows: tuple[int | None, ...] = ()
     attention_scale: float | None = None
+    alibi: bool = False
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     activation: str = "silu"

@@ -39,8 +39,10 @@ from pallas_kernels.xla import Queries, Rotation
 why_flashinfer_unsupported = flashinfer.why_unsupported
 
 
-def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
-    """Why the kernel for `paged_attention_decode` does not support these arrays, or None."""
+def why_decode_unsupported(
+    q: jax.Array, k_pages: Pages, v_pages: Pages, *, slopes: bool = False, device: jax.Device | None = None
+) -> str | None:
+    """Why the kernel for `paged_attention_decode` does not support these arrays, with slopes or without, or None."""
     if on_cpu(device):
         return products.cpu_refused() or why_no_cpu_cache(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
@@ -49,7 +51,7 @@ def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, devi
 
         if heads > QUERIES * kv_heads:
             return f"heads={heads}: the kernel takes at most {QUERIES} for each of {kv_heads} kv heads"
-    return why_no_gpu_attention(q, k_pages, v_pages, device)
+    return why_no_gpu_attention(q, k_pages, v_pages, slopes, device)
 
 
 def paged_attention_decode(
@@ -63,6 +65,7 @@ def paged_attention_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     pages: int = 0,
     work: WorkList | None = None,
     impl: Impl = "auto",
@@ -80,15 +83,15 @@ def paged_attention_decode(
         ValueError: impl is "mosaic", "llvm" or "flashinfer", and this kernel does not support the call.
     """
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if flashinfer.serves(impl, q, k_pages, v_pages, window, soft_cap, device):
+    if flashinfer.serves(impl, q, k_pages, v_pages, window, soft_cap, slopes is not None, device):
         del how["soft_cap"]
         return flashinfer.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how, device=device)
-    if not kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, device=device), device):
-        return xla.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, pages=pages)
+    if not kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, slopes=slopes is not None, device=device), device):
+        return xla.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, slopes=slopes, pages=pages)
     if on_cpu(device):
         from pallas_kernels.cpu import attention
 
-        return attention.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how)
+        return attention.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, slopes=slopes)
     if capability(device) in AMPERE:
         from pallas_kernels import ampere
 
@@ -128,11 +131,13 @@ def decode_work(
     return work_list.even_work(lengths, kv_heads, blocks=blocks, window=window)
 
 
-def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
-    """Why the kernel for `paged_attention_prefill` does not support these arrays, or None."""
+def why_prefill_unsupported(
+    q: jax.Array, k_pages: Pages, v_pages: Pages, *, slopes: bool = False, device: jax.Device | None = None
+) -> str | None:
+    """Why the kernel for `paged_attention_prefill` does not support these arrays, with slopes or without, or None."""
     if on_cpu(device):
         return products.cpu_refused() or why_no_cpu_cache(k_pages, v_pages)
-    refused = why_no_gpu_attention(q, k_pages, v_pages, device)
+    refused = why_no_gpu_attention(q, k_pages, v_pages, slopes, device)
     if refused is None and capability(device) in HOPPER:
         from pallas_kernels.attention_prefill import TILE_GRID
 
@@ -153,6 +158,7 @@ def paged_attention_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     pages: int = 0,
     impl: Impl = "auto",
     device: jax.Device | None = None,
@@ -167,12 +173,12 @@ def paged_attention_prefill(
         ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if not kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, device=device), device):
-        return xla.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how, pages=pages)
+    if not kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, slopes=slopes is not None, device=device), device):
+        return xla.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how, slopes=slopes, pages=pages)
     if on_cpu(device):
         from pallas_kernels.cpu import attention
 
-        return attention.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
+        return attention.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how, slopes=slopes)
     if capability(device) in AMPERE:
         from pallas_kernels import ampere
 

@@ -75,10 +75,11 @@ def paged_attention_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
     """See `xla.paged_attention_decode`."""
     tiles, real = q[:, None], jnp.minimum(lengths, 1)
-    ways: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    ways: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "slopes": slopes}
     return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, **ways)[:, 0]
 
 
@@ -94,6 +95,7 @@ def paged_attention_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
     """See `xla.paged_attention_prefill`."""
     tiles, tile, heads, head_dim = q.shape
@@ -115,6 +117,8 @@ def paged_attention_prefill(
     scores = jnp.einsum("tqhgd,thkd->thgqk", grouped, k) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if slopes is not None:
+        scores -= slopes.reshape(*scores.shape[1:3], 1, 1) * distance[:, None, None]
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     sink = jnp.full(heads, -jnp.inf) if sinks is None else sinks
     sink = jnp.broadcast_to(sink.reshape(*scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))

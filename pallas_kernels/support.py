@@ -32,7 +32,9 @@ def why_no_cpu_cache(k_pages: Pages, v_pages: Pages) -> str | None:
     return None if _stored(k_pages) == _stored(v_pages) else f"v_pages={_stored(v_pages)}: the kernel takes what k_pages has"
 
 
-def why_no_gpu_attention(q: jax.Array, k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
+def why_no_gpu_attention(q: jax.Array, k_pages: Pages, v_pages: Pages, slopes: bool, device: jax.Device | None) -> str | None:
+    if slopes:
+        return "slopes: the kernel has no ALiBi"
     if str(q.dtype) not in DTYPES:
         return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:

@@ -46,7 +46,8 @@ def kv_write(
 
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim]; if Quantized, each token of each head is
-            quantized separately, so that tokens can be added to a page without changing its contents.
+            quantized separately, so that tokens can be added to a page without changing its contents. Scales may have more
+            rows than kv_heads; the others are unused.
         qkv: of the tokens; a QkvProduct with a norm is normalized first.
         page_ids: int32 [tokens]; padding uses the null page, 0, whose contents are undefined.
         offsets: int32 [tokens], in [0, page_size). No two tokens have the same place, except in the null page.
@@ -69,7 +70,7 @@ def page_write(pages: Any, new: jax.Array, page_ids: jax.Array, offsets: jax.Arr
         added = movable(quantize(new, pages.kind))
         values, scale = page_write(pages.values, added.values, page_ids, offsets), page_write(pages.scale, added.scale, page_ids, offsets)
         return dataclasses.replace(pages, values=values, scale=scale)
-    return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
+    return pages.at[page_ids, : new.shape[1], offsets].set(new.astype(pages.dtype))
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
@@ -114,6 +115,7 @@ def paged_attention_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     pages: int = 0,
 ) -> jax.Array:
     """One query per sequence, over all of the sequence's tokens.
@@ -130,6 +132,8 @@ def paged_attention_decode(
         soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap).
         sinks: float32 [heads]; one additional score without a value in the softmax of each head, so weights may
             sum to less than 1.
+        slopes: float32 [heads], at least 0 (ALiBi, Press et al., 2022); its product with the distance from a query to a key
+            is subtracted from the score, after any cap.
         pages: number of pages read of every sequence; 0: as many as the longest of each group of rows has.
 
     Returns:
@@ -142,7 +146,7 @@ def paged_attention_decode(
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, length = args
-        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, window, soft_cap, sinks, pages, DECODE_BLOCK, dtype)
+        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, window, soft_cap, sinks, slopes, pages, DECODE_BLOCK, dtype)
 
     out: jax.Array = lax.map(one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group)))
     return out.reshape(q.shape)
@@ -160,13 +164,14 @@ def paged_attention_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
     pages: int = 0,
 ) -> jax.Array:
     """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
 
     Args:
         q: [tiles, tile, heads, head_dim]; the tile's own keys and values are already in the pages.
-        k_pages, v_pages, scale, window, soft_cap, sinks, pages: as in `paged_attention_decode`.
+        k_pages, v_pages, scale, window, soft_cap, sinks, slopes, pages: as in `paged_attention_decode`.
         block_tables: int32 [tiles, width]; pages behind the first query's window may be another sequence's, or the null page.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
@@ -177,7 +182,7 @@ def paged_attention_prefill(
 
     def one(i: jax.Array, tiles: jax.Array) -> jax.Array:
         tile, table, position, length = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, block_tables, positions, lengths))
-        how = scale, window, soft_cap, sinks, pages, PREFILL_BLOCK, q.dtype
+        how = scale, window, soft_cap, sinks, slopes, pages, PREFILL_BLOCK, q.dtype
         out = _attend(tile, k_pages, v_pages, table, position, position + length, *how)
         return lax.dynamic_update_slice_in_dim(tiles, out, i, 0)
 
@@ -209,6 +214,7 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     pages: int,
     block: int,
     dtype: jax.typing.DTypeLike,
@@ -239,6 +245,8 @@ def _attend(
             s *= k_scale[:, :, None, None]
         if soft_cap is not None:
             s = soft_cap * jnp.tanh(s / soft_cap)
+        if slopes is not None:
+            s -= slopes.reshape(*s.shape[1:3], 1, 1) * (at[..., None] - token)[:, None, None].astype(jnp.float32)
         seen = (token <= at[..., None]) & used[:, None]
         if window is not None:
             seen &= token > at[..., None] - window

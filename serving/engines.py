@@ -33,7 +33,7 @@ def model_engine(**options: Any) -> Made:
     info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),
         dtype=started.dtype,
-        quantization=config.quantization or "",
+        quantization=started.quantization,
         devices=started.devices,
         mesh={"tensor": config.tensor_parallel_size},
         programs_compiled=started.programs_compiled,

@@ -13,11 +13,11 @@ import pytest
 from pallas_kernels import reference, xla
 from pallas_kernels.qkv import HeadNorm, Qkv, QkvProduct
 from pallas_kernels.quantized import dequantize, is_quantized, movable, quantize
-from tests.kernels.interpreted import with_sinks
+from tests.kernels.interpreted import more_scales, with_sinks
 
 NUM_PAGES, WIDTH = 40, 7
 WAYS = [{}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20}, {"window": 80, "soft_cap": 2.0}, {"window": 1000}]
-ALSO = [*WAYS, {"window": 20, "sinks": True}]
+ALSO = [*WAYS, {"window": 20, "sinks": True, "slopes": True}]
 
 
 def cache(rng, kv_heads, page_size, head_dim, dtype):
@@ -198,7 +198,7 @@ def test_eight_bit_caches_match_reference(kind, how, pages):
     want = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)
     seen = [poisoned(x, tables, 16, lengths - how.get("window", 1000), lengths) for x in (k, v)]
     run = jax.jit(partial(xla.paged_attention_decode, scale=0.3, pages=pages, **how))
-    got = run(q, *seen, tables, lengths)
+    got = run(q, *map(more_scales, seen), tables, lengths)
     np.testing.assert_array_equal(got, run(q, k, v, tables, lengths))
     np.testing.assert_allclose(got, want, atol=2e-6)
     tiles, positions, real = q[:, None].repeat(8, 1), lengths // 2, jnp.minimum(lengths, 8)
@@ -206,7 +206,7 @@ def test_eight_bit_caches_match_reference(kind, how, pages):
     want = reference.paged_attention_prefill(tiles, k, v, *where, scale=0.3, **how)
     seen = [poisoned(x, tables, 16, positions + 1 - how.get("window", 1000), positions + real) for x in (k, v)]
     run = jax.jit(partial(xla.paged_attention_prefill, scale=0.3, pages=pages, **how))
-    got = run(tiles, *seen, *where)
+    got = run(tiles, *map(more_scales, seen), *where)
     np.testing.assert_array_equal(got, run(tiles, k, v, *where))
     for i, n in enumerate(np.asarray(real)):
         np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)

@@ -151,6 +151,7 @@ def _attend(count: int) -> Attend:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
+        slopes: jax.Array | None = None,
     ) -> jax.Array:
         if isinstance(qkv, QueriesOnly):
             q = qkv.q
@@ -160,7 +161,7 @@ def _attend(count: int) -> Attend:
             written[window] = k, k if v is None else v
         q = q if rotation is None else rotate(q, rotation)
         apart = (x.reshape(count, -1, *x.shape[1:]) for x in (q, *written[window]))
-        y: jax.Array = _attention(*apart, sinks, scale=scale, window=window, soft_cap=soft_cap)
+        y: jax.Array = _attention(*apart, sinks, slopes, scale=scale, window=window, soft_cap=soft_cap)
         return y.reshape(q.shape)
 
     return attend
@@ -172,7 +173,15 @@ _product = jax.jit(product, static_argnames="dtype")
 
 @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
 def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, *, scale: float, window: int | None, soft_cap: float | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    slopes: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> jax.Array:
     """Causal attention. Arrays are [sequences, length, heads or kv_heads, head_dim]."""
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
@@ -184,6 +193,8 @@ def _attention(
         scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
+        if slopes is not None:
+            scores -= slopes[:, None, None] * distance
         scores = jnp.where(seen, scores, -jnp.inf)
         if sinks is not None:
             scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], -1)

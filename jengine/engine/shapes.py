@@ -17,8 +17,7 @@ from jengine.execution.batch_invariance import check_batch_invariant
 from jengine.execution.kernels import check_attention_backend, kernels_refused
 from jengine.execution.spec import ExecutionSpec
 from jengine.model_config import ModelConfig
-from jengine.models import FAMILIES, build
-from jengine.models.cache import alike
+from jengine.models import build
 from jengine.table.program_table import ProgramTable
 from pallas_kernels.products import cpu_refused
 
@@ -82,8 +81,6 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     check_attention_backend(spec)
     if spec.num_states:
         _check_stateful(config)
-    if spec.kv_cache_dtype is not None:
-        _check_eight_bits(config, spec)
     if config.swap_space:
         spec = dataclasses.replace(spec, host_pages=_host_pages(config, spec))
     if config.batch_invariant:
@@ -92,17 +89,6 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         return spec
     pages = page_buckets(spec.table_width)[-1:] if config.batch_invariant else page_buckets(spec.table_width)
     return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages))
-
-
-def _check_eight_bits(config: EngineConfig, spec: ExecutionSpec) -> None:
-    """Whether the cache can have them."""
-    if not alike(spec.groups):
-        limit = "must be auto: layers with heads of other sizes share the cache's pages"
-    elif not FAMILIES[spec.model.config.family].eight_bit_cache:
-        limit = "must be auto: this model's keys have positions in some channels"
-    else:
-        return
-    raise InvalidArgument("kv_cache_dtype", config.kv_cache_dtype, limit)
 
 
 def _num_states(model: ModelConfig, max_num_seqs: int) -> int:

@@ -72,6 +72,7 @@ class Started:
         embedder: how the model embeds; None: there are no programs for embeddings.
         reranker: how the model scores pairs of texts, if its folder says so.
         dtype: of weights, activations and cache, unless they are quantized.
+        quantization: number format of quantized weights, see `Model.quantized`; "" if they are not quantized.
         devices: their kind and number.
         programs: number of programs in the table. With warm_up="progressive", some are not ready yet.
         kernels: on a CPU, the form of the programs' products, by dtypes and number of rows.
@@ -86,6 +87,7 @@ class Started:
     embedder: Embedder | None = None
     reranker: Reranker | None = None
     dtype: str = ""
+    quantization: str = ""
     devices: str = ""
     programs: int = 0
     kernels: dict[str, str] = field(default_factory=dict)
@@ -237,7 +239,7 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     mesh = shapes.mesh
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
     started.kernels = dict(shapes.product_forms)
-    started.dtype = str(shapes.model.dtype)
+    started.dtype, started.quantization = str(shapes.model.dtype), shapes.model.quantized
     if given is not None:
         given.check(_with_pages(config, shapes, root, link).identity())  # before reading the weights, which may take minutes
     lap("configuration")

@@ -76,6 +76,7 @@ class PagedAttention:
             kv: Place,
             rotation: Rotation | None,
             sinks: jax.Array | None,
+            slopes: jax.Array | None,
             work: WorkList | None,
             part: int,
             **options: Any,
@@ -94,7 +95,7 @@ class PagedAttention:
                 )
             k_pages, v_pages = own[0], own[-1]
             tables, tile = of_part(row_tables, part), of_part(tile_tables, part)
-            how = {**options, "sinks": sinks, "pages": key.pages, "device": device}
+            how = {**options, "sinks": sinks, "slopes": slopes, "pages": key.pages, "device": device}
             out = []
             if key.rows:
                 out.append(dispatch.paged_attention_decode(decoding, k_pages, v_pages, tables, row_lengths, work=work, impl=backend, **how))
@@ -125,6 +126,7 @@ class PagedAttention:
         kv: Place,
         rotation: Rotation | None,
         sinks: jax.Array | None,
+        slopes: jax.Array | None,
         *,
         window: int | None,
         **options: Any,
@@ -132,5 +134,5 @@ class PagedAttention:
         """A layer's results, and its place in the cache with the new keys and values."""
         if window not in self._work:
             self._work[window] = self._make_work(kv, window)
-        out: tuple[jax.Array, Place] = self._attend(qkv, kv, rotation, sinks, self._work[window], window=window, **options)
+        out: tuple[jax.Array, Place] = self._attend(qkv, kv, rotation, sinks, slopes, self._work[window], window=window, **options)
         return out

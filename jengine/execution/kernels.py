@@ -24,7 +24,8 @@ def prepare(spec: ExecutionSpec) -> None:
     for group in paged(spec.groups):
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
         dispatch.prepare(weights, q, k_pages, device=device)
-        flashinfer.prepare(spec.attention_backend, q, k_pages, [group.window], spec.model.config.attention_soft_cap, device)
+        config = spec.model.config
+        flashinfer.prepare(spec.attention_backend, q, k_pages, [group.window], config.attention_soft_cap, device, slopes=config.alibi)
 
 
 def check_attention_backend(spec: ExecutionSpec) -> None:
@@ -46,7 +47,7 @@ def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
     if config.latent is not None:
         return f"{config.family} has latent attention, and FlashInfer's kernel takes keys and values"
     for group in paged(spec.groups):
-        how: dict[str, Any] = {"window": group.window, "soft_cap": config.attention_soft_cap, "device": device}
+        how: dict[str, Any] = {"window": group.window, "soft_cap": config.attention_soft_cap, "slopes": config.alibi, "device": device}
         refused = dispatch.why_flashinfer_unsupported(_queries(spec, group, 1), *_pages(spec, group), **how)
         if refused is not None:
             return refused
@@ -59,8 +60,8 @@ def kernels_refused(spec: ExecutionSpec) -> str | None:
     for group in paged(spec.groups):
         pages = _pages(spec, group)
         row, tile = _queries(spec, group, 1), _queries(spec, group, 1, spec.table.tile_size)
-        refused = dispatch.why_decode_unsupported(row, *pages, device=device)
-        refused = refused or dispatch.why_prefill_unsupported(tile, *pages, device=device)
+        how: dict[str, Any] = {"slopes": spec.model.config.alibi, "device": device}
+        refused = dispatch.why_decode_unsupported(row, *pages, **how) or dispatch.why_prefill_unsupported(tile, *pages, **how)
         if refused is not None:
             return refused
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,13 +52,22 @@ def abstract_cache(groups: tuple[CacheGroup, ...], num_pages: Sequence[int], pag
 
 
 def views(place: Place, group: CacheGroup, page_size: int) -> Place:
-    """The arrays of a place as those of one layer, [parts * pages, ...]: page p of the layer's part i is parts * p + i. The same memory."""
+    """The arrays of a place as those of one layer, [parts * pages, ...]: page p of the layer's part i is parts * p + i. The same memory.
+
+    Scales may have more rows than values have heads. Those of the heads come first; the others are unused.
+    """
 
     def view(pages: Any, array: PageArray) -> Any:
         _, *rest = array.page(page_size)
         if group.parts == 1 and tuple(pages.shape[2:]) == tuple(rest):
             return pages
-        return pages.reshape(group.parts * pages.shape[0], -1, *rest)
+        if isinstance(pages, Quantized):
+            return dataclasses.replace(pages, values=divided(pages.values, *rest), scale=divided(pages.scale, *rest[:-1]))
+        return divided(pages, *rest)
+
+    def divided(pages: Any, *rest: int) -> Any:
+        rows = math.prod(pages.shape[1:]) // (group.parts * math.prod(rest))
+        return pages.reshape(group.parts * pages.shape[0], rows, *rest)
 
     return tuple(view(pages, array) for pages, array in zip(place, group.arrays, strict=True))
 

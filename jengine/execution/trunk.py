@@ -104,12 +104,13 @@ class LayerCaches:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
+        slopes: jax.Array | None = None,
     ) -> jax.Array:
         group, place, part = self._home[layer]
         pool = self._cache[self._groups[group].pool]
         out: jax.Array
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "part": part}
-        out, pool[place] = self._attentions[group].attend(qkv, pool[place], rotation, sinks, **how)
+        out, pool[place] = self._attentions[group].attend(qkv, pool[place], rotation, sinks, slopes, **how)
         return out
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:

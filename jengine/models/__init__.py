@@ -74,6 +74,14 @@ class Model:
     graph: nnx.GraphDef[Any] = field(repr=False)
 
     @property
+    def quantized(self) -> str:
+        """The option quantization that holds, be it given or that of a converted folder, or the format of a quantized
+        checkpoint; "" if weights are not quantized."""
+        if self.quantization is not None:
+            return "" if self.quantization == "none" else self.quantization
+        return "" if self.config.stored is None else self.config.stored.form
+
+    @property
     def weights(self) -> str | None:
         """A description of how weights are quantized, or None."""
         if self.quantization not in FOUR_BITS:

@@ -119,17 +119,16 @@ def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
 
 
 def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, ...]]:
-    """The arrays of a pool, by place. If its groups' arrays differ, these have the smallest head_dim, and each group has views."""
+    """The arrays of a pool, by place. If its groups' arrays differ, each group has views of arrays with shorter rows.
+
+    Rows have the greatest common divisor of the groups' head_dims. So an eight-bit array has at least one scale for
+    each row of every group's view.
+    """
     own = [group for group in groups if group.pool == pool]
-    dim = min(array.shape[-1] for group in own for array in group.arrays)
-    one = alike(groups, pool)
+    one = len({group.arrays for group in own}) == 1
+    dim = math.gcd(*(array.shape[-1] for group in own for array in group.arrays))
     [arrays] = {tuple(array if one else _joined(array, group.parts, dim) for array in group.arrays) for group in own}
     return [arrays] * max(-(-len(group.layers) // group.parts) for group in own)
-
-
-def alike(groups: tuple[CacheGroup, ...], pool: int = 0) -> bool:
-    """Whether all layers of a pool have arrays of the same shapes."""
-    return len({group.arrays for group in groups if group.pool == pool}) == 1
 
 
 def _joined(array: PageArray, parts: int, dim: int) -> PageArray:

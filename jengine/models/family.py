@@ -69,7 +69,6 @@ class Family:
         text_part: the text model of a model with several parts; None for a model that is only a text model.
         skipped: prefixes of the names of tensors that are not served, such as those of multi-token prediction;
             {num_layers} stands for the number of layers.
-        eight_bit_cache: whether keys may be rounded to eight bits.
         unread: names of tensors that checkpoints may contain but this model never reads.
     """
 
@@ -79,5 +78,4 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_part: TextPart | None = None
     skipped: tuple[str, ...] = ()
-    eight_bit_cache: bool = True
     unread: Callable[[ModelConfig], frozenset[str]] = field(default=lambda config: frozenset())

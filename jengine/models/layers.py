@@ -38,12 +38,13 @@ class Attend(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
+        slopes: jax.Array | None = None,
     ) -> jax.Array:
         """Attention of N tokens -> [N, heads, head_dim], for this device's heads.
 
         Scores are multiplied by scale. With soft_cap, a score s then becomes soft_cap * tanh(s / soft_cap). With window, a
         query at position p sees keys in (p - window, p]. sinks, float32 [heads], add one score without a value to each
-        head's softmax.
+        head's softmax. slopes (ALiBi), float32 [heads], times the distance from a query to a key are subtracted from scores.
         """
 
 

@@ -25,6 +25,7 @@ def paged_attention_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
     """One query per sequence, over all of the sequence's tokens, as `xla.paged_attention_decode`. Weights and
     sums are float32.
@@ -36,9 +37,9 @@ def paged_attention_decode(
         block_tables: int32 [rows, width].
         lengths: int32 [rows].
         scale: above 0.
-        sinks: float32 [heads], or None.
+        sinks, slopes: float32 [heads], or None; slopes are at least 0.
     """
-    return _call(q, k_pages, v_pages, (block_tables, lengths), scale, window, soft_cap, sinks, decode=True)
+    return _call(q, k_pages, v_pages, (block_tables, lengths), scale, window, soft_cap, sinks, slopes, decode=True)
 
 
 def paged_attention_prefill(
@@ -53,6 +54,7 @@ def paged_attention_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
     """Tiles of consecutive queries, as `xla.paged_attention_prefill`. Padding gives zeros.
 
@@ -61,9 +63,9 @@ def paged_attention_prefill(
     Args:
         q: bfloat16, float16 or float32 [tiles, tile, heads, head_dim].
         block_tables, positions, lengths: int32 [tiles, width], [tiles] and [tiles].
-        k_pages, v_pages, scale: as in `paged_attention_decode`.
+        k_pages, v_pages, scale, sinks, slopes: as in `paged_attention_decode`.
     """
-    return _call(q, k_pages, v_pages, (block_tables, lengths, positions), scale, window, soft_cap, sinks, decode=False)
+    return _call(q, k_pages, v_pages, (block_tables, lengths, positions), scale, window, soft_cap, sinks, slopes, decode=False)
 
 
 def prepare(q: Any, k_pages: Pages) -> None:
@@ -94,14 +96,17 @@ def _call(
     window: int | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     *,
     decode: bool,
 ) -> jax.Array:
     name = _registered(q, k_pages, decode)
     k, v = (([pages.values, pages.scale] if isinstance(pages, Quantized) else [pages]) for pages in (k_pages, v_pages))
     options = jnp.array([scale, soft_cap or 0.0, window or 0], jnp.float32)
-    none = jnp.full(q.shape[-2], NO_SINK, jnp.float32)
-    options = jnp.concatenate([options, none if sinks is None else sinks.astype(jnp.float32)])
+    heads = q.shape[-2]
+    sinks = jnp.full(heads, NO_SINK) if sinks is None else sinks
+    slopes = jnp.zeros(heads) if slopes is None else slopes / (scale if soft_cap is None else 1.0)  # scores are multiplied by scale later
+    options = jnp.concatenate([options, sinks.astype(jnp.float32), slopes.astype(jnp.float32)])
     queries = q.astype(_inputs(q.dtype))
     out: jax.Array = call(name, jax.ShapeDtypeStruct(q.shape, queries.dtype), queries, *where, options, *k, *v)
     return out.astype(q.dtype)

@@ -210,6 +210,7 @@ class Softmax:
 
     Attributes:
         position: int32 [rows], of each row's query.
+        slope: float32 [rows], at least 0; its product with a key's distance is subtracted from a score, before it is multiplied by scale.
         largest, factor: float32 [rows]: largest score so far; factor for the previous sums.
         total: float32 [rows, 16]: sums of weights, by lane.
         k_scale, v_scale: float32 [SPAN] for a quantized cache, or None.
@@ -220,6 +221,7 @@ class Softmax:
     """
 
     position: Value
+    slope: Value
     largest: Value
     factor: Value
     total: Value
@@ -242,9 +244,13 @@ class Softmax:
                 double = power_of_two(code, (kept[n].get() * self.twice.splat()).least(LARGEST_POWER))
                 kept[n].set(self.cap.splat() * (1.0 - 2.0 / (double + 1.0)))
         ahead = (code.load(I32, self.position + row * 4) - start.to(I32)).splat()  # offset of the query from the block's first token
+        distances = [ahead - code.constant(vector(I32), [n * LANES + lane for lane in range(LANES)]) for n in vectors]
+        slope = code.load(F32, self.slope + row * 4)
+        with code.when(slope > 0.0):
+            for n in vectors:
+                kept[n].set(kept[n].get() - slope.splat() * distances[n].to(vector(F32)))
         for n in vectors:
-            distance = ahead - code.constant(vector(I32), [n * LANES + lane for lane in range(LANES)])
-            kept[n].set(distance.below(self.window).choose(kept[n].get(), MASKED))
+            kept[n].set(distances[n].below(self.window).choose(kept[n].get(), MASKED))
         before = code.load(F32, self.largest + row * 4)
         most = code.largest(_tree([one.get() for one in kept], Value.most)).most(before)
         factor = power_of_two(code, (before - most) * self.scale)

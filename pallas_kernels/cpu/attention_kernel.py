@@ -37,8 +37,8 @@ def source(form: Form) -> str:
     """The source of a module with the kernel, a function of (frame, part, parts).
 
     Arguments: queries [tiles, tile, heads, head_dim] (decode: [rows, heads, head_dim]); block tables; lengths;
-    positions (not for decode); options float32 [scale, cap or 0, window or 0, a sink for each head or NO_SINK];
-    keys and their scales if any; values and their scales if any. The result has the shape of the queries.
+    positions (not for decode); options float32 [scale, cap or 0, window or 0, a sink for each head or NO_SINK, a slope for
+    each head or 0]; keys and their scales if any; values and their scales if any. The result has the shape of the queries.
     """
     code = Kernel(form.name, 3)
     frame, part, parts = code.arguments
@@ -97,7 +97,7 @@ class _Arguments:
         self.positions = None if form.decode else argument()[0]
         options, _ = argument()
         self.keys, k_shape = argument()
-        self.k_scales = argument()[0] if form.quantized else None
+        self.k_scales, scale_shape = argument() if form.quantized else (None, k_shape)
         self.values, _ = argument()
         self.v_scales = argument()[0] if form.quantized else None
         self.out, _ = code.result(frame, 0)
@@ -105,9 +105,11 @@ class _Arguments:
             code.load(I64, shape + n * 8) for shape, n in ((q_shape, 0), (table_shape, 1), (k_shape, 1))
         )
         self.tile = code.whole(1) if form.decode else code.load(I64, q_shape + 8)
+        self.scale_rows = code.load(I64, scale_shape + 8)  # of a page, at least one for each kv head
         self.heads = self.kv_heads * form.group
         self.scale, self.cap, window = (code.load(F32, options + n * 4) for n in range(3))
         self.sinks = options + 3 * 4
+        self.slopes = self.sinks + self.heads * 4
         self.windowed = window > 0.0
         self.window = self.windowed.choose(window.to(I64), 2**31 - 1)
 
@@ -139,7 +141,7 @@ class _Item:
         self.row = form.head_dim * SIZES[form.inputs]  # bytes of a row of queries
         self.depth, self.wide = SPAN // 2 if form.pair_values else SPAN, form.vectors * BYTES
         rows = form.strip * -(-form.rows // form.strip)
-        self.places = code.memory(2 * SPAN * 8)  # for the tokens of this block and the next
+        self.places = code.memory((4 if form.quantized else 2) * SPAN * 8)  # for this block and the next: of numbers, then of scales
         self.q, self.sums = code.memory(rows * form.depth * 4), code.memory(rows * self.wide)
         self.keys, self.values = code.memory(form.depth * SPAN * 4), code.memory(self.depth * self.wide)
         self.scores, self.weights = (code.memory(form.strip * SPAN * 4) for _ in range(2))
@@ -147,6 +149,7 @@ class _Item:
         scale, cap = given.scale, given.cap
         self.softmax = Softmax(
             position=code.memory(rows * 4),
+            slope=code.memory(rows * 4),
             largest=code.memory(rows * 4),
             factor=code.memory(rows * 4),
             total=code.memory(rows * BYTES),
@@ -168,13 +171,13 @@ class _Item:
         with code.when(block.real > 0):
             rows = block.real * group
             padded = (rows + (self.form.strip - 1)) // self.form.strip * self.form.strip
-            self._begin(block, given.q + base, padded)
+            self._begin(block, head, given.q + base, padded)
             self._visit(block, head, padded)
             with code.loop(0, rows) as row:
                 sink = code.load(F32, given.sinks + (head * group + row % group) * 4)
                 self._put(given.out + base + (row // group * given.heads + row % group) * self.row, row, sink)
 
-    def _begin(self, block: _Block, q: Value, rows: Value) -> None:
+    def _begin(self, block: _Block, head: Value, q: Value, rows: Value) -> None:
         """Initializes rows. Rows after the last real one repeat the last query."""
         code, form, soft = self.code, self.form, self.softmax
         size, at_once = SIZES[form.inputs], 2 * LANES if form.pair_keys else LANES
@@ -182,6 +185,7 @@ class _Item:
         with code.loop(0, rows) as row:
             query = (row // form.group).least(block.real - 1)
             code.store((block.position + query).to(I32), soft.position + row * 4)
+            code.store(code.load(F32, self.given.slopes + (head * form.group + row % form.group) * 4), soft.slope + row * 4)
             code.store(code.constant(F32, LEAST), soft.largest + row * 4)
             code.store(nothing, soft.total + row * BYTES)
             at = q + (query * self.given.heads + row % form.group) * self.row
@@ -209,7 +213,7 @@ class _Item:
             for to, scales in (soft.k_scale, given.k_scales), (soft.v_scale, given.v_scales):
                 if to is not None and scales is not None:
                     with code.loop(0, SPAN, LANES) as lane:
-                        place = code.load(vector(I64), places + lane * 8)
+                        place = code.load(vector(I64), self._scale_places(places) + lane * 8)
                         code.store(code.gather(vector(F32), scales, place), to + lane * 4)
             # The rows before it belong to earlier queries.
             seeing = (first - block.position).most(0) * form.group // form.strip * form.strip
@@ -251,6 +255,10 @@ class _Item:
         """Addresses for the block of tokens that starts at `first`."""
         return self.places + first // SPAN % 2 * (SPAN * 8)
 
+    def _scale_places(self, places: Value) -> Value:
+        """Addresses of the scales of the tokens at `places`."""
+        return places + 2 * SPAN * 8
+
     def _find(self, block: _Block, head: Value, first: Value, to: Value) -> None:
         """Finds the address of each token from `first` on. For a token that no query attends to, uses another's address."""
         code, size = self.code, self.form.page_size
@@ -263,8 +271,11 @@ class _Item:
                 pages = code.gather(vector(I32), table, tokens // size).to(vector(I64))
             else:  # all are in one page
                 pages = code.load(I32, table + (first + lane).most(oldest).least(newest) // size * 4).to(I64).splat()
-            place = (pages * self.given.kv_heads.splat() + head.splat()) * size + (tokens % size).to(vector(I64))
-            code.store(place, to + lane * 8)
+            offset = (tokens % size).to(vector(I64))
+            code.store((pages * self.given.kv_heads.splat() + head.splat()) * size + offset, to + lane * 8)
+            if self.form.quantized:
+                place = (pages * self.given.scale_rows.splat() + head.splat()) * size + offset
+                code.store(place, self._scale_places(to) + lane * 8)
 
     def _put(self, to: Value, row: Value | None = None, sink: Value | None = None) -> None:
         """Stores a row's result, or zeros."""

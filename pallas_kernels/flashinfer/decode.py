@@ -22,7 +22,7 @@ NAME = build.NAME
 
 
 def serves(
-    impl: str, q: Any, k_pages: Pages, v_pages: Pages, window: int | None, soft_cap: float | None, device: jax.Device | None
+    impl: str, q: Any, k_pages: Pages, v_pages: Pages, window: int | None, soft_cap: float | None, slopes: bool, device: jax.Device | None
 ) -> bool:
     """Whether a call uses this kernel: impl is "flashinfer", or impl is "auto" and the kernel was measured to be faster.
 
@@ -34,22 +34,32 @@ def serves(
             return False
     elif impl != "flashinfer":
         return False
-    refused = why_unsupported(q, k_pages, v_pages, window=window, soft_cap=soft_cap, device=device)
+    refused = why_unsupported(q, k_pages, v_pages, window=window, soft_cap=soft_cap, slopes=slopes, device=device)
     if refused is not None and impl == "flashinfer":
         raise ValueError(f"impl={impl!r}: {refused}")
     return refused is None
 
 
-def prepare(impl: str, q: Any, k_pages: Pages, windows: Iterable[int | None], soft_cap: float | None, device: jax.Device | None) -> None:
+def prepare(
+    impl: str,
+    q: Any,
+    k_pages: Pages,
+    windows: Iterable[int | None],
+    soft_cap: float | None,
+    device: jax.Device | None,
+    *,
+    slopes: bool = False,
+) -> None:
     """Registers with XLA the kernels that programs may call, for any number of rows.
 
     Raises:
         ValueError, RuntimeError: see `serves` and `build.register`.
     """
     if impl == "auto" and fastest.takes("flashinfer", None, _kind(device)):
-        impl = "flashinfer" if why_unsupported(q, k_pages, k_pages, soft_cap=soft_cap, device=device) is None else impl
+        refused = why_unsupported(q, k_pages, k_pages, soft_cap=soft_cap, slopes=slopes, device=device)
+        impl = "flashinfer" if refused is None else impl
     for window in windows:
-        if impl == "flashinfer" and serves(impl, q, k_pages, k_pages, window, soft_cap, device):
+        if impl == "flashinfer" and serves(impl, q, k_pages, k_pages, window, soft_cap, slopes, device):
             build.register(kernel_for(q, k_pages, window, device or jax.devices()[0]))
 
 
@@ -60,6 +70,7 @@ def why_unsupported(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    slopes: bool = False,
     device: jax.Device | None = None,
 ) -> str | None:
     """Why the kernel does not support these arrays, or any objects with their shapes and dtypes; None if it does."""
@@ -75,6 +86,8 @@ def why_unsupported(
             return f"{name}={pages.dtype}: FlashInfer's kernel takes the queries' dtype, {q.dtype}"
     if soft_cap is not None:
         return f"soft_cap={soft_cap}: FlashInfer's kernel has none"
+    if slopes:
+        return "slopes: FlashInfer's kernel has no ALiBi"
     kernel = kernel_for(q, k_pages, window, device)
     if kernel.head_dim not in HEAD_DIMS:
         return f"head_dim={kernel.head_dim}: FlashInfer's kernel is built for {', '.join(map(str, HEAD_DIMS))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +17,14 @@ from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
 from jengine.model_config import ModelConfig
+from jengine.model_parts import StoredWeights
 from jengine.models import Model, Params, build
 from jengine.parallel.mesh import make_mesh
+from jengine.serving.engines import model_engine
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, is_quantized
+from tests.batch_mocks import make_tokenizer
+from tests.engine.running import SMALL
 from tests.golden.weights import write_model
 
 VARIANT = "llama_tied"
@@ -77,6 +82,24 @@ def test_mixed_keeps_what_loses_most_in_eight_bits(variant: str, eight: set[str]
     forms = {name.rpartition(".")[2]: leaf for name, leaf in by_name(model.params).items() if is_quantized(leaf)}
     assert {name for name, leaf in forms.items() if isinstance(leaf, Quantized)} == eight and not forms["qkv"].inputs
     assert all(leaf.group == 64 for leaf in forms.values() if isinstance(leaf, Int4))
+
+
+def test_the_format_that_holds_is_reported(folder: Path, tmp_path: Path) -> None:
+    """That of the option, of a converted folder or of a quantized checkpoint."""
+    plain = read_config(folder)
+    out = convert(str(folder), tmp_path / "out", quantization="int8", progress=False)
+    quantized = dataclasses.replace(plain, stored=StoredWeights(form="float8_e4m3fn"))
+    assert declared(plain).quantized == declared(plain, quantization="none").quantized == ""
+    assert declared(plain, quantization="w8a8").quantized == "w8a8"
+    assert declared(read_config(out)).quantized == "int8"
+    assert declared(quantized).quantized == "float8_e4m3fn" and declared(quantized, quantization="int8").quantized == "int8"
+
+
+@pytest.mark.full
+def test_a_server_reports_a_converted_folder_s_format(folder: Path, tmp_path: Path) -> None:
+    out = convert(str(folder), tmp_path / "out", quantization="int8", progress=False)
+    made = model_engine(model=str(out), tokenizer=str(make_tokenizer(tmp_path / "tokenizer")), cache_dir=str(tmp_path), **SMALL)
+    assert made.info.quantization == "int8"
 
 
 def test_options_that_a_converted_folder_rejects(folder: Path, tmp_path: Path) -> None:

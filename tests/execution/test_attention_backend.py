@@ -68,6 +68,7 @@ def h200() -> Any:
 def test_what_it_cannot_serve_is_refused_by_name(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "why_not_built", lambda kernel: None)
     gemma = {**VARIANTS["gemma2"], "head_dim": 64, "dtype": "bfloat16"}
+    bloom = {**VARIANTS["bloom"], "hidden_size": 384, "dtype": "bfloat16"}
     latent = {**VARIANTS["deepseek_v2"], "dtype": "bfloat16"}
     refused: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (LLAMA, {"kv_cache_dtype": "int8"}, "k_pages=quantized"),
@@ -75,12 +76,16 @@ def test_what_it_cannot_serve_is_refused_by_name(h200: Any, monkeypatch: pytest.
         (LLAMA, {"dtype": "float32"}, "dtype=float32"),
         (gemma, {}, "soft_cap="),
         (latent, {}, "deepseek_v2 has latent attention"),
+        (bloom, {}, "slopes: FlashInfer's kernel has no ALiBi"),
     ]
     for model, options, reason in refused:
         with pytest.raises(InvalidArgument, match=f"attention_backend='flashinfer': {reason}"):
             described("flashinfer", model, h200, **options)
     with pytest.raises(InvalidArgument, match="attention_backend='mosaic': dtype=float32"):
         described("mosaic", LLAMA, h200, dtype="float32")
+    with pytest.raises(InvalidArgument, match="attention_backend='mosaic': slopes: the kernel has no ALiBi"):
+        described("mosaic", bloom, h200)
+    assert described("auto", bloom, h200).table.page_buckets == (16,)
 
 
 def test_decode_rows_call_it_and_programs_are_prepared(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,3 +100,10 @@ def test_decode_rows_call_it_and_programs_are_prepared(h200: Any, monkeypatch: p
     assert trunk.count("custom_call @xqa(") == 1  # one function, which all layers call
     assert set(made) == {kernel}
     assert "custom_call @xqa(" not in lower(described("mosaic", LLAMA, h200), TrunkKey(8, 0)).as_text()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_heads_of_two_sizes_are_described_for_a_gpu(kv_cache_dtype: str, h200: Any) -> None:
+    """Before there is a number of pages. Kernels have no heads of 16."""
+    spec = described("auto", {**VARIANTS["gemma4_text"], "dtype": "bfloat16"}, h200, kv_cache_dtype=kv_cache_dtype)
+    assert spec.table.page_buckets == (16,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels.quantized import Quantized
 from tests.kernels import semaphores_model
 
 # Threads of XLA on a CPU: with jax 0.11 each warpgroup that waits holds one, so that two cores' two would be a deadlock.
@@ -72,9 +74,18 @@ def cache(
 SINKS = 1.0, 300.0, -40.0, 3.0  # of heads, in turn: as large as scores, so large that nothing else counts, and so small that they do not
 
 
+SLOPES = 0.5, 0.0, 0.03
+
+
 def with_sinks(ways: dict[str, Any], heads: int) -> dict[str, Any]:
-    """Options of attention; sinks=True is replaced by sinks for this number of heads."""
-    return {**ways, "sinks": jnp.resize(jnp.array(SINKS), heads)} if ways.get("sinks") else ways
+    """Options of attention; True for sinks or slopes is replaced by those of this number of heads."""
+    by_head = {name: numbers for name, numbers in (("sinks", SINKS), ("slopes", SLOPES)) if ways.get(name)}
+    return ways | {name: jnp.resize(jnp.array(numbers), heads) for name, numbers in by_head.items()} if by_head else ways
+
+
+def more_scales(pages: Quantized) -> Quantized:
+    """The pages with one more row of scales, as in pages that are shared with layers of smaller heads; NaN."""
+    return replace(pages, scale=jnp.pad(pages.scale, ((0, 0), (0, 1), (0, 0)), constant_values=np.nan))
 
 
 def only_what_is_seen(

@@ -18,7 +18,7 @@ from pallas_kernels import reference, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.quantized import dequantize, movable, quantize
 from pallas_kernels.work_list import even_work, fixed_work
-from tests.kernels.interpreted import RACES, Cache, cache, interpret, only_what_is_seen, with_sinks
+from tests.kernels.interpreted import RACES, Cache, cache, interpret, more_scales, only_what_is_seen, with_sinks
 from tests.kernels.semaphores_model import at_once
 
 Ways = dict[str, Any]
@@ -68,10 +68,10 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int,
 
 
 def eight_bits(paged: Cache, kind: str) -> tuple[Any, Cache]:
-    """The cache as stored, and its values in float32, with zeros instead of NaN."""
+    """The cache as stored, with more scales than are used, and its values in float32, with zeros instead of NaN."""
     k, v = (movable(quantize(pages, kind)) for pages in paged[:2])
     numbers = (dequantize(replace(pages, dtype="float32")) for pages in (k, v))
-    return paged._replace(k=k, v=v), paged._replace(k=next(numbers), v=next(numbers)).clean()
+    return paged._replace(k=more_scales(k), v=more_scales(v)), paged._replace(k=next(numbers), v=next(numbers)).clean()
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "blocks", "dtype", "ways"), SMALL)

@@ -43,8 +43,9 @@ CASES = [
     Case(64, 4, 3, 16, "bfloat16", None, SINKS),
     pytest.param(Case(64, 4, 3, 16, "bfloat16", None, PLAIN), marks=pytest.mark.full),
     Case(128, 2, 4, 16, "bfloat16", None, BOTH),
-    Case(24, 3, 2, 4, "float32", None, BOTH),
-    Case(64, 2, 4, 16, "bfloat16", "int8", BOTH),
+    Case(24, 3, 2, 4, "float32", None, BOTH | {"slopes": True}),
+    Case(64, 2, 4, 16, "bfloat16", "int8", SINKS | {"slopes": True}),
+    pytest.param(Case(64, 2, 4, 16, "bfloat16", "int8", BOTH), marks=pytest.mark.full),
     Case(80, 1, 7, 24, "float32", "float8_e4m3fn", CAP),
     pytest.param(Case(24, 1, 5, 8, "float32", None, {"scale": 0.5, "soft_cap": 3.0, "sinks": True}), marks=pytest.mark.full),
     pytest.param(Case(256, 2, 1, 16, "bfloat16", None, WINDOW), marks=pytest.mark.full),
@@ -59,7 +60,7 @@ ANY = st.builds(
     page_size=st.sampled_from([8, 16, 20, 64]),
     dtype=st.sampled_from(["bfloat16", "float32"]),
     kind=st.sampled_from([None, "int8", "float8_e4m3fn"]),
-    ways=st.sampled_from([PLAIN, CAP, WINDOW, BOTH, SINKS, {"scale": 0.2, "window": 1}]),
+    ways=st.sampled_from([PLAIN, CAP, WINDOW, BOTH, SINKS, SINKS | {"slopes": True}, {"scale": 0.2, "window": 1}]),
 )
 
 

@@ -16,7 +16,7 @@ from pallas_kernels import reference
 from pallas_kernels.kv_write import BLOCK_BYTES, heads_per_block, kv_write
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize, movable, quantize
-from tests.kernels.interpreted import RACES, interpret
+from tests.kernels.interpreted import RACES, interpret, more_scales
 
 NUM_PAGES = 7
 
@@ -55,7 +55,9 @@ def check(
     args: Any = (old, old, qkv, *(jnp.asarray(x, jnp.int32) for x in at))
     rows = (0, 5, 8, tokens)[tokens % 4]
     run = jax.jit(partial(kv_write, rows=min(rows, tokens), interpret=RACES))
-    queries, got = interpret(run, *args, rotation=rotation)
+    given = (more_scales(old), more_scales(old), *args[2:]) if isinstance(old, Quantized) else args
+    queries, got = interpret(run, *given, rotation=rotation)
+    got = [replace(pages, scale=pages.scale[:, :kv_heads]) if isinstance(pages, Quantized) else pages for pages in got]
     wanted_queries, wanted = reference.kv_write(*args, rows=rows, rotation=rotation)
     plain = rotation is None and norm is None
     assert [len(part) for part in queries] == [min(rows, tokens), tokens - min(rows, tokens)]

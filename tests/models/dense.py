@@ -9,14 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.quantized import dequantize, quantize
 from pallas_kernels.xla import Rotation, rotate
 
 
 class DenseCausal:
-    """Attention of many sequences on one token axis: a token sees its own sequence up to itself."""
+    """Attention of many sequences on one token axis: a token sees its own sequence up to itself.
 
-    def __init__(self, sequence: jax.Array, positions: jax.Array) -> None:
-        self.positions = positions
+    Args:
+        kind: keys and values are rounded to this eight-bit format, as in a cache; None: they are not rounded.
+    """
+
+    def __init__(self, sequence: jax.Array, positions: jax.Array, kind: str | None = None) -> None:
+        self.positions, self.kind = positions, kind
         self.written: dict[int, tuple[jax.Array, jax.Array]] = {}
         self.distance = positions[:, None] - positions
         self.causal = (sequence[:, None] == sequence) & (self.distance >= 0)
@@ -31,18 +36,22 @@ class DenseCausal:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
+        slopes: jax.Array | None = None,
     ) -> jax.Array:
         if isinstance(qkv, QueriesOnly):
             q = qkv.q
         else:
             q, k, v = qkv.split()
             k = k if rotation is None else rotate(k, rotation)
-            self.written[layer] = k, k if v is None else v
+            k, v = (x if self.kind is None else dequantize(quantize(x, self.kind)) for x in (k, k if v is None else v))
+            self.written[layer] = k, v
         q = q if rotation is None else rotate(q, rotation)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in self.written[layer])
         scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
+        if slopes is not None:
+            scores -= slopes[:, None, None] * self.distance
         visible = self.causal if window is None else self.causal & (self.distance < window)
         scores = jnp.where(visible, scores, -jnp.inf)
         if sinks is not None:

@@ -1,12 +1,14 @@
-"""ALiBi by two channels of queries and keys."""
+"""ALiBi: slopes, by head and device."""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-import numpy as np
-import pytest
+import dataclasses
 
-from jengine.models.bloom import STEP, slopes
+import numpy as np
+
+from jengine.checkpoints.hugging_face import model_config
+from jengine.models.bloom import laid_slopes, slopes
+from tests.golden.weights import VARIANTS
 
 
 def test_slopes_of_powers_of_two_and_between() -> None:
@@ -14,8 +16,8 @@ def test_slopes_of_powers_of_two_and_between() -> None:
     assert slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_positions_are_exact(dtype: str) -> None:
-    positions = np.arange(STEP * STEP)
-    parts = jnp.stack([jnp.asarray(positions // STEP), jnp.asarray(positions % STEP)]).astype(dtype).astype(jnp.float32)
-    assert np.array_equal(np.asarray(parts[0] * STEP + parts[1]), positions)
+def test_slopes_follow_the_layout_of_heads() -> None:
+    """Six heads on four devices have two more for padding; on eight devices each head has a copy."""
+    config, known = model_config(VARIANTS["bloom"]), slopes(6)
+    assert np.array_equal(laid_slopes(dataclasses.replace(config, shards=4)), [*known, 0, 0])
+    assert np.array_equal(laid_slopes(dataclasses.replace(config, shards=8)), [*np.repeat(known, 2), 0, 0, 0, 0])

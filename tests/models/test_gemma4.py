@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import EngineConfig
-from jengine.engine.start import describe_engine
-from jengine.errors import InvalidArgument, ModelError
-from jengine.execution.kv_cache import views
+from jengine.errors import ModelError
+from jengine.execution.kv_cache import abstract_cache, page_bytes, views
 from jengine.model_config import ModelConfig
 from jengine.models.by_layer import at, kv_layer
 from jengine.models.cache import TOKENS, cache_groups, homes, places
-from tests.golden.weights import VARIANTS, write_model
+from jengine.parallel.mesh import make_mesh
+from pallas_kernels.quantized import dequantize, quantize
+from pallas_kernels.xla import page_write
+from tests.golden.weights import VARIANTS
 
 LARGE = {  # as Gemma 4 31B has them
     **{"model_type": "gemma4_text", "num_hidden_layers": 60, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32},
@@ -52,6 +54,34 @@ def test_a_part_of_a_place_is_its_layer_s_alone() -> None:
     assert [group.parts for group in groups] == [1, 2, 2]
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_parts_of_a_page_keep_their_own_scales(kind: str) -> None:
+    """Each group has a page, whose parts are written one after the other. Heads of 16 have twice as many scales as those of 32."""
+    groups, tokens, rng = cache_groups(read("gemma4")), 4, np.random.default_rng(0)
+    declared = abstract_cache(groups, (len(groups) + 1,), tokens, np.dtype(kind), make_mesh(1))[0][0]
+    place = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), declared)
+    written = {}
+    for page, group in enumerate(groups, 1):
+        kv_heads, _, head_dim = group.arrays[0].shape
+        for part in range(group.parts):
+            new = jnp.asarray(rng.normal(size=(tokens, kv_heads, head_dim)) * 4.0**part, jnp.float32)
+            where = jnp.full(tokens, page * group.parts + part), jnp.arange(tokens)
+            own = tuple(page_write(pages, new, *where) for pages in views(place, group, tokens))
+            place = jax.tree.map(lambda mine, like: mine.reshape(like.shape), own, place)
+            written[group, int(where[0][0])] = new
+    assert len(written) == 5
+    for (group, page), new in written.items():
+        for pages in views(place, group, tokens):
+            got = dequantize(dataclasses.replace(pages, scale=pages.scale[:, : new.shape[1]]))[page].swapaxes(0, 1)
+            assert np.array_equal(got, dequantize(quantize(new, kind)))
+
+
+def test_an_eight_bit_page_holds_a_scale_for_each_of_the_smaller_heads() -> None:
+    groups, tokens = cache_groups(model_config(LARGE)), 16
+    assert page_bytes(groups, 0, tokens, np.dtype("int8"), 1) == 5 * 2 * tokens * 16 * (256 + 4)
+    assert page_bytes(groups, 0, tokens, np.dtype("int8"), 4) == 5 * 2 * tokens * 4 * (256 + 4)
+
+
 def test_layers_that_share_keys_and_values() -> None:
     config = read("gemma4")
     assert [kv_layer(config, i) for i in range(7)] == [0, 1, 2, 3, 3, 3, 1]
@@ -83,10 +113,3 @@ def test_heads_by_kind_of_layer() -> None:
 def test_what_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read("gemma4_text", **changes)
-
-
-@pytest.mark.parametrize("variant", ["gemma4_text", "bloom"])
-def test_eight_bit_caches_are_rejected_by_name(variant: str, tmp_path: Path) -> None:
-    write_model(tmp_path, variant)
-    with pytest.raises(InvalidArgument, match=r"^kv_cache_dtype='int8': must be auto"):
-        describe_engine(EngineConfig(model=str(tmp_path), dtype="float32", kv_cache_dtype="int8"))
