@@ -97,7 +97,8 @@ class _Arguments:
         self.positions = None if form.decode else argument()[0]
         options, _ = argument()
         self.keys, k_shape = argument()
-        self.k_scales, scale_shape = argument() if form.quantized else (None, k_shape)
+        k_scales = argument() if form.quantized else None
+        self.k_scales, scale_shape = (None, k_shape) if k_scales is None else k_scales
         self.values, _ = argument()
         self.v_scales = argument()[0] if form.quantized else None
         self.out, _ = code.result(frame, 0)
