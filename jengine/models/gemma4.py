@@ -223,7 +223,7 @@ def _full_attention(hf: Fields, types: list[str]) -> FullAttention:
         own = by_layer.get(str(len(types) - 1).zfill(2)) or by_layer.get(str(len(types) - 1)) or {}
         expected = {i: own for i, kind in enumerate(types) if kind == "full_attention"}
         if {int(layer): given for layer, given in by_layer.items()} != expected or own.keys() - {"head_dim", "num_key_value_heads"}:
-            raise ModelError("per_layer_config may only change the number of heads, equally in all full_attention layers")
+            raise ModelError("per_layer_config may only change the number and size of heads, equally in all full_attention layers")
     head_dim = int(own.get("head_dim") or hf["head_dim"])
     return FullAttention(head_dim=head_dim, kv_heads=int(own.get("num_key_value_heads") or kv_heads), keys_as_values=one_matrix)
 

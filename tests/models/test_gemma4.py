@@ -106,7 +106,7 @@ def test_heads_by_kind_of_layer() -> None:
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types ends with 'sliding_attention'"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 leaves no other layer with full_attention"),
-        ({"per_layer_config": {"00": {"head_dim": 8}}}, "per_layer_config is supported where"),
+        ({"per_layer_config": {"00": {"head_dim": 8}}}, "per_layer_config may only change the number and size of heads"),
         ({"attn_logit_softcapping": 3.0}, "attn_logit_softcapping is not supported"),
     ],
 )
