@@ -97,8 +97,9 @@ class _Arguments:
         self.positions = None if form.decode else argument()[0]
         options, _ = argument()
         self.keys, k_shape = argument()
-        k_scales = argument() if form.quantized else None
-        self.k_scales, scale_shape = (None, k_shape) if k_scales is None else k_scales
+        scaled = argument() if form.quantized else None
+        self.k_scales = None if scaled is None else scaled[0]
+        scale_shape = k_shape if scaled is None else scaled[1]
         self.values, _ = argument()
         self.v_scales = argument()[0] if form.quantized else None
         self.out, _ = code.result(frame, 0)
