@@ -69,7 +69,7 @@ class Step:
         self.tokens = table.tokens(key)
         sampler = SamplerKey(table.sample_rows(key), "greedy")
         self.programs: tuple[Any, Any] = (lower(spec, key).compile(), lower(spec, sampler).compile())
-        self._params = model.params
+        self._params = tuple(jax.tree.leaves(model.params))
         self._cache, self._slots = _state(spec)
         self._spec, self._keys = spec, (key, sampler)
         self._send(rows, context, [Span(1, 1, past, tiles * tile_size, [*range(tile_size)] * tiles)] if tiles else [])
