@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.products import cpu_refused, traced_for_cpu
+from pallas_kernels.devices import cpu_refused, traced_for_cpu
 
 
 class Qkv(NamedTuple):
