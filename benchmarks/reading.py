@@ -20,7 +20,7 @@ from pallas_kernels.cpu.emit import I32, I64, PTR, Code, constant, vector
 LINE, LINES = 64, 4  # bytes of a cache line; lines read at once
 AHEAD = 8192  # prefetch distance in bytes
 LONGEST = 1024  # maximum number of parts
-PASSES = 4  # per run, so that calling the program takes a small share
+PASSES = 10  # per run, so that calling the program takes a small share, and as many as steps in `Step.seconds_ahead`
 
 
 def reader(arrays: Sequence[jax.Array]) -> Callable[[], float]:
