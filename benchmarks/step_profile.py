@@ -14,22 +14,22 @@ large product in the format, both with all cores. A step's floor is the sum over
 from __future__ import annotations
 
 import argparse
-import os
+import math
 import re
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.machine import made_model, save
+from benchmarks.reading import reader
 from benchmarks.steps import Model, Step, least
+from pallas_kernels.cpu.team import threads
 from pallas_kernels.products import product
 from pallas_kernels.quantized import quantize
 
@@ -37,6 +37,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "w8a8": {"dtype": "bfloat16", "quantization": "w8a8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 RUNS = 12
 READ = 1 << 28  # bytes per core, larger than any cache
@@ -44,8 +45,8 @@ LARGE = 512, 4096, 4096  # rows, in, out of the product that determines the rate
 # The first match counts: functions that must all be in an operation's call chain.
 OPERATIONS = {
     "qkv product": ("Attention.__call__", "product"),
-    "gate-up product": ("GatedMlp.__call__", "product"),
-    "rope": ("rotate",),
+    "mlp products": ("GatedMlp.__call__", "product"),
+    "rope": ("_rotated",),
     "cache write": ("kv_write",),
     "attention": ("attend",),
     "norms": ("RMSNorm.__call__",),
@@ -53,17 +54,16 @@ OPERATIONS = {
     "embedding": ("embed",),
     "logits product": ("product",),
 }
-JOINED = {"qkv product": "o product", "gate-up product": "down product"}  # if `row_parallel_dense` is in the chain too
+JOINED = {"qkv product": "o product"}  # if `row_parallel_dense` is in the chain too
 Intervals = list[tuple[float, float]]
 Event = tuple[str, float, float]  # name, begin and end in nanoseconds
 
 
 def bandwidth() -> float:
     """Bytes a second read by all cores together."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    arrays = [np.ones(READ // 4, np.float32) for _ in range(cores)]
-    with ThreadPoolExecutor(cores) as pool:
-        return cores * READ / min(_seconds(lambda: list(pool.map(lambda x: np.dot(x, x), arrays))) for _ in range(RUNS))
+    arrays = [jnp.ones(READ // 4, jnp.float32) for _ in range(threads())]
+    read = reader(arrays)
+    return len(arrays) * READ / min(read() for _ in range(RUNS))
 
 
 def matrix_rate(name: str) -> float:
@@ -182,17 +182,19 @@ def floors(model: Model, step: Step, *, rows: int, read: int, sums: int, speed: 
         read: tokens whose keys and values attention reads in each layer.
         sums: pairs of a query and a key it sees.
     """
-    config, width = model.config, 1 if model.quantization else jnp.dtype(model.model.dtype).itemsize
-    heads, dim, kv = config.num_heads, config.head_dim, config.num_kv_heads
+    config, params = model.config, model.params
+    layers = [params["layers"][i] for i in range(config.num_layers)]
     out = {}
-    for name, outs, ins, times, tokens in (
-        ("qkv product", (heads + 2 * kv) * dim, config.hidden_size, config.num_layers, step.tokens),
-        ("o product", config.hidden_size, heads * dim, config.num_layers, step.tokens),
-        ("gate-up product", 2 * config.intermediate_size, config.hidden_size, config.num_layers, step.tokens),
-        ("down product", config.hidden_size, config.intermediate_size, config.num_layers, step.tokens),
-        ("logits product", config.vocab_size, config.hidden_size, 1, rows),
+    for name, weights, tokens in (
+        ("qkv product", [layer["attention"]["qkv"] for layer in layers], step.tokens),
+        ("o product", [layer["attention"]["o"] for layer in layers], step.tokens),
+        ("mlp products", [layer["mlp"][part] for layer in layers for part in ("gate_up", "down")], step.tokens),
+        ("logits product", [params["embed" if config.tie_embeddings else "lm_head"]], rows),
     ):
-        out[name] = times * outs * ins * max(width / speed, 2 * tokens / rate)
+        stored = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+        numbers = sum(math.prod(weight.shape) for weight in weights)
+        out[name] = max(stored / speed, 2 * tokens * numbers / rate)
+    heads, dim, kv = config.num_heads, config.head_dim, config.num_kv_heads
     itemsize = jnp.dtype(model.model.dtype).itemsize
     out["attention"] = config.num_layers * max(2 * kv * dim * itemsize * read / speed, 4 * heads * dim * sums / rate)
     return out

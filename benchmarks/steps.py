@@ -69,7 +69,7 @@ class Step:
         self.tokens = table.tokens(key)
         sampler = SamplerKey(table.sample_rows(key), "greedy")
         self.programs: tuple[Any, Any] = (lower(spec, key).compile(), lower(spec, sampler).compile())
-        self._params = model.params
+        self._params = tuple(jax.tree.leaves(model.params))
         self._cache, self._slots = _state(spec)
         self._spec, self._keys = spec, (key, sampler)
         self._send(rows, context, [Span(1, 1, past, tiles * tile_size, [*range(tile_size)] * tiles)] if tiles else [])
@@ -90,14 +90,31 @@ class Step:
 
     def sample(self, to_sample: Any) -> None:
         """Runs the sampler and waits for it."""
+        self._sampler(to_sample).block_until_ready()
+
+    def _sampler(self, to_sample: Any) -> jax.Array:
+        """Starts the sampler. Returns the tokens."""
         last, sampled = self.programs[1](self._params, self._slots.last_token, self._slots.sampling, to_sample)
         self._slots = self._slots._replace(last_token=last)
-        sampled.tokens.block_until_ready()
+        tokens: jax.Array = sampled.tokens
+        return tokens
 
     def seconds(self) -> float:
+        """Seconds of one step, from its dispatch to its tokens."""
         start = time.perf_counter()
         self.sample(self.trunk())
         return time.perf_counter() - start
+
+    def seconds_ahead(self, steps: int = 10) -> float:
+        """Seconds per step if each is dispatched before the tokens of the previous one are read, as in the engine."""
+        start = time.perf_counter()
+        tokens = self._sampler(self.trunk())
+        for _ in range(steps - 1):
+            following = self._sampler(self.trunk())
+            tokens.block_until_ready()
+            tokens = following
+        tokens.block_until_ready()
+        return (time.perf_counter() - start) / steps
 
 
 def least(runs: dict[Any, Callable[[], float]], budget: float) -> dict[Any, float]:

@@ -1,8 +1,10 @@
-"""Local devices, listed without log noise if CUDA's plugin is installed but there is no GPU, and the default device."""
+"""Local devices, listed without log noise if CUDA's plugin is there but no GPU is, the default device, and whether a CPU has kernels."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from functools import cache
 from typing import Any
 
 import jax
@@ -35,3 +37,9 @@ def traced_for() -> jax.Device:
 def traced_for_cpu() -> bool:
     """Whether the default device is a CPU."""
     return bool(traced_for().platform == "cpu")
+
+
+@cache
+def cpu_refused() -> str | None:
+    """Why CPU kernels are unavailable, or None."""
+    return "llvmlite is not installed" if importlib.util.find_spec("llvmlite") is None else None

@@ -191,12 +191,29 @@ def paged_attention_prefill(
 
 def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None) -> jax.Array:
     """Rotary embedding; see `xla.rotate`. There is no separate GPU kernel: `kv_write` rotates, and elsewhere XLA fuses it."""
-    if on_cpu(device) and products.cpu_refused() is None:
+    if _cpu_rotates(x, rotation, device):
         from pallas_kernels.cpu import elementwise
 
-        if elementwise.why_no_rotation(str(x.dtype), x.shape[-1], rotation[0].shape[-1]) is None:
-            return elementwise.rotate(x, *rotation)
+        return elementwise.rotate(x, *rotation)
     return xla.rotate(x, rotation)
+
+
+def _rotated(qkv: Qkv | QkvProduct, rotation: Rotation, device: jax.Device | None) -> Qkv:
+    if isinstance(qkv, QkvProduct) and qkv.norm is None and _cpu_rotates(qkv.rows, rotation, device):
+        from pallas_kernels.cpu import elementwise
+
+        return Qkv(*elementwise.rotate_qkv(qkv.rows, qkv.group, *rotation), qkv.rows[:, :, qkv.group + 1])
+    q, k, v = qkv.split()
+    return Qkv(rotate(q, rotation, device=device), rotate(k, rotation, device=device), v)
+
+
+def _cpu_rotates(x: jax.Array, rotation: Rotation, device: jax.Device | None) -> bool:
+    """Whether a CPU's kernel rotates x [..., head_dim]."""
+    if not on_cpu(device) or products.cpu_refused() is not None:
+        return False
+    from pallas_kernels.cpu import elementwise
+
+    return elementwise.why_no_rotation(str(x.dtype), x.shape[-1], rotation[0].shape[-1]) is None
 
 
 def why_kv_write_unsupported(k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct, *, device: jax.Device | None = None) -> str | None:
@@ -234,8 +251,7 @@ def kv_write(
     serves = kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, qkv, device=device), device)
     if not serves:
         if rotation is not None and impl != "xla":
-            q, k, v = qkv.split()
-            qkv, rotation = Qkv(rotate(q, rotation, device=device), rotate(k, rotation, device=device), v), None
+            qkv, rotation = _rotated(qkv, rotation, device), None
         return xla.kv_write(k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation)
     from pallas_kernels import kv_write as kernel
 

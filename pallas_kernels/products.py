@@ -7,11 +7,10 @@ for programs traced within it; the default is the kernel.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jax import lax
 
 from pallas_kernels import product_dispatch
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
+from pallas_kernels.devices import cpu_refused as cpu_refused
 from pallas_kernels.devices import traced_for, traced_for_cpu
 from pallas_kernels.int4 import Int4
 from pallas_kernels.product_xla import Weight as Weight
@@ -29,12 +29,6 @@ from pallas_kernels.quantized import Quantized, quantize
 ROW_CLASSES = 1, 16, 64  # products use the same form up to each number of rows; larger ones are a further class
 
 _forms: ContextVar[Mapping[str, str]] = ContextVar("forms", default={})  # noqa: B039  # never written
-
-
-@cache
-def cpu_refused() -> str | None:
-    """Why CPU kernels are unavailable, or None."""
-    return "llvmlite is not installed" if importlib.util.find_spec("llvmlite") is None else None
 
 
 @contextmanager

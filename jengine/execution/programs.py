@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,21 +231,23 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     if isinstance(key, TrunkKey):
         device, invariant = spec.mesh.devices.flat[0], spec.table.batch_invariant
         trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, device, spec.attention_backend, batch_invariant=invariant)
-        args: tuple[Any, ...] = spec.params, spec.cache, spec.slots, spec.packed(key)
-        return _lower(spec, trunk, f"trunk_{key.rows}_{key.tiles}_{key.pages}", args, (cache_specs, *[PartitionSpec()] * 3), (1, 2))
+        args: tuple[Any, ...] = spec.leaves, spec.cache, spec.slots, spec.packed(key)
+        return _lower(
+            spec, _of_leaves(spec, trunk), f"trunk_{key.rows}_{key.tiles}_{key.pages}", args, (cache_specs, *[PartitionSpec()] * 3), (1, 2)
+        )
     if isinstance(key, BurstKey):
         burst = make_burst(spec.model, key, spec.layout(key.trunk), spec.page_size, spec.mesh.devices.flat[0], spec.attention_backend)
-        args = spec.params, spec.cache, spec.slots, spec.packed_burst(key)
+        args = spec.leaves, spec.cache, spec.slots, spec.packed_burst(key)
         out = cache_specs, PartitionSpec(), PartitionSpec()
-        return _lower(spec, burst, f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}", args, out, (1, 2))
+        return _lower(spec, _of_leaves(spec, burst), f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}", args, out, (1, 2))
     if isinstance(key, SamplerKey):
         sampler = make_sampler(spec.model, key.variant)
         state, masks = (spec.slots.last_token, ()) if key.variant != "full" else ((spec.slots.last_token, spec.counts), (spec.mask(key),))
-        args = spec.params, state, spec.slots.sampling, spec.to_sample(key), *masks
-        return _lower(spec, sampler, f"sampler_{key.rows}_{key.variant}", args, PartitionSpec(), (1,))
+        args = spec.leaves, state, spec.slots.sampling, spec.to_sample(key), *masks
+        return _lower(spec, _of_leaves(spec, sampler), f"sampler_{key.rows}_{key.variant}", args, PartitionSpec(), (1,))
     if isinstance(key, ScoreKey):
         scorer = make_scorer(spec.model, spec.table.tile_size)
-        return _lower(spec, scorer, f"score_{key.tiles}", (spec.params, *spec.to_score(key)), PartitionSpec())
+        return _lower(spec, _of_leaves(spec, scorer), f"score_{key.tiles}", (spec.leaves, *spec.to_score(key)), PartitionSpec())
     if isinstance(key, PoolKey):
         return _lower(spec, make_pooler(spec.table.tile_size), f"pool_{key.tiles}", spec.to_pool(key), PartitionSpec())
     if key == COPY:
@@ -272,6 +275,17 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
         return zeros
 
     return jax.jit(allocate, out_shardings=(cache_out, slots_out)).lower()
+
+
+def _of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of the leaves of its first argument, the parameters."""
+    tree = jax.tree.structure(spec.params)
+
+    @wraps(function)
+    def of_leaves(params: Sequence[jax.Array], *others: Any) -> Any:
+        return function(jax.tree.unflatten(tree, params), *others)
+
+    return of_leaves
 
 
 def _lower(

@@ -63,6 +63,7 @@ class Worker:
 
     def __init__(self, spec: ExecutionSpec, programs: Programs, params: Params) -> None:
         self.spec, self.programs, self.params = spec, programs, params
+        self._leaves = tuple(jax.tree.leaves(params))
         self.cache, self.slots = programs[ALLOCATE]()
         self.store = HostStore(spec) if spec.host_pages else None
         self._counts: jax.Array | None = None
@@ -92,17 +93,17 @@ class Worker:
         """
         match call:
             case Call("trunk", TrunkKey() as key, np.ndarray() as packed):
-                outs = self.programs[key](self.params, self.cache, self.slots, self._put(packed))
+                outs = self.programs[key](self._leaves, self.cache, self.slots, self._put(packed))
                 self.cache, self.slots, self._to_sample, self._tiles = outs
                 return None
             case Call("score", ScoreKey() as key, np.ndarray() as targets):
-                return _on_its_way(self.programs[key](self.params, self._tiles, self._put(targets)))
+                return _on_its_way(self.programs[key](self._leaves, self._tiles, self._put(targets)))
             case Call("pool", PoolKey() as key, np.ndarray() as ranges):
                 pooled = self.programs[key](self._tiles, self._put(ranges))
                 pooled.copy_to_host_async()
                 return pooled
             case Call("burst", BurstKey() as key, np.ndarray() as packed):
-                self.cache, self.slots, sampled = self.programs[key](self.params, self.cache, self.slots, self._put(packed))
+                self.cache, self.slots, sampled = self.programs[key](self._leaves, self.cache, self.slots, self._put(packed))
                 return _on_its_way(sampled)
             case Call("sample", SamplerKey() as key, mask):
                 return _on_its_way(self._sample(key, mask))
@@ -136,9 +137,9 @@ class Worker:
         if key.variant == "full":
             state = slots.last_token, self._get_counts()
             allowed = self._all_allowed(key.rows) if mask is None else self._put(mask)
-            (last_token, self._counts), sampled = program(self.params, state, slots.sampling, self._to_sample, allowed)
+            (last_token, self._counts), sampled = program(self._leaves, state, slots.sampling, self._to_sample, allowed)
         else:
-            last_token, sampled = program(self.params, slots.last_token, slots.sampling, self._to_sample)
+            last_token, sampled = program(self._leaves, slots.last_token, slots.sampling, self._to_sample)
         self.slots = slots._replace(last_token=last_token)
         return sampled
 

@@ -22,6 +22,7 @@ from pallas_kernels.cpu.multiply import CONVERTED_FEW, NONE, PANEL, SCRATCH, dis
 from pallas_kernels.int4 import E2M1, TILE
 
 LANES, STEPS = 16, 4  # per tile: words, and steps of 32 inputs
+SCALES_AHEAD = 512  # prefetch distance for scales and offsets in bytes
 TABLES = {"int4": [n - 16 * (n > 7) for n in range(16)], "e2m1": [*E2M1, *(-n for n in E2M1)]}  # the number of each four-bit code
 # x; weight, bytes per row; scales, offsets, bytes per row of each; number of inputs; out, bytes per number
 ARGUMENTS = (PTR, PTR, I64, PTR, PTR, I64, I64, PTR, I64)
@@ -37,6 +38,7 @@ class How:
         group: inputs per scale.
         offset: weights have offsets.
         kind: `Int4.kind`.
+        alone: outputs by which a single row is multiplied at once. With few, each sum would wait for its previous term.
     """
 
     at: Processor
@@ -46,13 +48,17 @@ class How:
     offset: bool
     kind: str
 
+    @property
+    def alone(self) -> int:
+        return self.at.outs * (2 if self.at.lanes == LANES else 1)
+
 
 def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: str = "int4") -> str:
     """The module of a function `multiply` with arguments x, values, scale and, if weights have offsets, offset."""
     at, code = processor(target), Code()
     pairs = at.pairs and at.lanes == LANES and x == "bfloat16"
     how = How(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
-    _single(code, "block", how, at.outs)
+    _single(code, "block", how, how.alone)
     _single(code, "single", how, 1)
     _unpack(code, how)
     dispatch(code, "unpacked", at, how.format, Out(), (NONE,))
@@ -75,10 +81,15 @@ def _multiply(code: Code, how: How) -> None:
     )
     out_size = code.result_size(frame, 0)
     result_row = code.mul(count, out_size)
-    units = b.sdiv(code.add(count, at.outs - 1), I64(at.outs))
-    first = code.mul(b.sdiv(code.mul(units, part), parts), at.outs)
-    end = code.least(count, code.mul(b.sdiv(code.mul(units, code.add(part, 1)), parts), at.outs))
-    last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))  # start of the last block
+
+    def share(outs: int) -> tuple[Any, Any, Any]:
+        """First and end of this part, in blocks of `outs`, and the start of the last block, which may overlap the one before."""
+        units = b.sdiv(code.add(count, outs - 1), I64(outs))
+        first, end = (code.mul(b.sdiv(code.mul(units, n), parts), outs) for n in (part, code.add(part, 1)))
+        last = b.select(b.icmp_signed(">", count, I64(outs)), b.sub(count, I64(outs)), I64(0))
+        return first, code.least(count, end), last
+
+    first, end, last = share(at.outs)
     unpacked_row = code.mul(code.word(shape, 1), 8 * SIZES[how.format.weight])
     fit = code.least(b.and_(b.sdiv(I64(SCRATCH), unpacked_row), I64(-at.outs)), PANEL)
     many = b.select(b.icmp_signed(">", fit, I64(at.outs)), fit, I64(at.outs))
@@ -93,13 +104,15 @@ def _multiply(code: Code, how: How) -> None:
         into = code.at(result, code.add(code.mul(row, result_row), code.mul(out, out_size)))
         code.call(name, VOID, code.at(x, code.mul(row, x_row)), *of_weight(out), into, out_size)
 
-    with b.if_then(b.icmp_signed("<", count, I64(at.outs))):  # a weight with fewer outputs than a block
+    one = b.icmp_signed("==", rows, I64(1))
+    with b.if_then(b.icmp_signed("<", count, b.select(one, I64(how.alone), I64(at.outs)))):  # a weight with fewer outputs than a block
         with code.loop(first, end, 1) as outs, code.loop(0, rows, 1) as each:
             one_row("single", each.index, outs.index)
         b.ret_void()
-    with b.if_then(b.icmp_signed("==", rows, I64(1))):
-        with code.loop(first, end, at.outs) as outs:
-            one_row("block", I64(0), code.least(outs.index, last))  # the last blocks may overlap and write the same results
+    with b.if_then(one):
+        begin, until, final = share(how.alone)
+        with code.loop(begin, until, how.alone) as outs:
+            one_row("block", I64(0), code.least(outs.index, final))  # overlapping blocks write the same results
         b.ret_void()
     scratch = code.buffer(I8, code.mul(unpacked_row, panel))
     with code.loop(first, end, panel) as panels:
@@ -131,6 +144,9 @@ def _single(code: Code, name: str, how: How, outs: int) -> None:
     x, weight, weight_row, scale, offset, scale_row, size, result, out_size = code.function(name, ARGUMENTS)
     places = [[code.at(base, code.mul(row, n)) for base, row in _arrays(weight, weight_row, scale, offset, scale_row)] for n in range(outs)]
     form, x_size = how.format, SIZES[how.format.x]
+    for _, *scales in places:
+        for place in scales[: 1 + how.offset]:
+            code.fetch(code.at(place, SCALES_AHEAD))
 
     def multiplied(sums: Sequence[Any], x: Any, tile: Any) -> list[Any]:
         out = list(sums)

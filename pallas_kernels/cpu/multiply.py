@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from pallas_kernels.cpu import native
-from pallas_kernels.cpu.blocks import AHEAD, ARGUMENTS, Out, block, padded, rounded
+from pallas_kernels.cpu.blocks import AHEAD, ARGUMENTS, Out, block, padded
 from pallas_kernels.cpu.emit import F32, I8, I32, I64, PTR, VOID, Code, constant, vector
-from pallas_kernels.cpu.formats import SIZES, Format, Processor, as_floats, byte_format, plain_format, processor
+from pallas_kernels.cpu.formats import SIZES, Format, Processor, as_floats, as_pairs, byte_format, plain_format, processor
 from pallas_kernels.cpu.hadamard import transform_row, write_parts
 
 FEW = 48  # maximum rows for which reading weights dominates
@@ -193,9 +193,11 @@ def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
     b, step = code.b, 2 * at.lanes
 
     def written(source: Any, target: Any) -> None:
-        for part in (0, 1):
-            values = as_floats(code, at, code.at(source, part * at.lanes * SIZES[stored]), stored, at.lanes)
-            values = rounded(code, values) if converted == "bfloat16" else values
+        parts = [as_floats(code, at, code.at(source, part * at.lanes * SIZES[stored]), stored, at.lanes) for part in (0, 1)]
+        if converted == "bfloat16":  # only eight-bit numbers are converted to bfloat16, and it represents them exactly
+            code.store(as_pairs(code, *parts), target)
+            return
+        for part, values in enumerate(parts):
             code.store(values, code.at(target, part * at.lanes * SIZES[converted]))
 
     whole = b.and_(size, I64(-step))

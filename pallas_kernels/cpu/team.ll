@@ -1,8 +1,11 @@
 ; A call from XLA computed by several of its threads, see team.py, which appends @pause for the architecture.
 ;
-; The upper half of @ticket counts jobs, the lower half is how many parts of this one are not taken. To take a part is to replace the ticket by
-; the next lower one, which fails where another thread took that part. A job's fields are written only while there is nothing to take, so
-; who has taken a part has read its job's fields.
+; The upper half of @ticket counts jobs, the lower half is how many parts of this one are not taken. To take the next parts is to replace the
+; ticket by one that is lower by their number, which fails if another thread took some meanwhile. A job's fields are written only while there is
+; nothing to take, so a thread that has taken parts has read its job's fields.
+;
+; A thread takes two thirds of its fair share of what is left, at least one part. Consecutive parts lie side by side in memory, so what a part
+; prefetches behind its own end is the start of the thread's next one; the last, short turns balance the threads.
 
 @busy = internal global i64 0, align 64                      ; 1 while a caller has the job
 @ticket = internal global i64 0, align 64
@@ -11,6 +14,7 @@
 @helpers = internal global i64 0, align 64                   ; threads that a caller asks for
 
 declare i32 @sched_yield()
+declare i64 @llvm.umax.i64(i64, i64)
 
 define void @limit(i64 %helpers) {
   store atomic i64 %helpers, ptr @helpers seq_cst, align 8
@@ -34,18 +38,32 @@ look:
   %none = icmp eq i64 %untaken, 0
   br i1 %none, label %done, label %try
 try:
+  %others = load atomic i64, ptr @helpers monotonic, align 8
+  %threads = add i64 %others, 1
+  %thrice = mul i64 %threads, 3
+  %twice = shl i64 %untaken, 1
+  %share = udiv i64 %twice, %thrice
+  %turn = call i64 @llvm.umax.i64(i64 %share, i64 1)
   %function = load atomic i64, ptr @job monotonic, align 8
   %frame = load atomic i64, ptr getelementptr ([3 x i64], ptr @job, i64 0, i64 1) monotonic, align 8
   %parts = load atomic i64, ptr getelementptr ([3 x i64], ptr @job, i64 0, i64 2) monotonic, align 8
-  %lower = sub i64 %ticket, 1
+  %lower = sub i64 %ticket, %turn
   %swap = cmpxchg ptr @ticket, i64 %ticket, i64 %lower acq_rel monotonic
   %taken = extractvalue {i64, i1} %swap, 1
-  br i1 %taken, label %work, label %look
-work:
-  %part = sub i64 %parts, %untaken
+  br i1 %taken, label %begin, label %look
+begin:
   %f = inttoptr i64 %function to ptr
+  %first = sub i64 %parts, %untaken
+  %end = add i64 %first, %turn
+  br label %work
+work:
+  %part = phi i64 [%first, %begin], [%next, %work]
   call void %f(i64 %frame, i64 %part, i64 %parts)
-  atomicrmw sub ptr @left, i64 1 release
+  %next = add i64 %part, 1
+  %more = icmp slt i64 %next, %end
+  br i1 %more, label %work, label %worked
+worked:
+  atomicrmw sub ptr @left, i64 %turn release
   br label %look
 done:
   ret void

@@ -62,11 +62,11 @@ def nbytes(tree: Any) -> int:
 
 def arguments(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> tuple[Any, ...]:
     if isinstance(key, TrunkKey):
-        return spec.params, spec.cache, spec.slots, spec.packed(key)
+        return spec.leaves, spec.cache, spec.slots, spec.packed(key)
     last_token = spec.slots.last_token
     if key.variant == "full":
-        return spec.params, (last_token, spec.counts), spec.slots.sampling, spec.to_sample(key), spec.mask(key)
-    return spec.params, last_token, spec.slots.sampling, spec.to_sample(key)
+        return spec.leaves, (last_token, spec.counts), spec.slots.sampling, spec.to_sample(key), spec.mask(key)
+    return spec.leaves, last_token, spec.slots.sampling, spec.to_sample(key)
 
 
 def test_the_whole_table_is_compiled(programs: tuple[ExecutionSpec, Programs]) -> None:

@@ -1,4 +1,4 @@
-"""Rotary embedding and gates on a CPU: the kernels against exact values, on shapes that no vector divides."""
+"""Rotary embedding, gates and norms on a CPU: the kernels against exact values, on shapes that no vector divides."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pallas_kernels import activations, dispatch, xla
 from pallas_kernels.activations import gated
 from pallas_kernels.cpu import calls, elementwise, native
+from pallas_kernels.qkv import Qkv, QkvProduct, rms_norm
 from tests.kernels.test_masked import SETS, X86, runs_here
 
 DTYPES = "bfloat16", "float32"
@@ -58,6 +59,32 @@ def test_rotation(dtype: str, tokens: int, heads: int, pairs: int, rest: int) ->
     np.testing.assert_allclose(np.asarray(got, np.float64), rotated(x, cos, sin), rtol=error, atol=1e-6 * bound)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_of_a_product(dtype: str) -> None:
+    """Queries and keys are read in place; rows behind them are skipped. The bits are those of `rotate`."""
+    for tokens, kv_heads, group, others, dim, pairs in (1, 2, 3, 1, 64, 32), (5, 1, 1, 2, 80, 24), (SHARED_ROWS, 2, 2, 1, 32, 16):
+        rows = jax.random.normal(jax.random.key(tokens), (tokens, kv_heads, group + 1 + others, dim), dtype)
+        angles, product = rotation(tokens, pairs), QkvProduct(rows, group)
+        q, k = jax.jit(elementwise.rotate_qkv, static_argnums=1)(rows, group, *angles)
+        want = product.split()
+        np.testing.assert_array_equal(q, elementwise.rotate(want.q, *angles))
+        np.testing.assert_array_equal(k, elementwise.rotate(want.k, *angles))
+        pages = [jnp.zeros((tokens + 1, kv_heads, 4, dim), dtype)] * 2
+        where = jnp.arange(1, tokens + 1), jnp.arange(tokens) % 4
+        write = jax.jit(lambda *args, rotation: dispatch.kv_write(*args, rows=tokens, rotation=rotation))  # noqa: B023
+        assert "jengine_rotate_qkv" in write.lower(*pages, product, *where, rotation=angles).as_text()
+        jax.tree.map(
+            np.testing.assert_array_equal, write(*pages, product, *where, rotation=angles), xla_write(pages, product, where, angles)
+        )
+
+
+def xla_write(pages: Any, product: QkvProduct, where: Any, angles: Any) -> Any:
+    """kv_write of XLA, after rotations by the kernel."""
+    q, k, v = product.split()
+    turned = Qkv(elementwise.rotate(q, *angles), elementwise.rotate(k, *angles), v)
+    return xla.kv_write(*pages, turned, *where, rows=len(q))
+
+
 def test_rotations_that_no_kernel_takes_are_xla_s() -> None:
     for dtype, dim, pairs in ("float16", 64, 32), ("float32", 16, 8), ("float32", 40, 16):
         assert elementwise.why_no_rotation(dtype, dim, pairs) is not None
@@ -98,6 +125,31 @@ def test_gates_that_no_kernel_takes_are_xla_s() -> None:
         np.testing.assert_allclose(gated(gate_up, activation), want, rtol=2e-3 if dtype == "float16" else 1e-6)
 
 
+def normed(x: Any, weight: Any, eps: float, offset: float) -> np.ndarray[Any, Any]:
+    wide = np.asarray(x, np.float64)
+    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * (np.asarray(weight, np.float64) + offset)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@few
+@given(st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)), st.integers(16, 400), st.sampled_from([0.0, 1.0]))
+def test_norms(dtype: str, rows: int, size: int, offset: float) -> None:
+    x = (3 * jax.random.normal(jax.random.key(size), (rows, 2, size))).astype(dtype)
+    weight = jax.random.uniform(jax.random.key(1), (size,)).astype(dtype)
+    got = jax.jit(rms_norm, static_argnums=(2, 3))(x, weight, 0.5, offset)
+    close(got, normed(x, weight, 0.5, offset))
+    alone = jnp.concatenate([rms_norm(row[None], weight, 0.5, offset) for row in x[:3]])
+    np.testing.assert_array_equal(got[:3], alone)  # a row's bits do not depend on other rows
+
+
+def test_norms_that_no_kernel_takes_are_xla_s() -> None:
+    for dtype, other, size in ("float16", "float16", 64), ("bfloat16", "float32", 64), ("float32", "float32", 8):
+        x, weight = jax.random.normal(jax.random.key(0), (2, size), dtype), jnp.full(size, 2.0, other)
+        assert elementwise.why_no_norm(x, weight) is not None
+        np.testing.assert_allclose(np.asarray(rms_norm(x, weight, 0.1), np.float64), normed(x, weight, 0.1, 0.0), rtol=1e-2)
+    assert "jengine_norm" in jax.jit(rms_norm, static_argnums=2).lower(jnp.ones((2, 16)), jnp.ones(16), 0.1).as_text()
+
+
 @pytest.mark.parametrize("name", [name for name, (triple, *_) in SETS.items() if triple == X86])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_without_features(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +164,15 @@ def test_results_without_features(name: str, dtype: str, monkeypatch: pytest.Mon
     wide = np.asarray(gate_up, np.float64)
     for activation in "silu", "gelu_tanh":
         close(elementwise.gated(gate_up, activation), activated(activation, wide[..., 0]) * wide[..., 1])
+    x, weight = jax.random.normal(jax.random.key(3), (3, 37), dtype), jnp.linspace(0.5, 2.0, 37, dtype=dtype)
+    close(elementwise.rms_norm(x, weight, 0.1, 1.0), normed(x, weight, 0.1, 1.0))
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
     triple, features, *_, lacking = SETS[name]
     target = native.Target(triple, features=features)
-    for what in "rotate", "silu":
+    for what in "rotate", "rotate_qkv", "silu", "norm":
         text = native.assembly(elementwise.source(target, what, "bfloat16"), target)
         code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((".", "#", "//")))
         assert "compute" in text and not re.search(lacking, code)

@@ -124,12 +124,13 @@ def test_large_sums_of_bytes_are_exact() -> None:
     np.testing.assert_array_equal(in_form("kernel", x, weight, "float32"), np.float32(-127 * 127 * 5000) * scale)
 
 
-def test_every_number_of_e4m3() -> None:
+@pytest.mark.parametrize("dtype", INPUTS)
+def test_every_number_of_e4m3(dtype: str) -> None:
     bits = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])  # NaN
     values = jax.lax.bitcast_convert_type(jnp.asarray(bits)[:, None], jnp.float8_e4m3fn)
     weight = Quantized(values, jnp.ones(254), kind="float8_e4m3fn")
     for rows in (1, 9):
-        got = in_form("kernel", jnp.ones((rows, 1)), weight, "float32")
+        got = in_form("kernel", jnp.ones((rows, 1), dtype), weight, "float32")
         np.testing.assert_array_equal(got, np.tile(np.asarray(values.astype(jnp.float32))[:, 0], (rows, 1)))
 
 

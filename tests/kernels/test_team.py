@@ -92,12 +92,28 @@ def test_helpers_help(pool: Any) -> None:
 
     @PART
     def part(frame: int, part: int, parts: int) -> None:
-        seen.add(threading.get_ident())
-        if part < 3:
-            all_here.wait(60)  # three threads must each have taken one
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            all_here.wait(60)  # three threads must each have taken parts
 
     Frame(pool).run(ctypes.cast(part, ctypes.c_void_p).value or 0)
     assert len(seen) == 3
+
+
+def test_a_thread_takes_consecutive_parts_and_few_at_the_end(pool: Any) -> None:
+    owners, others = [0] * PARTS, threading.Event()
+
+    @PART
+    def part(frame: int, part: int, parts: int) -> None:
+        owners[part] = threading.get_ident()
+        if part == 0:
+            others.wait(60)
+        if part == PARTS - 1:
+            others.set()
+
+    Frame(pool).run(ctypes.cast(part, ctypes.c_void_p).value or 0)
+    first = owners.index(next(owner for owner in owners if owner != owners[0]))
+    assert first == 2 * PARTS // 9 and owners[0] not in owners[first:]  # two thirds of a third; helpers took the others meanwhile
 
 
 def test_helpers_that_never_come_or_come_late_change_nothing(count: int) -> None:
