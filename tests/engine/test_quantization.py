@@ -86,7 +86,6 @@ def test_caches_of_eight_bits(variant: str, token_bytes: int, kind: str, make_en
             assert update.logprobs is not None
             exact = case.logits[0] - np.logaddexp.reduce(case.logits[0].astype(np.float64))
             for token, value in update.logprobs.top:
-                print("DIFF", variant, kind, abs(value - logprobs[token]), abs(value - exact[token]))
                 assert abs(value - logprobs[token]) < 5e-3
                 assert abs(value - exact[token]) < 0.5
 

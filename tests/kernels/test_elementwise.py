@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pallas_kernels import activations, dispatch, xla
 from pallas_kernels.activations import gated
 from pallas_kernels.cpu import calls, elementwise, native
-from pallas_kernels.qkv import Qkv, QkvProduct, rms_norm
+from pallas_kernels.qkv import QkvProduct, rms_norm
 from tests.kernels.test_masked import SETS, X86, runs_here
 
 DTYPES = "bfloat16", "float32"
@@ -62,27 +62,25 @@ def test_rotation(dtype: str, tokens: int, heads: int, pairs: int, rest: int) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotation_of_a_product(dtype: str) -> None:
     """Queries and keys are read in place; rows behind them are skipped. The bits are those of `rotate`."""
-    for tokens, kv_heads, group, others, dim, pairs in (1, 2, 3, 1, 64, 32), (5, 1, 1, 2, 80, 24), (SHARED_ROWS, 2, 2, 1, 32, 16):
-        rows = jax.random.normal(jax.random.key(tokens), (tokens, kv_heads, group + 1 + others, dim), dtype)
-        angles, product = rotation(tokens, pairs), QkvProduct(rows, group)
-        q, k = jax.jit(elementwise.rotate_qkv, static_argnums=1)(rows, group, *angles)
-        want = product.split()
+    for tokens, kv_heads, group, others, dim, pairs in (5, 2, 3, 1, 80, 24), (SHARED_ROWS, 1, 2, 2, 32, 16):
+        rows = jax.random.normal(jax.random.key(tokens), (tokens, kv_heads, group + 1 + others, dim)).astype(dtype)
+        angles, want = rotation(tokens, pairs), QkvProduct(rows, group).split()
+        q, k = elementwise.rotate_qkv(rows, group, *angles)
         np.testing.assert_array_equal(q, elementwise.rotate(want.q, *angles))
         np.testing.assert_array_equal(k, elementwise.rotate(want.k, *angles))
-        pages = [jnp.zeros((tokens + 1, kv_heads, 4, dim), dtype)] * 2
-        where = jnp.arange(1, tokens + 1), jnp.arange(tokens) % 4
-        write = jax.jit(lambda *args, rotation: dispatch.kv_write(*args, rows=tokens, rotation=rotation))  # noqa: B023
-        assert "jengine_rotate_qkv" in write.lower(*pages, product, *where, rotation=angles).as_text()
-        jax.tree.map(
-            np.testing.assert_array_equal, write(*pages, product, *where, rotation=angles), xla_write(pages, product, where, angles)
-        )
 
 
-def xla_write(pages: Any, product: QkvProduct, where: Any, angles: Any) -> Any:
-    """kv_write of XLA, after rotations by the kernel."""
-    q, k, v = product.split()
-    turned = Qkv(elementwise.rotate(q, *angles), elementwise.rotate(k, *angles), v)
-    return xla.kv_write(*pages, turned, *where, rows=len(q))
+def test_the_cache_gets_the_keys_of_a_product() -> None:
+    rows, angles = jax.random.normal(jax.random.key(0), (3, 2, 4, 32)), rotation(3, 16)
+    pages, where = jnp.zeros((4, 2, 4, 32)), (jnp.arange(1, 4), jnp.arange(3))
+    write = jax.jit(lambda rows: dispatch.kv_write(pages, pages, QkvProduct(rows, 2), *where, rows=2, rotation=angles)).lower(rows)
+    assert "jengine_rotate_qkv" in write.as_text()
+    (decoding, prompts), (keys, values) = write.compile()(rows)
+    q, k, v = QkvProduct(rows, 2).split()
+    np.testing.assert_array_equal(np.concatenate([decoding, prompts]), elementwise.rotate(q, *angles))
+    for row in range(3):
+        np.testing.assert_array_equal(keys[row + 1, :, row], elementwise.rotate(k, *angles)[row])
+        np.testing.assert_array_equal(values[row + 1, :, row], v[row])
 
 
 def test_rotations_that_no_kernel_takes_are_xla_s() -> None:
@@ -138,8 +136,7 @@ def test_norms(dtype: str, rows: int, size: int, offset: float) -> None:
     weight = jax.random.uniform(jax.random.key(1), (size,)).astype(dtype)
     got = jax.jit(rms_norm, static_argnums=(2, 3))(x, weight, 0.5, offset)
     close(got, normed(x, weight, 0.5, offset))
-    alone = jnp.concatenate([rms_norm(row[None], weight, 0.5, offset) for row in x[:3]])
-    np.testing.assert_array_equal(got[:3], alone)  # a row's bits do not depend on other rows
+    np.testing.assert_array_equal(got[:1], elementwise.rms_norm(x[:1], weight, 0.5, offset))  # a row's bits do not depend on others
 
 
 def test_norms_that_no_kernel_takes_are_xla_s() -> None:
