@@ -19,6 +19,8 @@ from kernel_facts import (
     GROUPED_INTERPRETED,
     GROUPED_THREADS,
     INTERPRETED,
+    LATENT,
+    LATENT_THREADS,
     PREFILL_ALONE,
     PREFILL_CASES,
     PREFILL_INTERPRETED,
@@ -82,6 +84,23 @@ def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
 @pytest.mark.parametrize("case", every_second(EIGHT_BITS))
 def test_a_kernel_for_eight_bit_caches_spills_nothing_and_fits(case: Case) -> None:
     check_decode(case, pairs=2 if case[1][0].shape[-1] == 64 else 1)
+
+
+def one_of(cases: dict[str, Case], name: str) -> list[Any]:
+    """The other cases are long tests."""
+    return [pytest.param(case, id=key, marks=[] if key == name else [pytest.mark.full]) for key, case in cases.items()]
+
+
+@pytest.mark.parametrize("case", one_of(LATENT, "64 heads, pages of 16"))
+def test_the_latent_kernel_spills_nothing_and_fits(case: Case) -> None:
+    (attention, *joins), compiled = all_compiled_for_h200(case)
+    assert attention.name.startswith("latent_attention_decode") and all("join" in join.name for join in joins)
+    assert attention.spilled == sum(join.spilled for join in joins) == 0
+    assert attention.products > 0 and not attention.serialized
+    assert attention.blocks(LATENT_THREADS) == 1
+    text = compiled.as_text()
+    assert text is not None and len(re.findall(r"= .*custom_call_target=\"mosaic_gpu", text)) == 2
+    assert not re.search(r"\b(while|conditional|sort)\(", text)  # XLA would wait for the host
 
 
 def check_prefill(case: Case, threads: int, blocks: int, spilled: int) -> None:
