@@ -206,7 +206,7 @@ def test_a_dense_layer_is_few_kernels(variant: str, more: int) -> None:
 
 DEEPSEEK_V3 = {**VARIANTS["deepseek_v3"], "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 LONG = {"rope_scaling": None, "max_position_embeddings": 8192}
-LATENT_KERNELS = 22  # of a dense layer of a decode step
+LATENT_KERNELS = 21  # of a dense layer of a decode step
 
 
 def check_latent_on_hopper() -> None:
@@ -221,7 +221,7 @@ def check_latent_on_hopper() -> None:
         built, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
         text, memory = built.as_text(), built.memory_analysis()
         assert text is not None and memory is not None
-        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == 2 * 3  # a layer attends from rows, and joins what was cut
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == 3  # a layer attends from rows
         assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
         assert memory.alias_size_in_bytes >= spec.cache_bytes
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
