@@ -316,7 +316,7 @@ def _feed(
             ids = [table_ref[item.row, jnp.minimum(lax.div(token + at, page_size), last)] for at in range(0, TILE, piece)]
             pl.when(number >= STAGES)(partial(plgpu.barrier_wait, free.at[slot]))
             for at, page in zip(range(0, TILE, piece), ids, strict=True):
-                source = page_ref.at[page, 0, pl.ds(lax.rem(token + at, page_size), piece)]
+                source = page_ref.at[page, 0, pl.ds(lax.rem(token, page_size) if page_size > TILE else 0, piece)]
                 plgpu.copy_gmem_to_smem(source, tiles.at[slot, pl.ds(at, piece)], full.at[jnp.where(whole, slot, STAGES)])
 
             @pl.when(jnp.logical_not(whole))
