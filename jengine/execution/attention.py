@@ -96,15 +96,12 @@ class PagedAttention:
                     own[0], own[1], qkv, of_part(pages, part), offsets, rows=key.rows, rotation=rotation, device=device
                 )
             tables, tile = of_part(row_tables, part), of_part(tile_tables, part)
-            decode: Callable[..., jax.Array]
-            prefill: Callable[..., jax.Array]
             if latent:
                 assert isinstance(qkv, Qkv)
                 how: dict[str, Any] = {"rank": qkv.v.shape[-1], "scale": options["scale"], "most_pages": key.pages, "device": device}
-                decode, prefill = latent_dispatch.latent_attention_decode, latent_dispatch.latent_attention_prefill
             else:
                 how = {**options, "sinks": sinks, "slopes": slopes, "pages": key.pages, "device": device}
-                decode, prefill = dispatch.paged_attention_decode, dispatch.paged_attention_prefill
+            decode, prefill = _functions(latent)
             out = []
             if key.rows:
                 out.append(decode(decoding, *own, tables, row_lengths, work=work, impl=backend, **how))
@@ -149,3 +146,10 @@ class PagedAttention:
             self._work[window] = self._make_work(qkv, kv, window)
         out: tuple[jax.Array, Place] = self._attend(qkv, kv, rotation, sinks, slopes, self._work[window], window=window, **options)
         return out
+
+
+def _functions(latent: bool) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Attention of rows and of tiles."""
+    if latent:
+        return latent_dispatch.latent_attention_decode, latent_dispatch.latent_attention_prefill
+    return dispatch.paged_attention_decode, dispatch.paged_attention_prefill
