@@ -18,12 +18,12 @@ class Qkv(NamedTuple):
 
     Attributes:
         q: [tokens, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k, v: [tokens, kv_heads, head_dim]. v is None in latent attention, where a token's key is also its value.
+        k, v: [tokens, kv_heads, head_dim]. In latent attention, values are the first channels of their keys.
     """
 
     q: jax.Array
     k: jax.Array
-    v: jax.Array | None
+    v: jax.Array
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -34,7 +34,6 @@ class Qkv(NamedTuple):
 
     def joined(self) -> QkvProduct:
         """The same, concatenated to one array."""
-        assert self.v is not None
         tokens, kv_heads, head_dim = self.k.shape
         q = self.q.reshape(tokens, kv_heads, -1, head_dim)
         return QkvProduct(jnp.concatenate([q, self.k[:, :, None], self.v[:, :, None]], axis=2), q.shape[2])

@@ -58,7 +58,6 @@ def kv_write(
         The queries of the first `rows` tokens [rows, heads, head_dim] and of the others, and the pages.
     """
     q, k, v = qkv.split()
-    assert v is not None
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
     return (q[:rows], q[rows:]), (page_write(k_pages, k, page_ids, offsets), page_write(v_pages, v, page_ids, offsets))

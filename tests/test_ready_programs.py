@@ -15,6 +15,7 @@ tables = st.builds(
     max_num_batched_tokens=st.integers(16, 300),
     tile_size=st.sampled_from([4, 16]),
     page_buckets=st.sampled_from([(0,), (2, 8, 64)]),
+    paged_rows=st.booleans(),
     single_row=st.booleans(),
     pooling=st.booleans(),
 )
@@ -40,7 +41,7 @@ def test_whatever_is_ready_serves_every_step_within_its_limits(table: ProgramTab
     pages, samples = data.draw(st.integers(0, table.page_buckets[-1])), data.draw(st.integers(0, ready.max_rows))
     trunk = ready.trunk(rows, tiles, pages, samples)
     assert trunk in ready.trunks() and trunk.rows >= rows and trunk.tiles >= tiles
-    assert trunk.pages >= pages and table.sample_rows(trunk) >= samples
+    assert (trunk.pages >= pages or (not tiles and not table.paged_rows)) and table.sample_rows(trunk) >= samples
     for variant in VARIANTS:
         sampler = ready.sampler(trunk, variant)
         assert sampler in ready.samplers() and sampler.rows == table.sample_rows(trunk)
@@ -87,3 +88,12 @@ def test_a_trunk_without_its_pooler_does_not_count() -> None:
     assert first[-2:] == [ScoreKey(1), PoolKey(1)]
     assert ReadyPrograms(table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full")]).max_tiles == 1
     assert ReadyPrograms(table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full"), PoolKey(2)]).max_tiles == 2
+
+
+def test_only_trunks_with_tiles_may_have_page_buckets() -> None:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 40, "tile_size": 16, "steps": 8}
+    table = ProgramTable.build(**limits, page_buckets=(2, 8), paged_rows=False)
+    assert {(bool(key.tiles), key.pages) for key in table.trunks()} == {(False, 0), (True, 2), (True, 8)}
+    assert {key.trunk.pages for key in table.bursts()} == {0}
+    assert table.trunk(3, 0, 7) == table.longest(8, 0) == TrunkKey(8, 0, 0)
+    assert table.trunk(3, 1, 7) == table.longest(8, 1) == TrunkKey(8, 1, 8)

@@ -24,6 +24,7 @@ from pallas_kernels.groups import grouped, one_group
 from pallas_kernels.int4 import pack
 from pallas_kernels.int4_product import grouped_int4_product, int4_product
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.latent_decode import latent_attention_decode
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, movable, quantize
 
@@ -126,6 +127,23 @@ COPIES: dict[str, Case] = {
     "pages of 64": copy("", 64),
     "pages of 16, int8": copy("int8", 16),
     "pages of 128, fp8": copy("float8_e4m3fn", 128),
+}
+
+
+def latent(heads: int, page_size: int = 64, *, rank: int = 512, key_dim: int = 576, dtype: Any = jnp.bfloat16) -> Case:
+    """Rows of up to 4096 tokens, in DeepSeek V3's form if nothing else is said."""
+    q, pages = jax.ShapeDtypeStruct((16, heads, key_dim), dtype), jax.ShapeDtypeStruct((1 << 10, 1, page_size, key_dim), dtype)
+    tables, lengths = jax.ShapeDtypeStruct((16, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.int32)
+    return partial(latent_attention_decode, rank=rank, scale=0.1), (q, pages, tables, lengths)
+
+
+LATENT_THREADS = 384  # per block
+LATENT: dict[str, Case] = {
+    "16 heads": latent(16),
+    "64 heads, pages of 16": latent(64, 16),
+    "128 heads": latent(128),
+    "20 heads, pages of 32, float16": latent(20, 32, dtype=jnp.float16),
+    "16 heads, rank 256, pages of 128": latent(16, 128, rank=256, key_dim=320),
 }
 
 
@@ -321,6 +339,7 @@ def in_memory(cases: dict[str, Case]) -> dict[str, Case]:
 def main() -> None:
     table("decode attention", CASES | in_memory(INTERPRETED))
     table("decode attention, eight-bit caches", EIGHT_BITS | in_memory(EIGHT_BITS_INTERPRETED))
+    table("latent decode attention", LATENT, LATENT_THREADS)
     table("prefill attention", PREFILL_CASES | PREFILL_WIDE | in_memory(PREFILL_INTERPRETED), PREFILL_THREADS)
     table("prefill attention", PREFILL_ALONE)
     table("grouped products", GROUPED | in_memory(GROUPED_INTERPRETED), GROUPED_THREADS)

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.gpu.inputs import KINDS, Paged, checked
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.work import Shape
-from pallas_kernels import dispatch, reference
+from pallas_kernels import dispatch, latent_dispatch, reference
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize
 
@@ -35,6 +35,7 @@ OTHERS: tuple[Ways, ...] = (
     {"scale": 0.3, "window": 33, "sinks": True},
 )
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
+RANK, POSITION = 512, 64  # channels of latent attention's values, and of positions in its keys
 THREADS = 6
 UNTUNED = {"xla_gpu_autotune_level": "0"}  # the reference need not be fast, and autotuning takes seconds per case
 EXPONENTIALS = 2e-5  # relative error of the hardware's exponentials and of float32 sums
@@ -44,7 +45,7 @@ class Case(NamedTuple):
     """One call of one function. Each function uses some of the fields.
 
     Attributes:
-        function: decode, flashinfer, prefill, kv_write or copy_pages.
+        function: decode, flashinfer, latent, prefill, kv_write or copy_pages.
         kind: format of the cache's numbers; None is dtype.
         ways: scale, window, soft cap and sinks for attention; batch_invariant for decode; norm for kv_write.
         size: tokens per tile, or tokens that are written.
@@ -95,13 +96,14 @@ def cases(small: bool) -> list[Case]:
     decode = [Case("decode", s, next(dtypes), k, next(ways) | {"batch_invariant": next(fixed)}) for s, k in zip(shaped, kinds, strict=True)]
     prefill = [Case("prefill", s, next(dtypes), k, next(ways), next(tiles)) for s, k in zip(shaped, kinds, strict=True)]
     others = [Case("flashinfer", s, next(dtypes), None, OTHERS[i % len(OTHERS)]) for i, s in enumerate(shapes[::2])]
+    latent = [Case("latent", Shape(1, h, RANK + POSITION, p), next(dtypes)) for h, p in product((16, 20, 64, 128), PAGE_SIZES)]
     flat = list(product(KINDS, HEAD_DIMS, PAGE_SIZES))
     write = [
         Case("kv_write", Shape(next(heads), next(groups), d, p), next(dtypes), k, next(normed), next(tokens), min(next(pairs), d // 2))
         for k, d, p in flat
     ]
     copy = [Case("copy_pages", Shape(2, 1, d, p), next(dtypes), k) for k, d, p in flat[::2]]
-    return [case for turn in zip_longest(decode, prefill, write, copy, others) for case in turn if case is not None]
+    return [case for turn in zip_longest(decode, prefill, write, copy, others, latent) for case in turn if case is not None]
 
 
 def measure(small: bool) -> Iterator[Row]:
@@ -148,6 +150,21 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     if impl == "flashinfer":
         return dispatch.why_flashinfer_unsupported(q, paged.k, paged.v, window=case.ways.get("window")), run
     return dispatch.why_decode_unsupported(q, paged.k, paged.v), run
+
+
+def _latent(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+    page, rank = case.shape.page_size, case.shape.head_dim - POSITION
+    lengths = [1, page - 1, 0, page, page + 1, case.longest, 129]
+    paged = checked(lengths, case.shape, case.dtype, None, seed)
+    q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(case.dtype)
+    where = paged.tables, jnp.asarray(lengths, jnp.int32)
+
+    def run() -> Comparison:
+        attend = jax.jit(partial(latent_dispatch.latent_attention_decode, rank=rank, scale=0.1, impl=impl))
+        want = _truth(reference.paged_attention_decode, {"scale": 0.1})(_wide(q), _wide(paged.k), _wide(paged.k), *where)
+        return _attention(case, attend(q, paged.k, *where), want[..., :rank], paged._replace(v=paged.k))
+
+    return latent_dispatch.why_latent_decode_unsupported(q, paged.k, rank=rank), run
 
 
 def _given(case: Case) -> Ways:
@@ -249,6 +266,7 @@ def _copy_pages(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {
     "decode": _decode,
     "flashinfer": _decode,
+    "latent": _latent,
     "prefill": _prefill,
     "kv_write": _kv_write,
     "copy_pages": _copy_pages,

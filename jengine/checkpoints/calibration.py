@@ -158,11 +158,11 @@ def _attend(count: int) -> Attend:
         else:
             q, k, v = qkv.split()
             k = k if rotation is None else rotate(k, rotation)
-            written[window] = k, k if v is None else v
+            written[window] = k, v
         q = q if rotation is None else rotate(q, rotation)
         apart = (x.reshape(count, -1, *x.shape[1:]) for x in (q, *written[window]))
         y: jax.Array = _attention(*apart, sinks, slopes, scale=scale, window=window, soft_cap=soft_cap)
-        return y.reshape(q.shape)
+        return y.reshape(q.shape[0], *y.shape[2:])
 
     return attend
 

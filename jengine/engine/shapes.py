@@ -14,7 +14,7 @@ from jengine.devices.device_defaults import PROMPT_TOKENS, sizes
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.errors import InvalidArgument
 from jengine.execution.batch_invariance import check_batch_invariant
-from jengine.execution.kernels import check_attention_backend, kernels_refused
+from jengine.execution.kernels import check_attention_backend, decode_refused, kernels_refused
 from jengine.execution.spec import ExecutionSpec
 from jengine.model_config import ModelConfig
 from jengine.models import build
@@ -88,7 +88,8 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     if on_cpu or kernels_refused(spec) is None:
         return spec
     pages = page_buckets(spec.table_width)[-1:] if config.batch_invariant else page_buckets(spec.table_width)
-    return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages))
+    paged_rows = decode_refused(spec) is not None
+    return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages, paged_rows=paged_rows))
 
 
 def _num_states(model: ModelConfig, max_num_seqs: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from jengine.execution.batch import Batch
 from jengine.execution.kv_cache import Place, views
 from jengine.models.cache import CacheGroup
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import dispatch, xla
+from pallas_kernels import dispatch, latent_dispatch, xla
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.work_list import WorkList
 from pallas_kernels.xla import Rotation
@@ -68,6 +69,7 @@ class PagedAttention:
         offsets = axis.positions % page_size
         row_tables, tile_tables = block_table[batch.row_slots], block_table[batch.tile_slots]
         row_lengths = jnp.where(batch.row_slots > 0, batch.row_positions + 1, 0)
+        latent = group.kind == "latent"
 
         # Traced and lowered once for all layers with the same arguments.
         @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "part"))
@@ -85,33 +87,41 @@ class PagedAttention:
             if isinstance(qkv, QueriesOnly):
                 q = qkv.q if rotation is None else dispatch.rotate(qkv.q, rotation, device=device)
                 decoding, prompts = q[: key.rows], q[key.rows :]
-            elif isinstance(qkv, Qkv) and qkv.v is None:
-                assert rotation is None
+            elif latent:
+                assert isinstance(qkv, Qkv) and rotation is None and sinks is None and slopes is None
                 decoding, prompts = qkv.q[: key.rows], qkv.q[key.rows :]
                 own = (xla.page_write(own[0], qkv.k, of_part(pages, part), offsets),)
             else:
                 (decoding, prompts), own = dispatch.kv_write(
                     own[0], own[1], qkv, of_part(pages, part), offsets, rows=key.rows, rotation=rotation, device=device
                 )
-            k_pages, v_pages = own[0], own[-1]
             tables, tile = of_part(row_tables, part), of_part(tile_tables, part)
-            how = {**options, "sinks": sinks, "slopes": slopes, "pages": key.pages, "device": device}
+            if latent:
+                assert isinstance(qkv, Qkv)
+                how: dict[str, Any] = {"rank": qkv.v.shape[-1], "scale": options["scale"], "most_pages": key.pages, "device": device}
+            else:
+                how = {**options, "sinks": sinks, "slopes": slopes, "pages": key.pages, "device": device}
+            decode, prefill = _functions(latent)
             out = []
             if key.rows:
-                out.append(dispatch.paged_attention_decode(decoding, k_pages, v_pages, tables, row_lengths, work=work, impl=backend, **how))
+                out.append(decode(decoding, *own, tables, row_lengths, work=work, impl=backend, **how))
             if key.tiles:
                 tiles = prompts.reshape(key.tiles, -1, *prompts.shape[1:])
-                got = dispatch.paged_attention_prefill(tiles, k_pages, v_pages, tile, batch.tile_positions, batch.tile_lengths, **how)
-                out.append(got.reshape(prompts.shape))
+                got = prefill(tiles, *own, tile, batch.tile_positions, batch.tile_lengths, **how)
+                out.append(got.reshape(-1, *got.shape[2:]))
             return jnp.concatenate(out), jax.tree.map(lambda new, like: new.reshape(like.shape), own, kv)
 
         def of_part(pages: jax.Array, part: int) -> jax.Array:
             """Ids of pages in the view of a layer's part."""
             return pages if group.parts == 1 else pages * group.parts + part
 
-        def make_work(kv: Place, window: int | None) -> WorkList | None:
-            if not key.rows or len(kv) == 1:
+        def make_work(qkv: Qkv | QkvProduct | QueriesOnly, kv: Place, window: int | None) -> WorkList | None:
+            if not key.rows:
                 return None
+            if latent:
+                assert isinstance(qkv, Qkv)
+                work = latent_dispatch.latent_decode_work(qkv.q.shape[1], row_lengths, device=device)
+                return None if work is None else work.shared()
             how: dict[str, Any] = {"window": window, "batch_invariant": batch_invariant, "device": device}
             pages = views(kv, group, page_size)[0]
             work = dispatch.decode_work(pages, row_lengths, tokens=block_table.shape[1] * page_size, **how)
@@ -133,6 +143,13 @@ class PagedAttention:
     ) -> tuple[jax.Array, Place]:
         """A layer's results, and its place in the cache with the new keys and values."""
         if window not in self._work:
-            self._work[window] = self._make_work(kv, window)
+            self._work[window] = self._make_work(qkv, kv, window)
         out: tuple[jax.Array, Place] = self._attend(qkv, kv, rotation, sinks, slopes, self._work[window], window=window, **options)
         return out
+
+
+def _functions(latent: bool) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Attention of rows and of tiles."""
+    if latent:
+        return latent_dispatch.latent_attention_decode, latent_dispatch.latent_attention_prefill
+    return dispatch.paged_attention_decode, dispatch.paged_attention_prefill

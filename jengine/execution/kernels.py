@@ -12,7 +12,7 @@ from jengine.execution.kv_cache import views
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.by_layer import at
 from jengine.models.cache import CacheGroup, paged
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, latent_dispatch
 from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.quantized import is_quantized
 
@@ -35,7 +35,7 @@ def check_attention_backend(spec: ExecutionSpec) -> None:
     """
     refused = None
     if spec.attention_backend == "mosaic":
-        refused = kernels_refused(spec) if spec.mesh.devices.flat[0].platform != "cpu" else "a CPU has other kernels"
+        refused = decode_refused(spec) if spec.mesh.devices.flat[0].platform != "cpu" else "a CPU has other kernels"
     elif spec.attention_backend == "flashinfer":
         refused = _flashinfer_refused(spec)
     if refused is not None:
@@ -56,12 +56,23 @@ def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:
     """The reason why attention kernels cannot serve these programs on their devices, or None if they can."""
-    device = spec.mesh.devices.flat[0]
+    how: dict[str, Any] = {"slopes": spec.model.config.alibi, "device": spec.mesh.devices.flat[0]}
+    refused = (
+        dispatch.why_prefill_unsupported(_queries(spec, group, 1, spec.table.tile_size), *_pages(spec, group), **how)
+        for group in paged(spec.groups)
+    )
+    return decode_refused(spec) or next((why for why in refused if why is not None), None)
+
+
+def decode_refused(spec: ExecutionSpec) -> str | None:
+    """The reason why attention kernels cannot serve rows, or None if they can."""
+    device, latent = spec.mesh.devices.flat[0], spec.model.config.latent
     for group in paged(spec.groups):
-        pages = _pages(spec, group)
-        row, tile = _queries(spec, group, 1), _queries(spec, group, 1, spec.table.tile_size)
-        how: dict[str, Any] = {"slopes": spec.model.config.alibi, "device": device}
-        refused = dispatch.why_decode_unsupported(row, *pages, **how) or dispatch.why_prefill_unsupported(tile, *pages, **how)
+        q, pages = _queries(spec, group, 1), _pages(spec, group)
+        if latent is not None:
+            refused = latent_dispatch.why_latent_decode_unsupported(q, pages[0], rank=latent.rank, device=device)
+        else:
+            refused = dispatch.why_decode_unsupported(q, *pages, slopes=spec.model.config.alibi, device=device)
         if refused is not None:
             return refused
     return None

@@ -211,7 +211,10 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     parts = 0
     if key.rows and spec.mesh.devices.flat[0].platform != "cpu":  # results of what decode attention's work list cuts
         slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads if table.batch_invariant else 0)
-        parts = 4 * slots * max((kind.group_size_padded + 8) * kind.head_dim for kind in kinds)
+        if model.latent is None:
+            parts = 4 * slots * max((kind.group_size_padded + 8) * kind.head_dim for kind in kinds)
+        else:  # of up to 64 heads, from one thread block per multiprocessor; and queries with padding
+            parts = 4 * 2 * CORES * 64 * (model.latent.rank + 1) + 4 * key.rows * (query_heads + 64) * model.latent.cached_dim
     inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
     streams = 1 if model.altup is None else model.altup.streams
     activations = 4 * tokens * (8 * streams * model.hidden_size + 6 * heads + 4 * ffn + inputs)

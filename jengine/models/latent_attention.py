@@ -64,7 +64,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q = jnp.concatenate([q_latent, rotate(q[..., latent.key_dim :], rotation)], axis=-1)
         k_rotated = rotate(cached[:, None, latent.rank :], rotation)
         k = jnp.concatenate([self.kv_norm(cached[:, : latent.rank])[:, None], k_rotated], axis=-1)
-        y = attend(layer, Qkv(q, k, None), rotation=None, scale=self.config.attention_scale)[..., : latent.rank]
+        y = attend(layer, Qkv(q, k, k[..., : latent.rank]), rotation=None, scale=self.config.attention_scale)
         return row_parallel_dense(_by_head("nhr,hvr->nhv", y, values).reshape(x.shape[0], -1), self.o[...])
 
 

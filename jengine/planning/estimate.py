@@ -21,6 +21,7 @@ CAUSES: tuple[Cause, ...] = ("weights", "cache", "activations", "links", "launch
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "f8e4m3fn": "float8_e4m3fn"}
 SMALL_GROUPS = 1.6  # times the instructions, if groups of 32 or 64 four-bit weights share a scale
+TENSOR_ROWS = 64  # of a product of a warpgroup; fewer heads waste the others
 OUTPUTS = 128  # of a thread block of a grouped product
 
 
@@ -178,6 +179,8 @@ def _mosaic(
     slots = 2 * device.cores  # thread blocks that run at the same time
     if kernel == "paged_attention_decode":
         return _decode(operands, step, assumed)
+    if kernel == "latent_attention_decode":
+        return _latent_decode(operands, list(one.results), step, assumed)
     if kernel == "paged_attention_prefill":
         queries = operands[0]
         seen = step.context - queries.shape[1] / 2
@@ -220,6 +223,21 @@ def _decode(operands: list[Array], step: Step, assumed: Assumptions) -> _Work:
     size = min(step.rows, rows) * step.context * _token_bytes(operands) + 2 * share * queries.bytes + 2 * cut
     drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
     operations = 4.0 * queries.size * share * step.context
+    return _Work("cache", size, operations, DTYPES[queries.dtype], drawn, assumed.join if cut else 0.0)
+
+
+def _latent_decode(operands: list[Array], results: list[Array], step: Step, assumed: Assumptions) -> _Work:
+    """Of latent decode attention: as `_decode`. Blocks of heads read the same tiles, at best from a cache."""
+    (queries, pages), (out, parts) = operands[:2], results[:2]
+    (rows, heads, key_dim), (_, group, rank) = queries.shape, parts.shape
+    blocks = [array for array in operands if array.dtype == "s32"][2].shape[0] - 1
+    live, pairs = min(step.rows, rows), min(step.rows, rows) * heads // group
+    tiles = max(1, pairs * math.ceil(step.context / TILE))
+    busy = min(max(tiles // LEAST, 1), blocks)
+    cut = (busy - 1 + min(busy - 1, pairs)) * 4 * group * rank
+    size = live * step.context * key_dim * pages.bytes // pages.size + live * (queries.bytes + out.bytes) / rows + 2 * cut
+    operations = 2.0 * TENSOR_ROWS * pairs * step.context * (key_dim + rank)
+    drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
     return _Work("cache", size, operations, DTYPES[queries.dtype], drawn, assumed.join if cut else 0.0)
 
 

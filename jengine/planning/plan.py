@@ -27,7 +27,7 @@ from jengine.planning.compiled import Compiled, compiled
 from jengine.planning.estimate import Step
 from jengine.planning.report import Plan, Rate
 from jengine.planning.roofline import Formats, bound, decode, kv_token_bytes, prefill
-from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.table.program_table import SamplerKey, ScoreKey
 from pallas_kernels.quantized import is_quantized
 
 CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len
@@ -102,7 +102,7 @@ def _mesh(device: DeviceSpec, count: int) -> Mesh:
 
 def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list[Compiled]:
     table = spec.table
-    rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
+    rows = {table.longest(rows, 0) for rows in (table.row_buckets[0], table.max_rows)}
     keys: list[Key] = [*dict.fromkeys([*largest(spec), *sorted(rows)])]
     return compiled(spec, keys, threads=sizes(config, "gpu").compile_threads, progress=progress)
 

@@ -65,7 +65,7 @@ class ReplayScheduler(Scheduler):
 
     def _seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
         """Like Targets._seconds, but looks up the programs only once, since costs do not change in a replay."""
-        pages = self.table.page_bucket(self.blocks.pages_of(tokens))
+        pages = self.table.page_bucket(self.blocks.pages_of(tokens), tiles)
         base = self._bases.get((rows, tiles, pages, rank))
         if base is None:
             base = self._bases[rows, tiles, pages, rank] = super()._seconds(rows, tiles, NO_WORK, tokens, rank)

@@ -84,6 +84,7 @@ class Setup:
             max_num_batched_tokens=chosen.max_num_batched_tokens,
             tile_size=config.tile_size,
             page_buckets=buckets if len(buckets) == 1 else page_buckets(spec.table_width),
+            paged_rows=self.spec.table.paged_rows,
             single_row=self.spec.table.row_buckets[0] == 1,
         )
         spec = dataclasses.replace(spec, table=table)

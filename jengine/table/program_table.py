@@ -130,6 +130,7 @@ class ProgramTable:
     tile_buckets: tuple[int, ...]
     tile_size: int  # tokens
     page_buckets: tuple[int, ...] = (0,)
+    paged_rows: bool = True  # whether trunks without tiles have page buckets too; False: only attention of tiles needs them
     pooling: bool = False  # whether there are programs for embeddings
     steps: int = 1  # steps of a burst; 1: no bursts
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
@@ -152,6 +153,7 @@ class ProgramTable:
         max_num_batched_tokens: int,
         tile_size: int,
         page_buckets: tuple[int, ...] = (0,),
+        paged_rows: bool = True,
         single_row: bool = False,
         pooling: bool = False,
         steps: int = 1,
@@ -159,13 +161,15 @@ class ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
         Args:
+            page_buckets, paged_rows: see the class.
             single_row: whether to add a trunk for a single row.
             pooling: whether to add programs for embeddings.
             steps: steps of a burst; 1: no programs for bursts.
         """
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
-        return cls((1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets, pooling, steps)
+        all_rows, mixed = (1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]}))
+        return cls(all_rows, mixed, tiles, tile_size, page_buckets, paged_rows, pooling, steps)
 
     @classmethod
     def build_batch_invariant(cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False) -> ProgramTable:
@@ -193,7 +197,7 @@ class ProgramTable:
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
         """The smallest trunk for a step with this many rows, tiles, pages per sequence and samples."""
         buckets, tiles = self.mixed_row_buckets if tiles else self.row_buckets, _fit(self.tile_buckets, tiles) if tiles else 0
-        key = TrunkKey(_fit(buckets, rows), tiles, self.page_bucket(pages))
+        key = TrunkKey(_fit(buckets, rows), tiles, self.page_bucket(pages, tiles))
         if self.sample_rows(key) < samples:  # several samples of one prompt
             key = TrunkKey(next(b for b in buckets if self.sample_rows(TrunkKey(b, tiles)) >= samples), tiles, key.pages)
         return key
@@ -205,8 +209,17 @@ class ProgramTable:
             tiles += [Tile(i, at, min(size, span.length - at)) for at in range(0, span.length, size)]
         return Placement(rows, tiles)
 
-    def page_bucket(self, pages: int) -> int:
-        return self.page_buckets[0] if len(self.page_buckets) == 1 else _fit(self.page_buckets, pages)
+    def page_bucket(self, pages: int, tiles: int) -> int:
+        """The smallest page bucket of trunks with or without tiles that holds this many pages of a sequence."""
+        buckets = self._page_buckets(tiles)
+        return buckets[0] if len(buckets) == 1 else _fit(buckets, pages)
+
+    def longest(self, rows: int, tiles: int) -> TrunkKey:
+        """The trunk with these buckets for sequences of any length."""
+        return TrunkKey(rows, tiles, self._page_buckets(tiles)[-1])
+
+    def _page_buckets(self, tiles: int) -> tuple[int, ...]:
+        return self.page_buckets if tiles or self.paged_rows else (0,)
 
     def sampler(self, trunk: TrunkKey, variant: Variant) -> SamplerKey:
         """The cheapest sampler that includes this variant."""
@@ -217,7 +230,7 @@ class ProgramTable:
         return self.max_rows if self.batch_invariant else _fit(self.sample_buckets, trunk.rows + trunk.tiles)
 
     def trunks(self) -> list[TrunkKey]:
-        plain = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self.page_buckets]
+        plain = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
         mixed = [TrunkKey(r, t, p) for r in self.mixed_row_buckets for t in self.tile_buckets for p in self.page_buckets]
         return plain + mixed
 
@@ -234,7 +247,7 @@ class ProgramTable:
         """Keys of bursts, for the samplers that do not need the host."""
         if self.steps == 1:
             return []
-        trunks = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self.page_buckets]
+        trunks = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
         return [BurstKey(trunk, self.sampler(trunk, variant), self.steps) for trunk in trunks for variant in VARIANTS[:-1]]
 
     def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:

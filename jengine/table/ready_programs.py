@@ -35,13 +35,12 @@ class ReadyPrograms:
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
         self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
         self._chosen: dict[TrunkKey, TrunkKey] = {}  # keyed by the choice from the whole table
-        pages = table.page_buckets[-1]
-        serving = [key for key in self._trunks if key.pages == pages]
+        serving = [key for key in self._trunks if key == table.longest(key.rows, key.tiles)]
         if table.batch_invariant:  # a trunk has either rows or tiles
             self.max_rows = max(key.rows for key in serving if not key.tiles)
             self.max_tiles = max(key.tiles for key in serving if key.tiles)
         else:
-            self.max_rows = max(key.rows for key in serving if key.tiles and TrunkKey(key.rows, 0, pages) in self._trunks)
+            self.max_rows = max(key.rows for key in serving if key.tiles and table.longest(key.rows, 0) in self._trunks)
             self.max_tiles = max(key.tiles for key in serving if key.rows >= self.max_rows)
         self.tile_buckets = tuple(bucket for bucket in table.tile_buckets if bucket <= self.max_tiles)
 
@@ -102,17 +101,17 @@ def by_use(table: ProgramTable) -> list[TableKey]:
     if table.batch_invariant:
         return first_needed(table)
     least, most = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
-    few, many, pages = table.tile_buckets[0], table.tile_buckets[-1], table.page_buckets[-1]
-    often = [TrunkKey(table.row_buckets[0], 0, pages), TrunkKey(most, 0, pages), TrunkKey(most, few, pages)]
-    rarely = [TrunkKey(most, many, pages), TrunkKey(least, many, pages), *sorted(table.trunks(), key=table.tokens)]
+    few, many = table.tile_buckets[0], table.tile_buckets[-1]
+    often = [table.longest(table.row_buckets[0], 0), table.longest(most, 0), table.longest(most, few)]
+    rarely = [table.longest(most, many), table.longest(least, many), *sorted(table.trunks(), key=table.tokens)]
     keys = _with_others(table, often, VARIANTS[-1:])
     keys += _with_others(table, [*often, *_first_trunks(table), *rarely], VARIANTS)
     return [*dict.fromkeys([*keys, *table.samplers(), *table.scores(), *table.pools(), *table.bursts()])]
 
 
 def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
-    rows, pages = table.mixed_row_buckets[0], table.page_buckets[-1]
-    return [TrunkKey(rows or table.row_buckets[0], 0, pages), TrunkKey(rows, table.tile_buckets[0], pages)]
+    rows = table.mixed_row_buckets[0]
+    return [table.longest(rows or table.row_buckets[0], 0), table.longest(rows, table.tile_buckets[0])]
 
 
 def _with_others(table: ProgramTable, trunks: Iterable[TrunkKey], variants: tuple[Variant, ...]) -> list[TableKey]:

@@ -21,7 +21,7 @@ from benchmarks.gpu import correctness, decode, experts, inputs, prefill, produc
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
-from pallas_kernels import dispatch, product_dispatch, timing
+from pallas_kernels import dispatch, latent_dispatch, product_dispatch, timing
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 
@@ -255,6 +255,8 @@ def test_cases_meet_every_value_of_every_option() -> None:
     assert len(set(map(str, made))) == len(made)
     others = [case for case in made if case.function == "flashinfer"]
     assert {(case.ways.get("window"), "sinks" in case.ways) for case in others} == {(None, False), (None, True), (70, False), (33, True)}
+    latent = [case for case in made if case.function == "latent"]
+    assert {case.shape.heads for case in latent} == {16, 20, 64, 128} and {case.dtype for case in latent} == {"bfloat16", "float16"}
     assert {case.shape.head_dim for case in others} == {64, 128, 256} and {case.dtype for case in others} == {"bfloat16", "float16"}
     for function in ("decode", "prefill"):
         mine = [case for case in made if case.function == function]
@@ -280,6 +282,14 @@ def test_every_kernel_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: 
     monkeypatch.setattr(dispatch, "copy_pages", lambda k, v, *args, **ways: (k, v))
     wrong = {row.case.split(":")[0]: row.outcome for row in correctness.measure(small=True)}
     assert wrong == {"decode": "failed", "prefill": "ok", "kv_write": "failed", "copy_pages": "failed"}
+
+
+def test_latent_attention_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = correctness.Case("latent", Shape(1, 2, 128, 16), "bfloat16", longest=100)
+    assert correctness.check(case, "xla", 0).outcome == "ok"
+    right = latent_dispatch.latent_attention_decode
+    monkeypatch.setattr(latent_dispatch, "latent_attention_decode", lambda *args, **ways: right(*args, **ways) + 0.05)
+    assert correctness.check(case, "xla", 0).outcome == "failed"
 
 
 def test_what_no_kernel_serves_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
-from jengine.execution.kernels import kernels_refused
+from jengine.execution.kernels import decode_refused, kernels_refused
 from jengine.execution.memory import temporaries_bound
 from jengine.execution.programs import FILL, SPILL, UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
@@ -202,6 +202,39 @@ def check_layer(model: dict[str, Any], more: int) -> None:
 )
 def test_a_dense_layer_is_few_kernels(variant: str, more: int) -> None:
     elsewhere(check_layer, VARIANTS[variant], more)
+
+
+DEEPSEEK_V3 = {**VARIANTS["deepseek_v3"], "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+LONG = {"rope_scaling": None, "max_position_embeddings": 8192}
+LATENT_KERNELS = 21  # of a dense layer of a decode step
+
+
+def check_latent_on_hopper() -> None:
+    """One of eight devices' heads of DeepSeek V3, in dense layers."""
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 512, "q_lora_rank": 256, "dtype": "bfloat16"}
+    model = {**DEEPSEEK_V3, **sizes, "num_hidden_layers": 3, "first_k_dense_replace": 3, **LONG}
+    spec = described("h200", model=model, max_model_len=8192, attention_backend="mosaic")
+    assert decode_refused(spec) is None and "head_dim=576" in str(kernels_refused(spec))
+    rows, mixed = ([key for key in spec.table.trunks() if bool(key.tiles) == tiles] for tiles in (False, True))
+    assert {key.pages for key in rows} == {0} and len({key.pages for key in mixed}) > 1
+    for key in (TrunkKey(8, 0), min(mixed)):
+        built, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
+        text, memory = built.as_text(), built.memory_analysis()
+        assert text is not None and memory is not None
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == 3  # a layer attends from rows
+        assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
+        assert memory.alias_size_in_bytes >= spec.cache_bytes
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
+        assert key.tiles or (len(thunks) == 1 and not re.search(r"\bwhile\(", text)), "all of it in a command buffer"
+    [program] = compiled(spec, [TrunkKey(8, 0)], threads=1, progress=False)
+    kernels = [f"{one.name}: {one.source}" for one, _, _ in program.program.kernels()]
+    _, second, third = (i for i, kernel in enumerate(kernels) if "/latent_attention_decode/" in kernel)
+    assert third - second <= LATENT_KERNELS, kernels[second:third]
+
+
+@pytest.mark.full
+def test_on_hopper_latent_attention_reads_the_tokens_that_rows_have() -> None:
+    elsewhere(check_latent_on_hopper)
 
 
 def test_what_the_environment_says_of_command_buffers_stays(monkeypatch: pytest.MonkeyPatch) -> None:

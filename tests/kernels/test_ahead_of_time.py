@@ -19,6 +19,8 @@ from kernel_facts import (
     GROUPED_INTERPRETED,
     GROUPED_THREADS,
     INTERPRETED,
+    LATENT,
+    LATENT_THREADS,
     PREFILL_ALONE,
     PREFILL_CASES,
     PREFILL_INTERPRETED,
@@ -82,6 +84,23 @@ def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
 @pytest.mark.parametrize("case", every_second(EIGHT_BITS))
 def test_a_kernel_for_eight_bit_caches_spills_nothing_and_fits(case: Case) -> None:
     check_decode(case, pairs=2 if case[1][0].shape[-1] == 64 else 1)
+
+
+def one_of(cases: dict[str, Case], name: str) -> list[Any]:
+    """The other cases are long tests."""
+    return [pytest.param(case, id=key, marks=[] if key == name else [pytest.mark.full]) for key, case in cases.items()]
+
+
+@pytest.mark.parametrize("case", one_of(LATENT, "128 heads"))
+def test_the_latent_kernel_spills_at_most_an_address_and_fits(case: Case) -> None:
+    facts, compiled = compiled_for_h200(case)
+    page_size = case[1][1].shape[2]
+    assert facts.spilled <= (0 if page_size >= 64 else 20)  # an address, if a tile is several copies
+    assert facts.products > 0 and not facts.serialized
+    assert facts.blocks(LATENT_THREADS) == 1
+    text = compiled.as_text()
+    assert text is not None
+    assert not re.search(r"\b(while|conditional|sort)\(", text)  # XLA would wait for the host
 
 
 def check_prefill(case: Case, threads: int, blocks: int, spilled: int) -> None:

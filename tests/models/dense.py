@@ -43,7 +43,7 @@ class DenseCausal:
         else:
             q, k, v = qkv.split()
             k = k if rotation is None else rotate(k, rotation)
-            k, v = (x if self.kind is None else dequantize(quantize(x, self.kind)) for x in (k, k if v is None else v))
+            k, v = (x if self.kind is None else dequantize(quantize(x, self.kind)) for x in (k, v))
             self.written[layer] = k, v
         q = q if rotation is None else rotate(q, rotation)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in self.written[layer])

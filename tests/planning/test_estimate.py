@@ -79,6 +79,32 @@ def test_decode_draws_what_its_blocks_with_work_do(rows: int, context: int, busy
     assert found.seconds["cache"] == pytest.approx(size / (1e10 * tiles / most) + (EXACT.join if parts else 0))
 
 
+LATENT = """
+ENTRY %main (q: bf16[8,128,576]) -> bf16[8,128,512] {
+  %q = bf16[8,128,576]{2,1,0} parameter(0)
+  %pages = bf16[100,1,64,576]{3,2,1,0} parameter(1)
+  %tables = s32[8,64]{1,0} parameter(2)
+  %lengths = s32[8]{0} parameter(3)
+  %first = s32[21]{0} parameter(4)
+  %items = s32[51,6]{1,0} parameter(5)
+  ROOT %one = (bf16[8,128,512]{2,1,0}, f32[38,64,512]{2,1,0}, f32[38,64]{1,0}) custom-call(%q, %pages, %tables, %lengths, %first, %items), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/latent_attention_decode/mpmd_map"}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(("rows", "context", "busy"), [(8, 1024, 20), (1, 1024, 8), (1, 10, 1)])
+def test_latent_decode_reads_a_token_once_and_multiplies_for_64_rows(rows: int, context: int, busy: int) -> None:
+    """Two blocks of heads read the same tokens, the second at best from a cache."""
+    found = estimate(parse(HEAD + LATENT), Step(rows, context), DEVICE, launches=1, assumed=EXACT)
+    parts = busy - 1 + min(busy - 1, 2 * rows)
+    assert found.bytes == rows * context * 576 * 2 + rows * 128 * (576 + 512) * 2 + 2 * parts * 64 * 512 * 4
+    assert found.operations == 2 * 64 * 2 * rows * context * (576 + 512)
+    most = -(-2 * rows * -(-context // 64) // busy)
+    assert found.seconds["cache"] == pytest.approx(
+        found.bytes / (1e10 * 2 * rows * -(-context // 64) / most) + (EXACT.join if parts else 0)
+    )
+
+
 XQA = """
 ENTRY %main (q: bf16[2,8,128]) -> bf16[2,8,128] {
   %q = bf16[2,8,128]{2,1,0} parameter(0)

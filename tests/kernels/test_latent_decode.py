@@ -1,0 +1,77 @@
+"""The Hopper kernel for latent attention against the float32 reference, interpreted on a CPU with race detection on."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import reference, tuning
+from pallas_kernels.latent_decode import head_blocks, latent_attention_decode
+from pallas_kernels.work_list import even_work, fixed_work
+from tests.kernels.interpreted import RACES, cache, interpret
+from tests.kernels.semaphores_model import at_once
+
+# rank, channels of position, heads, page_size, thread blocks (negative: with cuts at fixed places), dtype
+SMALL = [
+    (128, 64, 128, 16, 5, "float16"),
+    pytest.param(256, 64, 20, 32, -4, "bfloat16", marks=pytest.mark.full),
+    pytest.param(512, 64, 64, 64, 4, "bfloat16", marks=pytest.mark.full),
+]
+LONGEST = 700  # tokens: it is split
+
+
+def check(rank: int, position: int, heads: int, page_size: int, blocks: int, dtype: str) -> None:
+    """What no query sees is NaN."""
+    lengths = [1, page_size - 1, 0, page_size, page_size + 1, LONGEST, 129]
+    paged = cache(lengths, -(-LONGEST // page_size), 1, page_size, rank + position, dtype, seed=page_size)
+    clean = paged.clean()
+    q = jax.random.normal(jax.random.key(7), (len(lengths), heads, rank + position)).astype(dtype)
+    how: dict[str, Any] = {"kv_heads": head_blocks(heads)[0], "blocks": abs(blocks)}
+    work = even_work(paged.lengths, **how) if blocks > 0 else fixed_work(paged.lengths, tokens=paged.tables.shape[1] * page_size, **how)
+    run = jax.jit(partial(latent_attention_decode, rank=rank, scale=0.1, work=work, in_place=False, interpret=RACES))
+    got = np.asarray(interpret(run, q, paged.k, paged.tables, paged.lengths), np.float32)
+    args = q.astype(jnp.float32), clean.k, clean.k, paged.tables, paged.lengths
+    want = np.asarray(reference.paged_attention_decode(*args, scale=0.1))[..., :rank]
+    # What is rounded to dtype: each weight, and the result. Anything else is float32.
+    rounding = float(jnp.finfo(dtype).eps) / 2
+    allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.k).max())) + 1e-5
+    assert got.shape == want.shape and (np.abs(got - want) <= allowed).all()  # false where got is NaN
+    assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize(("rank", "position", "heads", "page_size", "blocks", "dtype"), SMALL)
+def test_the_reference_is_met(rank: int, position: int, heads: int, page_size: int, blocks: int, dtype: str) -> None:
+    check(rank, position, heads, page_size, blocks, dtype)
+
+
+def test_blocks_that_run_at_the_same_time_join_parts_without_races() -> None:
+    with at_once():
+        check(128, 64, 16, 64, 3, "bfloat16")
+
+
+SHAPES = [*itertools.product((128, 384), (1, 16, 64, 128), (16, 64, 128))]
+BLOCKS_AND_DTYPES = [(1, "bfloat16"), (4, "float16"), (7, "bfloat16"), (-4, "float16"), (6, "bfloat16")]  # five: every shape meets others
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(len(SHAPES)))
+def test_the_reference_is_met_everywhere(index: int) -> None:
+    rank, heads, page_size = SHAPES[index]
+    check(rank, 64, heads, page_size, *BLOCKS_AND_DTYPES[index % len(BLOCKS_AND_DTYPES)])
+
+
+def test_the_grid_does_not_depend_on_the_row_bucket() -> None:
+    def grids(rows: int) -> list[str]:
+        q, tables = jax.ShapeDtypeStruct((rows, 16, 192), jnp.bfloat16), jax.ShapeDtypeStruct((rows, 64), jnp.int32)
+        pages, lengths = jax.ShapeDtypeStruct((100, 1, 64, 192), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.int32)
+        attend = partial(latent_attention_decode, rank=128, scale=0.1)
+        return re.findall(r"\bgrid=(\(.*?\))", str(jax.make_jaxpr(attend)(q, pages, tables, lengths)))
+
+    assert grids(8) == grids(256) == [f"({tuning.CORES},)"]
