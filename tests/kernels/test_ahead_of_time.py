@@ -24,6 +24,7 @@ from kernel_facts import (
     PREFILL_INTERPRETED,
     PREFILL_THREADS,
     PREFILL_WIDE,
+    ROWS,
     THREADS,
     WRITES,
     Case,
@@ -114,7 +115,9 @@ def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only
         check_prefill(case, PREFILL_THREADS, blocks=1, spilled=128)
 
 
-@pytest.mark.parametrize("case", every_second({name: GROUPED[name] for name in ("64 rows, int8", "2048 rows")}))
+@pytest.mark.parametrize(
+    "case", every_second({name: GROUPED[name] for name in ("64 rows, int8", "2048 rows", "8 rows, both fp8, few outputs")})
+)
 def test_few_grouped_rows_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
     check_grouped(case)
 
@@ -129,10 +132,20 @@ def check_grouped(case: Case) -> None:
     facts, compiled = compiled_for_h200(case)
     assert facts.spilled == 0
     assert facts.products > 0
-    rows = case[1][0].shape[0]
-    assert facts.blocks(GROUPED_THREADS) >= (1 if rows > 1 << 15 else 2)
+    x, weight = (next(array for array in case[1] if len(array.shape) == axes) for axes in (2, 3))
+    many = x.shape[0] > (32 if weight.shape[0] == 1 else 1 << 15)  # then a thread block's rows reuse its weights
+    assert facts.blocks(GROUPED_THREADS) >= (1 if many else 2)
     text = compiled.as_text()
     assert text is not None and not re.search(r"\b(while|conditional|sort)\(", text)
+
+
+@pytest.mark.parametrize("case", every_second(ROWS))
+def test_rows_are_quantized_without_spills(case: Case) -> None:
+    [facts], compiled = kernel_facts(device("h200"), case[0], *case[1])
+    assert facts.spilled == 0
+    assert facts.blocks(threads=128) >= 2
+    text = compiled.as_text()
+    assert text is not None and len(re.findall(r" (?:custom-call|fusion)\(", text)) == 1, "no kernel but this one"
 
 
 FEW = "8 rows", "8192 rows"
