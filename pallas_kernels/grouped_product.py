@@ -42,7 +42,8 @@ def grouped_product(
     """Multiplies each row of x by the matrix of its group.
 
     Args:
-        x: bfloat16, float16, int8 or float8_e4m3fn [places, in], in the order of `groups`.
+        x: bfloat16, float16, int8 or float8_e4m3fn [places, in], in the order of `groups`. With a single group, places
+            may end within the last block.
         weight: [groups, out, in] in x's dtype or, unless x has eight bits, int8 or float8_e4m3fn; out and in are multiples
             of 64.
         scale: float32 [groups, out], which multiplies results; or [groups, out, in / 128], which multiplies the sums over
@@ -50,7 +51,7 @@ def grouped_product(
         groups: from `groups.grouped`.
         block: rows per thread block, from `groups.one_group`; None chooses for several groups.
         dtype: dtype of the result; None: x's.
-        x_scale: float32 [places], which multiplies results.
+        x_scale: float32 [places, rounded up to whole blocks], which multiplies results.
         operand_in_registers: the tensor cores read eight-bit weights, converted, from registers. False goes through
             shared memory, which is slower but the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.

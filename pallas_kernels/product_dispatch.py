@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning, xla
+from pallas_kernels.groups import GRID as ROW_GRID
 from pallas_kernels.groups import Groups, one_group
 from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4
@@ -18,7 +19,7 @@ from pallas_kernels.rows import Gated, Normed, Rows, Sum, array_of
 from pallas_kernels.support import DTYPES, HOPPER, Impl, capability, kernel_serves
 
 GRID = 64  # the numbers of outputs and inputs are multiples of this
-ROW_GRID = 128  # the size of a quantized row is a multiple of this
+SIZE_GRID = 128  # the size of a quantized row is a multiple of this
 EIGHT_BIT_ROWS = 512  # maximum rows of a dense product; for more, cuBLAS is faster, even if it has to convert the weight first
 
 
@@ -81,8 +82,8 @@ def why_quantize_rows_unsupported(x: Rows, *, device: jax.Device | None = None) 
         return f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"
     if str(x.dtype) not in (*DTYPES, "float32"):
         return f"dtype={x.dtype}: the kernel takes {', '.join((*DTYPES, 'float32'))}"
-    if x.shape[1] % ROW_GRID:
-        return f"size={x.shape[1]}: the kernel takes multiples of {ROW_GRID}"
+    if x.shape[1] % SIZE_GRID:
+        return f"size={x.shape[1]}: the kernel takes multiples of {SIZE_GRID}"
     return None
 
 
@@ -150,7 +151,8 @@ def quantized_product(
             values, scale = quantize_rows(rows, weight.kind, impl="xla" if impl == "xla" else "auto", device=device)
             return of_eight_bits(values, scale, weight, dtype)
         groups, block = one_group(x.shape[0])
-        values, scale = quantize_rows(rows, weight.kind, places=_places(x, block), device=device)
+        places = -(-x.shape[0] // block) * block  # a block reads all of its scales
+        values, scale = quantize_rows(rows, weight.kind, places=places, device=device)
         return _dense(values, weight, groups, block, dtype, x_scale=scale)[: x.shape[0]]
     x = array_of(x)
     if not serves:
@@ -161,13 +163,8 @@ def quantized_product(
         cores = tuning.cores(device or jax.devices()[0])
         return of_four_bits.int4_product(_transformed(x, weight), weight, dtype=dtype, cores=cores)
     groups, block = one_group(len(x))
-    padded = jnp.pad(_transformed(x, weight), ((0, _places(x, block) - len(x)), (0, 0)))
+    padded = jnp.pad(_transformed(x, weight), ((0, -len(x) % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
     return _dense(padded, weight, groups, block, dtype)[: len(x)]
-
-
-def _places(x: Rows, block: int) -> int:
-    """The number of rows of x, rounded up to whole blocks."""
-    return -(-x.shape[0] // block) * block
 
 
 def _dense(

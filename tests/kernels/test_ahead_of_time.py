@@ -115,17 +115,12 @@ def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only
         check_prefill(case, PREFILL_THREADS, blocks=1, spilled=128)
 
 
-@pytest.mark.parametrize(
-    "case", every_second({name: GROUPED[name] for name in ("64 rows, int8", "2048 rows", "8 rows, both fp8, few outputs")})
-)
-def test_few_grouped_rows_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
-    check_grouped(case)
+FEW_GROUPED = "64 rows, int8", "8 rows, both fp8, few outputs"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", GROUPED.values(), ids=GROUPED)
-def test_grouped_products_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
-    check_grouped(case)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW_GROUPED else [pytest.mark.full]) for name in GROUPED])
+def test_grouped_products_spill_nothing_and_hide_the_wait_for_weights(name: str) -> None:
+    check_grouped(GROUPED[name])
 
 
 def check_grouped(case: Case) -> None:
