@@ -1,6 +1,6 @@
 """Estimates the time of decode steps on GPUs that are not available, from compiled programs, with shares by cause.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 8b-int4 70b 30b-a3b] [--rows 1 8] [--prompts 1024] [--sampler truncated]
+    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 8b-int4 8b-fp8 ...] [--rows 1 8] [--prompts 1024] [--sampler truncated]
         [--quick]
 
 Needs the extra `aot`. A step consists of a trunk and a sampler, the smallest programs for its rows. Models are compiled
@@ -45,9 +45,13 @@ QWEN3_30B_A3B = {
     **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "rope_theta": 1e6},
     **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "tie_word_embeddings": False},
 }
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}  # as DeepSeek's and Qwen3's
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json and options
     "8b": ({**COMMON, **SHAPES["8b"]}, {}),
     "8b-int4": ({**COMMON, **SHAPES["8b"]}, {"quantization": "int4"}),
+    "8b-fp8": ({**COMMON, **SHAPES["8b"]}, {"quantization": "fp8"}),
+    "8b-w8a8": ({**COMMON, **SHAPES["8b"]}, {"quantization": "w8a8"}),
+    "8b-fp8-blocks": ({**COMMON, **SHAPES["8b"], "quantization_config": FP8_BLOCKS}, {}),
     "70b": ({**COMMON, **SHAPES["8b"], **LLAMA_70B}, {"tensor_parallel_size": 8}),
     "30b-a3b": (QWEN3_30B_A3B, {}),
 }

@@ -33,8 +33,9 @@ class StoredWeights:
     """The format of a checkpoint's quantized matrices, which they keep in memory.
 
     Attributes:
-        form: number format; int4 and e2m1 (of MXFP4) have a scale for each group of inputs, the others have one for each output.
-        group: the number of inputs that share a scale.
+        form: number format; int4 and e2m1 (of MXFP4) have a scale for each group of inputs, the others have one for each output
+            unless there are groups.
+        group: the number of inputs that share a scale; 0: all.
         offset: whether groups also have offsets.
         others: regular expressions, matched from the start, for the names of modules that are stored in another format.
     """

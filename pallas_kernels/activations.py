@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.devices import traced_for_cpu
-from pallas_kernels.products import cpu_refused
+from pallas_kernels.devices import cpu_refused, traced_for_cpu
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),

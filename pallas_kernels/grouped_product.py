@@ -2,8 +2,8 @@
 
 `groups` gives the order of rows; matrices are [groups, out, in], as stored. A thread block computes a block of rows
 of one group and 64 outputs per compute warpgroup. Outputs are the 64-row operand of the tensor cores, so a group
-with few rows wastes little. That operand may be in registers, so eight-bit numbers are converted there. Groups
-without rows are not read.
+with few rows wastes little. That operand may be in registers, so eight-bit weights are converted there, unless x has
+eight bits too. Groups without rows are not read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.groups import GRID, Groups, block_rows
+from pallas_kernels.groups import GRID, Groups, block_rows, out_per_block
 from pallas_kernels.hopper import COLUMNS, ROWS, store_transposed, tiled
+from pallas_kernels.quantized import GROUP
 
-STAGES = 4  # in flight: 64 KB of 16-bit weights per block; with small groups, a multiprocessor holds two blocks
+WIDE = 128  # columns of a stage, if x has eight bits
+IN_FLIGHT = 1 << 16  # bytes of weights, if this leaves shared memory for two blocks per multiprocessor
+SHARED = 110 << 10  # bytes of shared memory of such a block
+STAGES = 4  # otherwise
 
 
 def grouped_product(
@@ -31,18 +35,23 @@ def grouped_product(
     *,
     block: int | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    x_scale: jax.Array | None = None,
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Multiplies each row of x by the matrix of its group.
 
     Args:
-        x: bfloat16 or float16 [places, in], in the order of `groups`.
-        weight: [groups, out, in] in x's dtype, int8 or float8_e4m3fn; out and in are multiples of 64.
-        scale: float32 [groups, out], which multiplies results.
+        x: bfloat16, float16, int8 or float8_e4m3fn [places, in], in the order of `groups`. With a single group, places
+            may end within the last block.
+        weight: [groups, out, in] in x's dtype or, unless x has eight bits, int8 or float8_e4m3fn; out and in are multiples
+            of 64.
+        scale: float32 [groups, out], which multiplies results; or [groups, out, in / 128], which multiplies the sums over
+            128 inputs.
         groups: from `groups.grouped`.
         block: rows per thread block, from `groups.one_group`; None chooses for several groups.
         dtype: dtype of the result; None: x's.
+        x_scale: float32 [places, rounded up to whole blocks], which multiplies results.
         operand_in_registers: the tensor cores read eight-bit weights, converted, from registers. False goes through
             shared memory, which is slower but the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
@@ -51,18 +60,22 @@ def grouped_product(
         [places, out]; undefined in places without a row.
     """
     out, block, dtype = weight.shape[1], block or block_rows(len(groups.place), len(weight)), jnp.dtype(dtype or x.dtype)
-    warpgroups = 2 if out % (2 * ROWS) == 0 else 1
+    warpgroups = out_per_block(len(groups.group), out) // ROWS
+    columns = WIDE if x.dtype.itemsize == 1 and x.shape[1] % WIDE == 0 else COLUMNS  # of a stage
+    read, more = warpgroups * ROWS * columns * weight.dtype.itemsize, block * columns * x.dtype.itemsize  # bytes of a stage
+    deep = IN_FLIGHT // read
+    stages = deep if deep * (read + more) + warpgroups * block * ROWS * dtype.itemsize <= SHARED else STAGES
     through = None if operand_in_registers or weight.dtype == x.dtype else tiled((warpgroups, ROWS, COLUMNS), x.dtype)
     scratch = {
-        "x_smem": tiled((STAGES, block, COLUMNS), x.dtype),
-        "w_smem": tiled((STAGES, warpgroups * ROWS, COLUMNS), weight.dtype),
+        "x_smem": tiled((stages, block, columns), x.dtype, columns),
+        "w_smem": tiled((stages, warpgroups * ROWS, columns), weight.dtype, columns),
         "a_smem": through,
         "out_smem": plgpu.SMEM((warpgroups, block, ROWS), dtype),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
     }
     y: jax.Array = plgpu.kernel(
-        partial(_kernel, scaled=scale is not None),
+        _kernel,
         out_type=jax.ShapeDtypeStruct((len(x), out), dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
         grid=(len(groups.group), out // (warpgroups * ROWS)),  # a group's blocks run together, while its matrix is in the L2 cache
@@ -71,71 +84,104 @@ def grouped_product(
         thread_name="warpgroup",
         kernel_name="grouped_product",
         interpret=interpret,
-    )(x, weight, groups.group, groups.start, groups.length, *([] if scale is None else [scale]))
+    )(x, weight, groups.group, groups.start, groups.length, scale, x_scale)
     return y
 
 
 def _kernel(
-    x_ref: Any, w_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, *refs: Any,
-    x_smem: Any, w_smem: Any, a_smem: Any = None, out_smem: Any, full: Any, free: Any, scaled: bool,
+    x_ref: Any, w_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, scale_ref: Any, x_scale_ref: Any, out_ref: Any, *,
+    x_smem: Any, w_smem: Any, a_smem: Any = None, out_smem: Any, full: Any, free: Any,
 ) -> None:  # fmt: skip
-    *scale_ref, out_ref = refs
-    stages, block, _ = x_smem.shape
-    warpgroups, steps = out_smem.shape[0], x_ref.shape[1] // COLUMNS
+    stages, block, columns = x_smem.shape
+    warpgroups, steps = out_smem.shape[0], x_ref.shape[1] // columns
     index, part, warpgroup = (lax.axis_index(name) for name in ("block", "part", "warpgroup"))
     group, start, length = group_ref[index], start_ref[index], length_ref[index]
     first = part * warpgroups * ROWS  # this block's first output
+    own, mine = pl.ds(warpgroup * ROWS, ROWS), pl.ds(first + warpgroup * ROWS, ROWS)  # outputs of the block, and of all
+    by_inputs = scale_ref is not None and len(scale_ref.shape) == 3
 
-    def multiply(acc: Any) -> jax.Array:
+    def multiply(i: jax.Array, acc: Any) -> None:
+        """Adds step i, without waiting for the sum."""
+        slot = lax.rem(i, stages)
+        plgpu.barrier_wait(full.at[slot])
+        weights = w_smem.at[slot, own]
+        if w_smem.dtype != x_smem.dtype:
+            weights = _converted(weights, x_smem.dtype)
+            if a_smem is not None:
+                a_smem[warpgroup] = weights
+                plgpu.commit_smem()
+                weights = a_smem.at[warpgroup]
+        plgpu.wgmma(acc, weights, x_smem.at[slot].transpose((1, 0)))
+
+    def in_one_sum(acc: Any) -> jax.Array:
         @pl.loop(0, steps)
         def _(i: jax.Array) -> None:
-            slot = lax.rem(i, stages)
-            plgpu.barrier_wait(full.at[slot])
-            weights = w_smem.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
-            if w_smem.dtype != x_smem.dtype:
-                weights = _converted(weights, x_smem.dtype)
-                if a_smem is not None:
-                    a_smem[warpgroup] = weights
-                    plgpu.commit_smem()
-                    weights = a_smem.at[warpgroup]
-            plgpu.wgmma(acc, weights, x_smem.at[slot].transpose((1, 0)))
+            multiply(i, acc)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(free.at[slot])
+            plgpu.barrier_arrive(free.at[lax.rem(i, stages)])
 
         result: jax.Array = acc[...]
         return result
 
+    def in_short_sums(accumulator: Any) -> jax.Array:
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            def one(acc: Any) -> jax.Array:
+                multiply(i, acc)
+                result: jax.Array = acc[...]
+                return result
+
+            line = scale_of(scale_ref.at[group, mine, i * columns // GROUP], 1) if by_inputs else None
+            y = pl.run_scoped(one, accumulator)
+            if line is not None:
+                y *= lax.broadcast_in_dim(line, y.shape, [0])
+            plgpu.barrier_arrive(free.at[lax.rem(i, stages)])
+            total += y
+            return total
+
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), plgpu.Layout.WGMMA)
+        total: jax.Array = lax.fori_loop(0, steps, add, zeros)
+        return total
+
     def compute() -> None:
-        y = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, block), jnp.float32))
-        mine = out_smem.at[warpgroup]
-        outputs = pl.ds(first + warpgroup * ROWS, ROWS)
-        if scaled:
-            line = plgpu.load(scale_ref[0].at[group, outputs], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            y *= lax.broadcast_in_dim(line, y.shape, [0])
-        store_transposed(mine, y.astype(out_smem.dtype))
+        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, block), jnp.int32 if x_smem.dtype == jnp.int8 else jnp.float32)
+        # Hopper adds products of eight-bit floats with few bits, so these sums stay short.
+        short = by_inputs or x_smem.dtype == jnp.float8_e4m3fn
+        y = in_short_sums(accumulator) if short else pl.run_scoped(in_one_sum, accumulator).astype(jnp.float32)
+        if scale_ref is not None and not by_inputs:
+            y *= lax.broadcast_in_dim(scale_of(scale_ref.at[group, mine], 1), y.shape, [0])
+        if x_scale_ref is not None:
+            y *= lax.broadcast_in_dim(scale_of(x_scale_ref.at[pl.ds(start * GRID, block)], 0), y.shape, [1])
+        result = out_smem.at[warpgroup]
+        store_transposed(result, y.astype(out_smem.dtype))
         plgpu.commit_smem()
         at: Any = 0
         size = block // GRID
         while size:  # the length of a copy must be static
             taken = length & size
-            from_smem, to = (ref.at[pl.ds(place * GRID, size * GRID)] for ref, place in ((mine, at), (out_ref, start + at)))
-            pl.when(taken > 0)(partial(plgpu.copy_smem_to_gmem, from_smem, to.at[:, outputs]))
+            from_smem, to = (ref.at[pl.ds(place * GRID, size * GRID)] for ref, place in ((result, at), (out_ref, start + at)))
+            pl.when(taken > 0)(partial(plgpu.copy_smem_to_gmem, from_smem, to.at[:, mine]))
             at, size = at + taken, size // 2
         plgpu.wait_smem_to_gmem(0)
 
     def memory() -> None:
         @pl.loop(0, steps)
         def _(i: jax.Array) -> None:
-            slot, columns = lax.rem(i, stages), pl.ds(i * COLUMNS, COLUMNS)
+            slot, some = lax.rem(i, stages), pl.ds(i * columns, columns)
             pl.when(i >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
-            plgpu.copy_gmem_to_smem(w_ref.at[group, pl.ds(first, warpgroups * ROWS), columns], w_smem.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start * GRID, block), columns], x_smem.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(w_ref.at[group, pl.ds(first, warpgroups * ROWS), some], w_smem.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start * GRID, block), some], x_smem.at[slot], full.at[slot])
 
         for slot in range(min(stages, steps)):  # wait for each slot's last release: every barrier phase must be observed
             plgpu.barrier_wait(free.at[slot])
 
     pl.when((length > 0) & (warpgroup < warpgroups))(compute)
     pl.when((length > 0) & (warpgroup == warpgroups))(memory)
+
+
+def scale_of(ref: Any, reduced: int) -> jax.Array:
+    """Loads a scale for each output or, if reduced is 0, for each row."""
+    loaded: jax.Array = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
+    return loaded
 
 
 def _converted(x: Any, dtype: jnp.dtype[Any]) -> jax.Array:

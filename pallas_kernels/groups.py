@@ -7,8 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tuning import CORES
+
 GRID = 8  # rows; groups start at multiples of it
 BLOCK = 8, 128  # minimum and maximum rows of a block
+OUT = 64, 128  # minimum and maximum outputs of a block
 
 
 class Groups(NamedTuple):
@@ -43,6 +46,16 @@ def block_rows(rows: int, groups: int) -> int:
     """Rows of a block: twice the mean size of a group, so that most groups are one block, whose weights are read once."""
     least, most = BLOCK
     return min(most, max(least, 1 << (-(-2 * rows // groups) - 1).bit_length()))
+
+
+def out_per_block(blocks: int, out: int) -> int:
+    """Outputs that a thread block computes: as many as possible, if enough thread blocks remain for all multiprocessors.
+
+    Args:
+        blocks: blocks of rows, at most.
+    """
+    least, most = OUT
+    return most if out % most == 0 and blocks * (out // most) >= CORES else least
 
 
 def one_group(rows: int) -> tuple[Groups, int]:

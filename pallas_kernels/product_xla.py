@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels.devices import traced_for_cpu
 from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4, wide
-from pallas_kernels.quantized import Quantized, quantize
+from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 Weight = jax.Array | Quantized | Int4
 
@@ -27,12 +27,19 @@ def by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
         return _any_rows(transform(x, weight.hadamard).astype(x.dtype), wide(weight).astype(x.dtype), dtype)
     if not isinstance(weight, Quantized):
         return _any_rows(x, weight, dtype)
+    if weight.by_group:
+        return _any_rows(x, dequantize(weight).astype(x.dtype), dtype)
     if weight.inputs:
         rows = quantize(transform(x, weight.hadamard), weight.kind)
-        sums = _any_rows(rows.values, weight.values, jnp.int32 if weight.kind == "int8" else jnp.float32)
-        return (sums.astype(jnp.float32) * rows.scale[:, None] * weight.scale).astype(dtype)
+        return of_eight_bits(rows.values, rows.scale, weight, dtype)
     y: jax.Array = lax.platform_dependent(x, weight.values, cpu=_converted_by_block, default=_converted)
     return (y * weight.scale).astype(dtype)
+
+
+def of_eight_bits(values: jax.Array, scale: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The product of quantized rows [rows, in], with scales [rows], and a weight with `inputs`, by XLA."""
+    sums = _any_rows(values, weight.values, jnp.int32 if weight.kind == "int8" else jnp.float32)
+    return (sums.astype(jnp.float32) * scale[:, None] * weight.scale).astype(dtype)
 
 
 def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -25,6 +25,7 @@ from pallas_kernels.int4 import Int4
 from pallas_kernels.product_xla import Weight as Weight
 from pallas_kernels.product_xla import by_xla
 from pallas_kernels.quantized import Quantized, quantize
+from pallas_kernels.rows import Rows, array_of
 
 ROW_CLASSES = 1, 16, 64  # products use the same form up to each number of rows; larger ones are a further class
 
@@ -73,24 +74,24 @@ def prepare(weight: Any, x: str | None = None) -> None:
             products.prepare(x or str(weight.dtype), kind_of(weight), getattr(weight, "hadamard", 1))
 
 
-def product(x: jax.Array, weight: Weight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """Multiplies x [rows, in] by weight [out, in].
+def product(x: Rows, weight: Weight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """Multiplies x [rows, in] by weight [out, in]. A norm of x is computed as x is quantized, where a kernel can do both.
 
     Returns:
         [rows, out] in x's dtype or the given one. Sums are float32, or int32 for int8 numbers.
     """
     dtype = jnp.dtype(dtype or x.dtype)
-    xla = partial(by_xla, dtype=dtype)
     form = _form(x, weight)
     if form == "xla" and isinstance(weight, Quantized | Int4) and not traced_for_cpu():
         return product_dispatch.quantized_product(x, weight, dtype, device=traced_for())
+    x, xla = array_of(x), partial(by_xla, dtype=dtype)
     if form == "xla":
         return xla(x, weight)
     y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype, form=form), default=xla)
     return y
 
 
-def _form(x: jax.Array, weight: Weight) -> str:
+def _form(x: Rows, weight: Weight) -> str:
     """The form of a product on a CPU; "xla" on other devices."""
     if not traced_for_cpu() or cpu_refused() is not None:
         return "xla"
@@ -101,11 +102,13 @@ def _form(x: jax.Array, weight: Weight) -> str:
 
 
 def kind_of(weight: Any) -> str:
-    """A weight's dtype or "int4"; "w8a8" or "fp8 inputs" if rows of x are quantized too."""
+    """A weight's dtype or "int4"; "w8a8" or "fp8 inputs" if rows of x are quantized too; "by group"."""
     if isinstance(weight, Int4):
         return "int4"
     if not isinstance(weight, Quantized):
         return str(weight.dtype)
+    if weight.by_group:
+        return "by group"
     return weight.kind if not weight.inputs else "w8a8" if weight.kind == "int8" else "fp8 inputs"
 
 

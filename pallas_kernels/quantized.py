@@ -17,6 +17,7 @@ from jax import lax
 from pallas_kernels.hadamard import gain, transform
 from pallas_kernels.int4 import Int4, dequantize_int4
 
+GROUP = 128  # numbers of a row that share a scale, if a row has several
 SMALLEST = 1e-30  # minimum for a row's largest magnitude: rows of zeros stay zero
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}
 
@@ -29,7 +30,7 @@ class Quantized:
     Attributes:
         values: int8 or float8_e4m3fn [..., size]; for a cache uint8, the bits of float8_e4m3fn: on a CPU, XLA's
             gather and scatter would convert all of an fp8 array there and back.
-        scale: float32 [...].
+        scale: float32 [...]; or [..., size / 128], one for each group of a row (FP8 checkpoints with blocks).
         dtype: dtype of the represented numbers.
         inputs: whether products quantize their other side too, row by row, and multiply eight-bit numbers.
         kind: int8 or float8_e4m3fn.
@@ -46,6 +47,11 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a row has several scales."""
+        return len(self.scale.shape) == len(self.values.shape)
 
     def __getitem__(self, index: Any) -> Quantized:
         """Indices of leading axes."""
@@ -92,4 +98,8 @@ def dequantize(x: Quantized | Int4) -> jax.Array:
     """[..., size] of x.dtype."""
     if isinstance(x, Int4):
         return dequantize_int4(x)
-    return transform(numbers(x).astype(jnp.float32) * x.scale[..., None], x.hadamard).astype(x.dtype)
+    wide = numbers(x).astype(jnp.float32)
+    if x.by_group:
+        groups = wide.reshape(*x.scale.shape, GROUP) * x.scale[..., None]
+        return groups.reshape(wide.shape).astype(x.dtype)
+    return transform(wide * x.scale[..., None], x.hadamard).astype(x.dtype)

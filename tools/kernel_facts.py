@@ -26,6 +26,7 @@ from pallas_kernels.int4_product import grouped_int4_product, int4_product
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.latent_decode import latent_attention_decode
 from pallas_kernels.qkv import HeadNorm, QkvProduct
+from pallas_kernels.quantize_rows import Norm, quantize_rows
 from pallas_kernels.quantized import Pages, movable, quantize
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, jax.ShapeDtypeStruct
@@ -191,6 +192,42 @@ def eight_bits(rows: int, kind: str, dtype: Any = jnp.bfloat16) -> Case:
     return run, (x, weight, jax.ShapeDtypeStruct((1, 28672), jnp.float32))
 
 
+def both_eight_bits(rows: int, kind: str, out: int = 28672) -> Case:
+    """Rows and a dense weight, both in eight bits."""
+    groups, block = one_group(rows)
+
+    def run(x: Any, weight: Any, scale: Any, x_scale: Any) -> Any:
+        return grouped_product(x, weight, scale, groups, block=block, dtype=jnp.bfloat16, x_scale=x_scale)
+
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape in ((rows, 4096), (1, out, 4096)))
+    return run, (x, weight, jax.ShapeDtypeStruct((1, out), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.float32))
+
+
+def by_blocks(rows: int, out: int = 28672) -> Case:
+    """Rows by a dense weight in FP8 with a scale for each group of inputs."""
+    run, (x, weight, _) = eight_bits(rows, "float8_e4m3fn")
+    return run, (
+        x,
+        jax.ShapeDtypeStruct((1, out, x.shape[1]), weight.dtype),
+        jax.ShapeDtypeStruct((1, out, x.shape[1] // 128), jnp.float32),
+    )
+
+
+def row_of(size: int, kind: str, **how: Any) -> Case:
+    """Sum, norm and quantization of 64 rows; or, with `gate`, activation and quantization."""
+    row = jax.ShapeDtypeStruct((64, size), jnp.bfloat16)
+    if how:
+        return partial(quantize_rows, kind=kind, **how), (jax.ShapeDtypeStruct((64, 2 * size), jnp.bfloat16),)
+    weight = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
+    return lambda x, add, weight: quantize_rows(x, kind, add=add, norm=Norm(weight, 1e-5, 0.0)), (row, row, weight)
+
+
+ROWS: dict[str, Case] = {
+    "4096 numbers, summed and normed, fp8": row_of(4096, "float8_e4m3fn"),
+    "16384 numbers, summed and normed, int8": row_of(16384, "int8"),
+    "14336 numbers, gated, fp8": row_of(14336, "float8_e4m3fn", gate="silu"),
+    "28672 numbers, gated, int8": row_of(28672, "int8", gate="silu"),
+}
 GROUPED_THREADS = 384
 GROUPED: dict[str, Case] = {
     "64 rows": grouped_rows(64),
@@ -204,6 +241,11 @@ GROUPED: dict[str, Case] = {
     "8 rows, int8, one group, float32": eight_bits(8, "int8", jnp.float32),
     "256 rows, fp8, one group": eight_bits(256, "float8_e4m3fn"),
     "512 rows, int8, one group, float32": eight_bits(512, "int8", jnp.float32),
+    "8 rows, both fp8": both_eight_bits(8, "float8_e4m3fn"),
+    "8 rows, both fp8, few outputs": both_eight_bits(8, "float8_e4m3fn", 4096),
+    "64 rows, both int8": both_eight_bits(64, "int8"),
+    "8 rows, blocks of fp8": by_blocks(8),
+    "64 rows, blocks of fp8, few outputs": by_blocks(64, 4096),
 }
 
 
@@ -344,6 +386,7 @@ def main() -> None:
     table("prefill attention", PREFILL_ALONE)
     table("grouped products", GROUPED | in_memory(GROUPED_INTERPRETED), GROUPED_THREADS)
     table("four-bit products", FOUR_BITS, GROUPED_THREADS)
+    table("quantized rows", ROWS, threads=128)
     table("cache writes", WRITES, threads=128)
     table("page copies", COPIES, threads=128)
     for target in AMPERE:

@@ -6,12 +6,13 @@ Supports AWQ, GPTQ, compressed-tensors, FP8 and gpt-oss's MXFP4.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jengine.errors import ModelError
 from jengine.model_parts import StoredWeights
 from pallas_kernels.int4 import GROUPS
+from pallas_kernels.quantized import GROUP
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")  # of compressed-tensors
@@ -62,10 +63,9 @@ def config_groups(config: Mapping[str, Any]) -> list[Group]:
 
 def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
     """The format of weights that stay quantized in memory: four bits with groups, or eight bits with a scale
-    per output or a single one.
+    per output, a single one, or one for each block whose width is a multiple of 128 inputs.
 
-    None: weights are converted to dtype, as are GPTQ's with eight bits, groups of non-consecutive inputs, and
-    blocks of FP8.
+    None: weights are converted to dtype, as are GPTQ's with eight bits, and groups of non-consecutive inputs.
     """
     method = config["quant_method"]
     if method == "compressed-tensors":
@@ -79,6 +79,8 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
             return _four_bits(int(weights["group_size"]), not symmetric, others)
         if weights["num_bits"] == 8 and weights.get("strategy") in ("channel", "tensor") and symmetric:
             return StoredWeights(form="int8" if weights["type"] == "int" else "float8_e4m3fn", others=others)
+        if weights["num_bits"] == 8 and weights.get("strategy") == "block" and symmetric and weights["type"] == "float":
+            return _blocks(weights["block_structure"], others)
         return None
     if method == "mxfp4":
         return StoredWeights(form="e2m1", group=32, others=(r"(?!.*\.experts$)",))
@@ -92,7 +94,14 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
         if config["bits"] != 4 or config.get("desc_act") or changed:
             return None
         return _four_bits(int(config["group_size"]), not config.get("sym", True), others)
-    return None if config.get("weight_block_size") else StoredWeights(form="float8_e4m3fn", others=others)
+    if block := config.get("weight_block_size"):
+        return _blocks(block, others)
+    return StoredWeights(form="float8_e4m3fn", others=others)
+
+
+def _blocks(block: Sequence[int], others: tuple[str, ...]) -> StoredWeights | None:
+    """Blocks (outputs, inputs) of FP8, as groups of inputs of each output."""
+    return None if block[1] % GROUP else StoredWeights(form="float8_e4m3fn", group=GROUP, others=others)
 
 
 def _four_bits(group: int, offset: bool, others: tuple[str, ...]) -> StoredWeights | None:

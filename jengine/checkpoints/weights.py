@@ -30,7 +30,7 @@ from jengine.models.pieces import Piece
 from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import with_shardings
 from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, is_quantized
+from pallas_kernels.quantized import GROUP, Quantized, is_quantized
 
 ALIGNMENT = 64  # bytes; alignment at which a CPU device takes over memory without a copy
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -119,24 +119,25 @@ def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str
     """Loads a parameter whose tensors are stored in the form that programs use."""
     numbers, scale = parts_of(target)
     source = tuple(piece._replace(transposed=False) for piece in source)  # groups are always [out, in]
+    group = target.group if isinstance(target, Int4) else GROUP if target.by_group else None
     found: dict[str, Groups] = {}
     for piece in source:
         tensor = tensors[piece.name]
         if not isinstance(tensor.array, StoredTensor) or not isinstance(groups := tensor.array.read(), Groups):
             raise ModelError("is not stored as the configuration says: it is not quantized", file=tensor.file, tensor=piece.name)
-        found[piece.name] = groups.by_group(target.group) if isinstance(target, Int4) else groups
+        found[piece.name] = groups if group is None else groups.by_group(group)
 
     def placed(target: jax.ShapeDtypeStruct, part: Callable[[Groups], np.ndarray], pieces: tuple[Piece, ...]) -> jax.Array:
         return _placed(target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()})
 
-    if isinstance(target, Quantized):
+    if group is None:
         by_output = tuple(piece._replace(part=piece.part[: len(scale.shape)], columns=slice(None)) for piece in source)
         scales = placed(scale, lambda groups: groups.by_output(), by_output)
         return joined(placed(numbers, lambda groups: groups.values, source), scales, None, target)
-    by_group = tuple(piece.grouped(len(target.shape), target.group) for piece in source)
+    by_group = tuple(piece.grouped(len(target.shape), group) for piece in source)
     scales = placed(scale, lambda groups: groups.scale, by_group)
     offsets = None
-    if target.offset is not None:  # zero for tensors without offsets
+    if isinstance(target, Int4) and target.offset is not None:  # zero for tensors without offsets
         offsets = placed(scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group)
     return joined(placed(numbers, lambda groups: groups.values, source), scales, offsets, target)
 

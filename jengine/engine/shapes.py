@@ -6,6 +6,7 @@ import dataclasses
 import math
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from jengine.checkpoints.calibration import check_calibrated
@@ -20,6 +21,7 @@ from jengine.model_config import ModelConfig
 from jengine.models import build
 from jengine.table.program_table import ProgramTable
 from pallas_kernels.products import cpu_refused
+from pallas_kernels.support import DTYPES, HOPPER, capability
 
 SNAPSHOTS = 4  # running sequences per snapshot
 FEWEST_SNAPSHOTS = 16
@@ -58,10 +60,11 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
             pooling=bool(config.embeddings),
             steps=config.burst_steps,
         )
+    dtype = choose_dtype(config.dtype, model, device, root)
     spec = ExecutionSpec(
         model=build(
-            model,
-            choose_dtype(config.dtype, model, device, root),
+            _stored(model, str(dtype), device),
+            dtype,
             max_model_len,
             config.quantization,
             mesh.devices.size,
@@ -90,6 +93,12 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     pages = page_buckets(spec.table_width)[-1:] if config.batch_invariant else page_buckets(spec.table_width)
     paged_rows = decode_refused(spec) is not None
     return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages, paged_rows=paged_rows))
+
+
+def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
+    """Without a kernel that multiplies by blocks of FP8, they are converted to dtype on load, rather than in each step."""
+    blocks = model.stored is not None and model.stored.form == "float8_e4m3fn" and model.stored.group
+    return dataclasses.replace(model, stored=None) if blocks and (capability(device) not in HOPPER or dtype not in DTYPES) else model
 
 
 def _num_states(model: ModelConfig, max_num_seqs: int) -> int:

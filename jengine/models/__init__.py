@@ -27,7 +27,7 @@ from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.hadamard import block_of
 from pallas_kernels.int4 import KINDS, TILE, pack, quantize_int4
-from pallas_kernels.quantized import quantize
+from pallas_kernels.quantized import Quantized, quantize
 
 QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to this dtype too
     "int8": ("int8", False),
@@ -185,6 +185,8 @@ def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence
     modules = {piece.name.rpartition(".")[0] for piece in source}
     if any(re.match(pattern, module) for module in modules for pattern in stored.others):
         return plain
+    if stored.form not in KINDS and stored.group:
+        return _by_group(plain, stored, source, parts)
     if stored.form not in KINDS:
         return jax.eval_shape(partial(quantize, dtype=stored.form), plain)
     size = plain.shape[-1] // parts
@@ -194,3 +196,13 @@ def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence
     scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
     made = partial(pack, group=stored.group, parts=parts, dtype=str(plain.dtype), kind=stored.form)
     return jax.eval_shape(made, values, scale, scale if stored.offset else None)
+
+
+def _by_group(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:
+    """An eight-bit matrix with scales for groups of inputs, or plain if devices or pieces of the checkpoint would cut groups."""
+    columns = [side for piece in source for side in (piece.columns, *piece.part[len(plain.shape) - 1 :]) if isinstance(side, slice)]
+    ends = [plain.shape[-1] // parts, *(end for side in columns for end in (side.start, side.stop) if end is not None)]
+    if any(end % stored.group for end in ends):
+        return plain
+    scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
+    return Quantized(jax.ShapeDtypeStruct(plain.shape, stored.form), scale, str(plain.dtype), kind=stored.form)  # type: ignore[arg-type]

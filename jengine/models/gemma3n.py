@@ -27,6 +27,7 @@ from jengine.models.layers import Attend, GatedMlp, RMSNorm, dense, matrix, para
 from jengine.models.pieces import Piece
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.activations import gated
+from pallas_kernels.rows import Rows
 from pallas_kernels.xla import Rotation
 
 
@@ -37,7 +38,7 @@ class SparseMlp(GatedMlp):
         super().__init__(config, dtype, name)
         self.size, self.deviations = config.intermediate_size, statistics.NormalDist().inv_cdf(sparsity)
 
-    def own_part(self, x: jax.Array) -> jax.Array:
+    def own_part(self, x: Rows) -> jax.Array:
         y = dense(x, self.gate_up[...])
         gate, up = jnp.moveaxis(y.astype(jnp.float32), -1, 0)
         sums = all_reduce(jnp.stack([gate.sum(-1), (gate * gate).sum(-1)], -1)) / self.size  # [N, 2]; padding is zero

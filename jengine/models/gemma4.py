@@ -43,6 +43,7 @@ from jengine.models.pieces import EVERY, Part, Piece, apart, qkv_parts
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.qkv import Qkv, QueriesOnly
+from pallas_kernels.rows import Rows
 from pallas_kernels.xla import Rotation
 
 
@@ -63,7 +64,7 @@ class Gemma4Attention(Attention):
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         return apart([f"{name}.{p}_proj.{kind}" for p in "qkv"[: len(parts)]], parts, *inputs)
 
-    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(self, layer: int, x: Rows, rotation: Rotation | None, attend: Attend) -> jax.Array:
         config, weight = self.config, self.qkv[...]
         tokens, kv_heads, group, dim = x.shape[0], weight.shape[0], config.group_size_padded, config.head_dim
         qkv = dense(x, weight, value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)

@@ -13,6 +13,7 @@ from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
 from jengine.models.pieces import Part, Piece, stacked
+from pallas_kernels.rows import array_of
 
 
 class Gpt2Attention(Attention):
@@ -47,7 +48,7 @@ class Gpt2(nnx.Module):
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         x = embed(self.embed[...], tokens) + lookup(self.positions[...], positions)
         for i, layer in enumerate(self.layers):
-            x = layer(i, x, None, attend)
+            x = array_of(layer(i, x, None, attend))
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Block, Layer, Mixer
 from jengine.models.llama import Llama, read_llama
+from pallas_kernels.rows import Sum, array_of
 from pallas_kernels.xla import Rotation
 
 
@@ -18,7 +19,8 @@ class GraniteLayer(Layer):
         super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.multiplier = multiplier
 
-    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        x = array_of(x)
         x = x + self.attention(layer, self.attention_norm(x), rotation, attend) * self.multiplier
         return x + self.mlp(self.mlp_norm(x)) * self.multiplier
 

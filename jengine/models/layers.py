@@ -14,11 +14,12 @@ from jax import lax
 from jengine.model_config import ModelConfig
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
-from pallas_kernels.activations import ACTIVATIONS, gated
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight, product
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly, rms_norm
 from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.rows import Gated, Normed, Rows, Sum, array_of
 from pallas_kernels.xla import Rotation
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
@@ -97,9 +98,9 @@ class Calibrated:
         return self
 
 
-def dense(x: jax.Array, weight: Weight | Calibrated, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def dense(x: Rows, weight: Weight | Calibrated, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """Multiplies x [N, in] by weight [*out, in] and adds bias [*out] -> [N, *out], in x's dtype or the given one."""
-    y = weight.product(x, dtype) if isinstance(weight, Calibrated) else product(x, flattened(weight), dtype)
+    y = weight.product(array_of(x), dtype) if isinstance(weight, Calibrated) else product(x, flattened(weight), dtype)
     if bias is not None:
         y += bias.reshape(-1).astype(y.dtype)  # on two axes, which cuBLASLt fuses
     return y.reshape(x.shape[0], *weight.shape[:-1])
@@ -116,7 +117,9 @@ def flattened(weight: Any) -> Any:
     if isinstance(weight, Int4):
         return weight.map(flattened)
     if isinstance(weight, Quantized):
-        return dataclasses.replace(weight, values=flattened(weight.values), scale=weight.scale.reshape(-1))
+        return dataclasses.replace(
+            weight, values=flattened(weight.values), scale=flattened(weight.scale) if weight.by_group else weight.scale.reshape(-1)
+        )
     return weight.reshape(-1, weight.shape[-1])
 
 
@@ -179,6 +182,7 @@ class Attention(nnx.Module):
     """Grouped-query attention. One product computes q, k and v; its layout by kv head shards without reordering."""
 
     sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
+    takes_norm = True  # x may be a norm, which its product computes
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
@@ -203,7 +207,7 @@ class Attention(nnx.Module):
         """The checkpoint tensor of the weight or bias of the output."""
         return Piece(f"{name}.o_proj.{kind}", shape)
 
-    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(self, layer: int, x: Rows, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, hidden] -> [N, hidden]. rotation is None if queries and keys do not rotate."""
         config = self.config
         tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.group_size_padded, config.head_dim
@@ -229,6 +233,8 @@ class GatedMlp(nnx.Module):
     Rows of gate and up alternate, [ffn, 2, hidden], so the product has two axes and shards without reordering.
     """
 
+    takes_norm = True
+
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, down: str = "down_proj") -> None:
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
@@ -244,13 +250,13 @@ class GatedMlp(nnx.Module):
         """The checkpoint tensors of the weight or bias of gate and up."""
         return apart([f"{name}.{part}_proj.{kind}" for part in ("gate", "up")], parts, *inputs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Rows) -> jax.Array:
         y = all_reduce(self.own_part(x))
         return y if self.down_bias is None else y + self.down_bias[...].astype(y.dtype)
 
-    def own_part(self, x: jax.Array) -> jax.Array:
+    def own_part(self, x: Rows) -> jax.Array:
         """The partial result of this device's rows, without the last bias. The sum over devices is the result."""
-        return dense(gated(dense(x, self.gate_up[...], value(self.gate_up_bias)), self.activation), self.down[...])
+        return dense(Gated(dense(x, self.gate_up[...], value(self.gate_up_bias)), self.activation), self.down[...])
 
 
 class Mlp(nnx.Module):
@@ -281,9 +287,16 @@ class Layer(nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        x = x + self.attention(layer, self.attention_norm(x), rotation, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array | Sum:
+        x = Sum(x, self.attention(layer, normed(self.attention_norm, x, self.attention), rotation, attend))
+        return Sum(x, self.mlp(normed(self.mlp_norm, x, self.mlp)))
+
+
+def normed(norm: Block, x: jax.Array | Sum, then: object) -> Any:
+    """The norm of x; left to the product of the block that follows if this block can do so."""
+    if type(norm) is RMSNorm and getattr(then, "takes_norm", False):
+        return Normed(x, norm.weight[...], norm.eps, norm.offset)
+    return norm(array_of(x))
 
 
 def value(parameter: nnx.Param[jax.Array] | None) -> jax.Array | None:

@@ -21,6 +21,7 @@ from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Piece
 from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.rows import Sum, array_of
 from pallas_kernels.xla import Rotation
 
 EPSILON = 1e-6  # of the norm over all heads
@@ -66,9 +67,9 @@ class MiniMaxLayer(Layer):
         super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.factors = factors
 
-    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
         (kept, added), (mlp_kept, mlp_added) = self.factors
-        x = self.attention_norm(x)
+        x = self.attention_norm(array_of(x))
         x = x * kept + self.attention(layer, x, rotation, attend) * added
         x = self.mlp_norm(x)
         return x * mlp_kept + self.mlp(x) * mlp_added

@@ -14,6 +14,7 @@ from jengine.models.hf_config import attention_biases, decoder, windows_by_layer
 from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, LayerNorm, RMSNorm, dense, embed, param, value, vocabulary
 from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
+from pallas_kernels.rows import Sum, array_of
 
 
 class Llama(nnx.Module):
@@ -57,14 +58,14 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
-        x = self.embedded(tokens)
+        x: jax.Array | Sum = self.embedded(tokens)
         everywhere = nearby = self.rope.cos_sin(positions)
         if self.local_rope != self.rope:
             nearby = self.local_rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):
             rotation = everywhere if self.config.window(i) is None else nearby
             x = layer(i, x, None if i in self.config.unrotated_layers else rotation, attend)
-        return self.norm(x)
+        return self.norm(array_of(x))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[N, hidden] -> float32[N, vocab]."""

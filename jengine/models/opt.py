@@ -12,6 +12,7 @@ from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
 from jengine.models.pieces import Piece
+from pallas_kernels.rows import Sum, array_of
 from pallas_kernels.xla import Rotation
 
 OFFSET = 2  # rows of the position table before position 0
@@ -23,7 +24,8 @@ class OptAttention(Attention):
 
 
 class PostNormLayer(Layer):
-    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        x = array_of(x)
         x = self.attention_norm(x + self.attention(layer, x, rotation, attend))
         return self.mlp_norm(x + self.mlp(x))
 
@@ -59,7 +61,7 @@ class Opt(nnx.Module):
             x = dense(x, self.project_in[...])
         x = x + lookup(self.positions[...], positions + OFFSET)
         for i, layer in enumerate(self.layers):
-            x = layer(i, x, None, attend)
+            x = array_of(layer(i, x, None, attend))
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

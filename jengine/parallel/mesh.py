@@ -44,13 +44,15 @@ def shard_mapped(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], 
 
 def with_shardings(mesh: Mesh, params: Any, axes: Any) -> Any:
     """Adds shardings to abstract parameters, given a tree of tuples of logical axis names. A scale has all axes
-    but the last."""
+    but the last, unless it is for a group of inputs."""
 
     def place(array: Any, names: tuple[str | None, ...]) -> Any:
         if isinstance(array, Int4):
             return array.map(lambda one: place(one, names))
         if isinstance(array, Quantized):
-            return dataclasses.replace(array, values=place(array.values, names), scale=place(array.scale, names[:-1]))
+            return dataclasses.replace(
+                array, values=place(array.values, names), scale=place(array.scale, names if array.by_group else names[:-1])
+            )
         sharding = NamedSharding(mesh, PartitionSpec(*(RULES.get(name or "") for name in names)))
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 

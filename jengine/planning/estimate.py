@@ -14,6 +14,7 @@ from typing import Literal
 from jengine.devices.device_spec import DeviceSpec
 from jengine.planning.hlo import Array, Instruction, Program
 from pallas_kernels.flashinfer import decode as xqa
+from pallas_kernels.groups import out_per_block
 from pallas_kernels.work_list import LEAST, TILE
 
 Cause = Literal["weights", "cache", "activations", "links", "launches"]
@@ -192,8 +193,11 @@ def _mosaic(
         x, weight = operands[:2]
         share = _share(met, weight.shape[0])
         read = share * weight.bytes
-        drawn = min(max(1.0, share * weight.shape[0]) * (weight.shape[1] // OUTPUTS), slots) * assumed.block_bandwidth
-        return _Work("weights", x.bytes + read + one.bytes, 2.0 * x.size * weight.shape[1], DTYPES[x.dtype], drawn)
+        scales = sum(array.bytes for array in operands if array.dtype == "f32" and len(array.shape) == 3) * share
+        outs = out_per_block(next(array for array in operands if array.dtype == "s32").size, weight.shape[1])
+        blocks = max(1.0, share * weight.shape[0]) * (weight.shape[1] // outs)
+        drawn = min(blocks, slots) * assumed.block_bandwidth
+        return _Work("weights", x.bytes + read + scales + one.bytes, 2.0 * x.size * weight.shape[1], DTYPES[x.dtype], drawn)
     if kernel == "int4_product":
         return _four_bits(operands, one.results[0], device, met, assumed)
     return _Work("activations", one.bytes + sum(array.bytes for array in operands))

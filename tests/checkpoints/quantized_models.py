@@ -21,9 +21,11 @@ LINEAR = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "u
 CODES = {dtype: code for code, dtype in READABLE.items()}
 
 
-def write_quantized(folder: Path, quantization: dict[str, Any], quantizer: Quantizer, plain: tuple[str, ...] = ()) -> Tensors:
+def write_quantized(
+    folder: Path, quantization: dict[str, Any], quantizer: Quantizer, plain: tuple[str, ...] = (), **fields: Any
+) -> Tensors:
     """Writes a model. Returns the unquantized values of every weight. plain: suffixes of names that stay unquantized."""
-    config = {**VARIANTS[VARIANT], **EVEN, "quantization_config": quantization}
+    config = {**VARIANTS[VARIANT], **EVEN, **fields, "quantization_config": quantization}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors, out = {}, {}
@@ -134,17 +136,15 @@ def int8(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     return {"weight": values, "weight_scale": scale}, values * scale
 
 
-def fp8(scales: str, name: str = "weight_scale") -> Quantizer:
-    """scales: all, outputs, or blocks of 48 by 48."""
+def fp8(scales: str, name: str = "weight_scale", block: int = 48) -> Quantizer:
+    """scales: all, outputs, or square blocks."""
 
     def quantizer(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
         rows, columns = weight.shape
         if scales == "blocks":
-            down, across = -(-rows // 48), -(-columns // 48)
-            scale = np.array(
-                [[np.abs(weight[48 * i : 48 * i + 48, 48 * j : 48 * j + 48]).max() for j in range(across)] for i in range(down)]
-            )
-            wide = np.repeat(np.repeat(scale, 48, 0), 48, 1)[:rows, :columns]
+            starts = [range(0, size, block) for size in (rows, columns)]
+            scale = np.array([[np.abs(weight[i : i + block, j : j + block]).max() for j in starts[1]] for i in starts[0]])
+            wide = np.repeat(np.repeat(scale, block, 0), block, 1)[:rows, :columns]
         else:
             scale = np.abs(weight).max(1, keepdims=True) if scales == "outputs" else np.abs(weight).max().reshape(1)
             wide = np.broadcast_to(scale.reshape(-1, 1), weight.shape)

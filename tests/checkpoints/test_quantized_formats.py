@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.quantization_config import stored_weights
+from jengine.config import EngineConfig
+from jengine.engine.shapes import describe
 from jengine.errors import ModelError
 from jengine.model_parts import StoredWeights
 from jengine.models import Params, build
@@ -92,6 +95,40 @@ def test_large_groups_repeat_their_scales(tmp_path: Path) -> None:
     assert isinstance(mlp["gate_up"], Int4) and mlp["gate_up"].group == 64
     np.testing.assert_array_equal(mlp["down"], stored["model.layers.0.mlp.down_proj.weight"])
     assert stored_weights({**GPTQ, "group_size": 256}) == StoredWeights(form="int4", group=128, others=())
+
+
+BLOCKS = {"hidden_size": 256, "intermediate_size": 320}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**FP8, "weight_block_size": [128, 128]},
+        pytest.param(compressed("float-quantized", **FLOAT, strategy="block", block_structure=[128, 128]), marks=pytest.mark.full),
+    ],
+)
+def test_blocks_of_128_inputs_stay_in_eight_bits(config: dict[str, Any], tmp_path: Path) -> None:
+    """The last block of outputs may be smaller. The 320 inputs of `down` are not whole blocks."""
+    name = "weight_scale_inv" if config["quant_method"] == "fp8" else "weight_scale"
+    stored = write_quantized(tmp_path, config, fp8("blocks", name, block=128), **BLOCKS)
+    layer = loaded(tmp_path)["layers"][1]
+    down, gate_up = layer["mlp"]["down"], layer["mlp"]["gate_up"]
+    assert isinstance(gate_up, Quantized) and gate_up.by_group and gate_up.scale.shape == (320, 2, 2) and not gate_up.inputs
+    np.testing.assert_allclose(dequantize(gate_up)[:, 1], stored["model.layers.1.mlp.up_proj.weight"], rtol=1e-6)
+    assert isinstance(layer["attention"]["qkv"], Quantized) and not is_quantized(down)
+    np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-6)
+    kept, plain = (build(read_config(tmp_path), "float32", 64, quantization) for quantization in (None, "none"))
+    params = [load(tmp_path, model, make_mesh(1), progress=False) for model in (kept, plain)]
+    np.testing.assert_allclose(logits(kept, params[0], np.arange(9)), logits(plain, params[1], np.arange(9)), atol=1e-4)
+
+
+def test_blocks_are_converted_on_load_where_no_kernel_multiplies_by_them(tmp_path: Path) -> None:
+    write_quantized(tmp_path, {**FP8, "weight_block_size": [128, 128]}, fp8("blocks", "weight_scale_inv", block=128), **BLOCKS)
+    config = read_config(tmp_path)
+    assert config.stored is not None
+    spec = describe(EngineConfig.of("MODEL", {"max_model_len": 64}), config, make_mesh(1), tmp_path)
+    assert spec.model.config.stored is None
+    assert not any(is_quantized(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized))
 
 
 @pytest.mark.parametrize("ignore", ["model.layers.0.mlp.down_proj", r"re:.*layers\.0\.mlp\.down_proj$"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -24,10 +25,12 @@ from jengine.execution.programs import FILL, SPILL, UNTUNED, WHOLE, compile_all,
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.compiled import compiled
+from jengine.planning.hlo import parse
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time, product_dispatch
 from pallas_kernels.groups import GRID
+from pallas_kernels.quantized import is_quantized
 from pallas_kernels.thunks import compiled_with_thunks
 from tests.golden.weights import VARIANTS
 
@@ -235,6 +238,44 @@ def check_latent_on_hopper() -> None:
 @pytest.mark.full
 def test_on_hopper_latent_attention_reads_the_tokens_that_rows_have() -> None:
     elsewhere(check_latent_on_hopper)
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}  # as DeepSeek's and Qwen3's
+
+
+def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | None) -> None:
+    """Kernels of a layer, beyond those of bfloat16; and no weight is converted or copied."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "dtype": "bfloat16"}
+    model = {**VARIANTS["qwen3_untied"], **HEADS, **sizes, **({} if quantization else {"quantization_config": FP8_BLOCKS})}
+    options = {"quantization": quantization} if quantization else {}
+    spec = described("h200", 1, model, max_model_len=8192, **options)
+    weights = [leaf for leaf in jax.tree.leaves(spec.params["layers"], is_leaf=is_quantized) if is_quantized(leaf)]
+    assert len(weights) == 3 * 4 and all(leaf.values.dtype.itemsize == 1 for leaf in weights)
+    shapes = "|".join(f"{math.prod(leaf.shape[:-1])},{leaf.shape[-1]}" for leaf in weights)
+    for key in keys:
+        compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and memory is not None
+        kernels = [f"{one.name}: {one.source}" for one, _, _ in parse(text).kernels()]
+        _, second, third = (i for i, kernel in enumerate(kernels) if "/kv_write/" in kernel)
+        assert third - second <= KERNELS[key] + more, kernels[second:third]
+        assert len(thunks) == 1, "all of it in a command buffer"
+        moved = re.findall(rf"= \S*\[(?:1,)?(?:{shapes})\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
+        assert not moved, "weights are read as they lie"
+        assert memory.temp_size_in_bytes < 2 * 8192 * 1024 // 2, "half of the largest weight in bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("keys", "more", "quantization"),
+    [
+        ([*KERNELS][1:], 1, "fp8"),  # attention's results are quantized
+        pytest.param([*KERNELS][:1], 1, "fp8", marks=pytest.mark.full),
+        pytest.param([*KERNELS], 1, None, marks=pytest.mark.full),
+        pytest.param([*KERNELS], 9, "w8a8", marks=pytest.mark.full),  # and transformed, as all inputs
+    ],
+)
+def test_an_eight_bit_layer_is_few_kernels_and_copies_no_weight(keys: list[TrunkKey], more: int, quantization: str | None) -> None:
+    elsewhere(check_eight_bit_layer, keys, more, quantization)
 
 
 def test_what_the_environment_says_of_command_buffers_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from kernel_facts import (
     PREFILL_INTERPRETED,
     PREFILL_THREADS,
     PREFILL_WIDE,
+    ROWS,
     THREADS,
     WRITES,
     Case,
@@ -133,25 +134,32 @@ def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only
         check_prefill(case, PREFILL_THREADS, blocks=1, spilled=128)
 
 
-@pytest.mark.parametrize("case", every_second({name: GROUPED[name] for name in ("64 rows, int8", "2048 rows")}))
-def test_few_grouped_rows_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
-    check_grouped(case)
+FEW_GROUPED = "64 rows, int8", "8 rows, both fp8, few outputs"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", GROUPED.values(), ids=GROUPED)
-def test_grouped_products_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
-    check_grouped(case)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW_GROUPED else [pytest.mark.full]) for name in GROUPED])
+def test_grouped_products_spill_nothing_and_hide_the_wait_for_weights(name: str) -> None:
+    check_grouped(GROUPED[name])
 
 
 def check_grouped(case: Case) -> None:
     facts, compiled = compiled_for_h200(case)
     assert facts.spilled == 0
     assert facts.products > 0
-    rows = case[1][0].shape[0]
-    assert facts.blocks(GROUPED_THREADS) >= (1 if rows > 1 << 15 else 2)
+    x, weight = (next(array for array in case[1] if len(array.shape) == axes) for axes in (2, 3))
+    many = x.shape[0] > (32 if weight.shape[0] == 1 else 1 << 15)  # then a thread block's rows reuse its weights
+    assert facts.blocks(GROUPED_THREADS) >= (1 if many else 2)
     text = compiled.as_text()
     assert text is not None and not re.search(r"\b(while|conditional|sort)\(", text)
+
+
+@pytest.mark.parametrize("case", every_second(ROWS))
+def test_rows_are_quantized_without_spills(case: Case) -> None:
+    [facts], compiled = kernel_facts(device("h200"), case[0], *case[1])
+    assert facts.spilled == 0
+    assert facts.blocks(threads=128) >= 2
+    text = compiled.as_text()
+    assert text is not None and len(re.findall(r" (?:custom-call|fusion)\(", text)) == 1, "no kernel but this one"
 
 
 FEW = "8 rows", "8192 rows"

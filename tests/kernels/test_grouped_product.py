@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_product import grouped_product
-from pallas_kernels.groups import GRID, block_rows, grouped, one_group
-from pallas_kernels.quantized import dequantize, quantize
+from pallas_kernels.groups import GRID, block_rows, grouped, one_group, out_per_block
+from pallas_kernels.quantized import GROUP, Quantized, dequantize, quantize
 from tests.kernels.interpreted import RACES, interpret
 
 
@@ -94,7 +94,44 @@ def test_a_dense_product_in_float32_is_one_of_a_single_group() -> None:
     )
     groups, block = one_group(20)
     run = partial(grouped_product, block=block, dtype=jnp.float32, operand_in_registers=False, interpret=RACES)
-    got = interpret(run, jnp.pad(x, ((0, 12), (0, 0))), stored.values[None], stored.scale[None], groups)[:20]
+    got = interpret(run, jnp.pad(x, ((0, 4), (0, 0))), stored.values[None], stored.scale[None], groups)[:20]
     want = np.asarray(x, np.float64) @ (np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[:, None]).T
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+
+
+def eight_bits(kind: str, rows: int, out: int, size: int) -> None:
+    """Both sides in eight bits; what no row is at is not read."""
+    rng = np.random.default_rng(rows)
+    x, weight = (quantize(jnp.asarray(rng.normal(size=shape), jnp.float32), kind) for shape in ((rows, size), (out, size)))
+    groups, block = one_group(rows)
+    more = -rows % block
+    values, scale = jnp.pad(x.values, ((0, more), (0, 0))), jnp.pad(x.scale, (0, more), constant_values=jnp.nan)
+    run = partial(grouped_product, block=block, dtype=jnp.float32, interpret=RACES)
+    got = np.asarray(interpret(run, values, weight.values[None], weight.scale[None], groups, x_scale=scale)[:rows])
+    want = np.asarray(dequantize(x), np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("case", [("float8_e4m3fn", 5, 64, 256), pytest.param(("int8", 20, 128, 192), marks=pytest.mark.full)])
+def test_both_sides_in_eight_bits(case: tuple[str, int, int, int]) -> None:
+    eight_bits(*case)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), pytest.param((20, 0, 9), marks=pytest.mark.full)])
+def test_scales_by_group_of_inputs(sizes: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    chosen = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
+    x, weight = jnp.asarray(rng.normal(size=(len(chosen), 256)), jnp.bfloat16), rng.normal(size=(len(sizes), 64, 2, GROUP))
+    parts = quantize(jnp.asarray(weight * [[1], [30]], jnp.float32), "float8_e4m3fn")
+    stored = Quantized(parts.values.reshape(len(sizes), 64, 256), parts.scale, kind="float8_e4m3fn")
+    groups = grouped(chosen, len(sizes))
+    run = partial(grouped_product, dtype=jnp.float32, operand_in_registers=False, interpret=RACES)
+    got = np.asarray(interpret(run, x[groups.row], stored.values, stored.scale, groups)[groups.place])
+    want = np.einsum("ri,roi->ro", np.asarray(x, np.float64), np.asarray(dequantize(stored), np.float64)[chosen])
+    np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+
+
+def test_few_outputs_make_small_blocks() -> None:
+    assert [out_per_block(1, out) for out in (4096, 14336, 28672, 192 * 132)] == [64, 64, 128, 128]
+    assert [out_per_block(blocks, 4096) for blocks in (4, 5)] == [64, 128] and out_per_block(200, 192) == 64

@@ -54,7 +54,7 @@ def test_what_quantized_products_take_and_why_not() -> None:
         (x.astype(jnp.float32), weight, HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
         (x, weight[:48], HOPPER, "out=48: the kernel takes multiples of 64"),
         (x, halves, HOPPER, "parts=2: the kernel takes inputs in one part"),
-        (x, quantize(jnp.zeros((64, 192)), "int8", inputs=True), HOPPER, "inputs=True: XLA multiplies eight-bit numbers"),
+        (x, quantize(jnp.zeros((64, 192)), "int8", inputs=True), HOPPER, "size=192: the kernel takes multiples of 128"),
         (jnp.zeros((513, 192), jnp.bfloat16), eight_bits, HOPPER, "rows=513: the kernel for eight-bit weights takes at most 512"),
         (x[:, :96], quantize(jnp.zeros((64, 96)), "int8"), HOPPER, "in=96: the kernel takes multiples of 64"),
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jengine.devices.device_spec import DeviceSpec
-from jengine.planning.estimate import CAUSES, Assumptions, Step, estimate, longer, together
+from jengine.planning.estimate import CAUSES, Assumptions, Estimate, Step, estimate, longer, together
 from jengine.planning.hlo import Instruction, parse
 from pallas_kernels.thunks import leaves, parsed
 
@@ -156,15 +156,35 @@ def test_a_kernel_that_xla_wraps_with_slices_of_its_operands_is_that_kernel() ->
 GROUPED = """
 ENTRY %main (x: bf16[520,256]) -> bf16[520,512] {
   %x = bf16[520,256]{1,0} parameter(0)
-  %w = s8[128,512,256]{2,1,0} parameter(1)
-  ROOT %one = bf16[520,512]{1,0} custom-call(%x, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/grouped_product/mpmd_map"}
+  %w = s8[EXPERTS,OUT,256]{2,1,0} parameter(1)
+  %group = s32[BLOCKS]{0} parameter(2)
+  %scale = f32[EXPERTS,OUTSCALES]{2,1,0} parameter(3)
+  ROOT %one = bf16[520,OUT]{1,0} custom-call(%x, %w, %group, %scale), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/grouped_product/mpmd_map"}
 }
 """  # noqa: E501
 
 
+def grouped(met: float, *, experts: int = 128, out: int = 512, blocks: int = 200, scales: str = "") -> Estimate:
+    sizes = {"EXPERTS": experts, "OUTSCALES": f"{out}{scales}", "OUT": out, "BLOCKS": blocks}
+    text = GROUPED
+    for name, size in sizes.items():
+        text = text.replace(name, str(size))
+    return estimate(parse(HEAD + text), Step(8, 1), DEVICE, launches=1, met=met, assumed=EXACT)
+
+
 def test_only_experts_that_tokens_meet_are_read() -> None:
-    few, all_of = (estimate(parse(HEAD + GROUPED), Step(8, 1), DEVICE, launches=1, met=met, assumed=EXACT).bytes for met in (16, 128))
+    few, all_of = (grouped(met).bytes for met in (16, 128))
     assert all_of - few == (128 - 16) * 512 * 256
+
+
+def test_scales_by_group_of_inputs_are_read_too() -> None:
+    assert grouped(1, experts=1, scales=",2").bytes - grouped(1, experts=1).bytes == 4 * 512 * 2
+
+
+def test_few_outputs_are_divided_among_more_thread_blocks() -> None:
+    few, many = (grouped(1, experts=1, out=out, blocks=1).seconds["weights"] for out in (1024, 128 * 132))
+    assert few / (2 * 520 * (256 + 1024) + 1024 * 256) == pytest.approx(1 / (16 * EXACT.block_bandwidth))
+    assert many / (2 * 520 * (256 + 128 * 132) + 128 * 132 * 256) == pytest.approx(1 / min(132 * EXACT.block_bandwidth, 1e12))
 
 
 FOUR_BITS = """
