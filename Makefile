@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 TESTED := $(if $(findstring cuda,$(EXTRAS)),$(STAMP),$(STAMP)-aot)
 INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)" || echo "$(PYTHON) -m pip install --disable-pip-version-check") \
 	--quiet --constraint constraints.txt --editable
-PYTEST = $(PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile
+PYTEST = $(PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 JOBS ?= 2
 # Each kernel, a GPU's trunks and an engine, under the lowest versions that pyproject.toml allows.
 LOWEST := .venv-lowest/.ready

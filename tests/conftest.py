@@ -28,6 +28,28 @@ settings.register_profile("jengine", deadline=None, derandomize=True)
 settings.load_profile("jengine")
 
 
+# Files that take longest. They come first, so that no process of a parallel run is left with one of them at the end.
+LONGEST = (
+    "tests/planning/test_plan.py",
+    "tests/execution/test_gpu_programs.py",
+    "tests/kernels/test_ahead_of_time.py",
+    "tests/kernels/test_cpu_attention.py",
+    "tests/test_notebook.py",
+    "tests/kernels/test_attention_decode.py",
+    "tests/kernels/test_products.py",
+    "tests/kernels/test_int4.py",
+    "tests/parallel/test_processes.py",
+    "tests/serving/test_serve_demo.py",
+    "tests/engine/test_independence.py",
+    "tests/engine/test_start.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
 @pytest.fixture(autouse=True)
 def no_new_variables() -> Iterator[None]:
     """Commands set variables for their process; here that is every test's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import shutil
@@ -56,6 +57,21 @@ def test_outputs_are_cleared(path: Path) -> None:
         assert (cell["outputs"], cell["execution_count"], cell["metadata"]) == ([], None, {}), cell["source"]
         compile("".join(cell["source"]), cell["id"], "exec")
     assert cells[0]["id"] == "install"
+
+
+@each_notebook
+def test_names_that_are_imported_exist(path: Path) -> None:
+    """Some notebooks run in long tests only."""
+    for cell in code_cells(path):
+        for node in ast.walk(ast.parse("".join(cell["source"]))):
+            if isinstance(node, ast.Import):
+                for name in node.names:
+                    importlib.import_module(name.name)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module is not None
+                module = importlib.import_module(node.module)
+                for name in node.names:
+                    assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
 
 
 @each_notebook
@@ -123,6 +139,7 @@ def test_costs_runs() -> None:
     assert "needed for" in printed(cells["fleet"])
 
 
+@pytest.mark.full
 def test_kernels_runs() -> None:
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
     cells = run(ROOT / "notebooks" / "04_kernels.ipynb")
@@ -133,6 +150,7 @@ def test_kernels_runs() -> None:
     assert "It fits." in data_of(cells)["plan"][0]["text/html"]
 
 
+@pytest.mark.full
 def test_your_model_runs() -> None:
     cells = run(ROOT / "notebooks" / "05_your_model.ipynb")
     shown = data_of(cells)

@@ -66,16 +66,20 @@ def by_bits(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
 
 def by_digits(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
     """`_threshold` in 8 unrolled passes of 15 sums. Faster on a GPU, where memory and launches dominate and
-    loops wait for the host."""
+    loops wait for the host.
+
+    All passes are the same computation, and barriers keep them apart, so XLA compiles its kernels once.
+    """
     weight = jnp.broadcast_to(weight, x.shape)
     digits = jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32)
-    key = jnp.zeros(x.shape[:1], jnp.uint32)
-    for shift in range(32 - DIGIT, -1, -DIGIT):
-        values = lax.optimization_barrier(_float_of(key[:, None] | (digits << shift)))  # so that all passes share a kernel
+    key = jnp.ones((len(x), len(digits)), jnp.uint32)  # a one, then the digits found so far; the last pass shifts the one out
+    for _ in range(32 // DIGIT):
+        shift = lax.clz(key) + 1
+        key, values = lax.optimization_barrier((key, _float_of(key << shift | digits << shift - DIGIT)))
         kept = tuple(jnp.where(x >= values[:, i, None], weight, 0.0) for i in range(len(digits)))
         sums = jnp.stack(lax.reduce(kept, (np.float32(0),) * len(kept), _add, (1,)))  # reads x once
-        key |= (sums >= wanted).sum(0, dtype=jnp.uint32) << shift
-    return _float_of(key)
+        key = key << DIGIT | (sums >= wanted).sum(0, dtype=jnp.uint32)[:, None]
+    return _float_of(key[:, 0])
 
 
 def _float_of(key: jax.Array) -> jax.Array:

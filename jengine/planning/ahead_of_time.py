@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,18 @@ from jengine.execution.cache_folders import cache_root
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
 from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.program_store import ProgramStore
-from jengine.execution.programs import UNTUNED, CompilerOptions, Key, compile_all, file_name, memory_notes, memory_of, program_keys, running
+from jengine.execution.programs import (
+    UNTUNED,
+    Built,
+    CompilerOptions,
+    Key,
+    compile_all,
+    file_name,
+    memory_notes,
+    memory_of,
+    program_keys,
+    running,
+)
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
@@ -131,15 +143,18 @@ def compile_table(
         "progress": progress,
         "options": _compiler_options(device, target, autotune),
     }
+    done: list[Built] = []
     if device.platform == "cpu":
         spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
     else:  # the programs' memory does not depend on the number of pages
-        provisional = compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*largest(spec)], **how)
+        provisional = [*compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*largest(spec)], **how)]
         memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional])
         spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
+        done = [built for built in provisional if not isinstance(built.key, TrunkKey)]  # these do not have the cache's shape
     store, file_bytes, seconds = ProgramStore(out), dict[str, int](), dict[str, float]()
     used: dict[Key, ProgramMemory] = {}
-    for built in compile_all(spec, program_keys(spec), **how):
+    missing = [key for key in program_keys(spec) if all(key != built.key for built in done)]
+    for built in chain(done, compile_all(spec, missing, **how)):
         file_bytes[str(built.key)] = store.add(file_name(built.key), built.program)
         seconds[str(built.key)], used[built.key] = round(built.seconds, 2), memory_of(built.program)
     if memory is not None:

@@ -16,6 +16,7 @@ import pytest
 from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, RequestOutput, SamplingParams
 from jengine.api.async_llm import OutputKind
 from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
 WORK = [
@@ -29,7 +30,8 @@ WORK = [
 
 @pytest.fixture(scope="module")
 def llm(text_model: Path) -> LLM:
-    return LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        return LLM(text_model, progress=False, **SMALL, max_model_len=192)
 
 
 @pytest.fixture

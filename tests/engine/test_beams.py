@@ -19,6 +19,7 @@ from jengine.engine.engine import Engine
 from jengine.request import Request
 from jengine.updates import Beam, BeamsFound
 from tests.engine.counting import assert_idle
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.golden.vllm.cases import BEAM_ANSWERS, BEAMS
 
@@ -107,7 +108,8 @@ def test_a_family_that_is_preempted_finds_the_same(make_engine: Callable[..., En
 
 @pytest.fixture(scope="module")
 def llm(text_model: Path) -> LLM:
-    return LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        return LLM(text_model, progress=False, **SMALL, max_model_len=192)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from jengine import LLM, AsyncLLM, EngineConfig, EngineThread, InvalidArgument, SamplingParams
 from jengine.engine.engine import Engine
 from tests.engine.counting import assert_idle
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, prompts, run
 
 WORK = [
@@ -38,7 +39,8 @@ def bursts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]
 def llms(text_model: Path) -> list[LLM]:
     """An engine with single steps, and one with bursts."""
     options: dict[str, Any] = {**SMALL, "max_model_len": 192, "progress": False}
-    return [LLM(text_model, **options), LLM(text_model, **{**options, "max_num_batched_tokens": 72, "num_scheduler_steps": 8})]
+    with on_demand():
+        return [LLM(text_model, **options), LLM(text_model, **{**options, "max_num_batched_tokens": 72, "num_scheduler_steps": 8})]
 
 
 @pytest.mark.parametrize(("how", "overlap"), [(8, True), ("auto", False)])

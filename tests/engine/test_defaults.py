@@ -14,6 +14,7 @@ from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, SamplingParams
 from jengine.request import Request
 from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.seeds import prompt_seed
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
 TEXT = "The quick brown fox"
@@ -31,7 +32,8 @@ def folder(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(folder, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        return LLM(folder, progress=False, **SMALL, max_model_len=192)
 
 
 def tokens(llm: LLM, params: SamplingParams | None = None, prompt: Any = TEXT) -> list[int]:
@@ -58,7 +60,7 @@ def test_online_too(llm: LLM) -> None:
 
 
 def test_the_models_defaults_may_be_left_aside(folder: Path) -> None:
-    with LLM(folder, progress=False, **SMALL, max_model_len=192, generation_config="vllm") as llm:
+    with on_demand(), LLM(folder, progress=False, **SMALL, max_model_len=192, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
     with pytest.raises(InvalidArgument, match="generation_config='mine': must be auto, vllm or None"):
         LLM(folder, progress=False, generation_config="mine")

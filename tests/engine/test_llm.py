@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from jengine import LLM, InvalidArgument, ModelError, RequestOutput, SamplingParams
 from jengine.execution.programs import program_keys
 from jengine.request import MAX_LOGPROBS, CompletionOutput
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.golden.weights import VARIANTS, uniform, weights
 from tests.text.conftest import byte_level, write
@@ -41,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> LLM:
-    return LLM(folder, progress=False, **OPTIONS)
+    with on_demand():
+        return LLM(folder, progress=False, **OPTIONS)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, ModelError, SamplingParams
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
 TEMPLATE = """{{ bos_token }}
@@ -25,7 +26,8 @@ def llm(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(text_model, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return LLM(folder, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        return LLM(folder, progress=False, **SMALL, max_model_len=192)
 
 
 def test_chat_completes_the_rendered_template(llm: LLM) -> None:
@@ -57,7 +59,7 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(llm: LLM, text_
     with pytest.raises(InvalidArgument, match="or as many as prompts"):
         llm.chat([QUESTION, QUESTION], [GREEDY])
     assert not llm.engine.has_work
-    with pytest.raises(ModelError, match="has no chat template"):
+    with pytest.raises(ModelError, match="has no chat template"), on_demand():
         LLM(text_model, progress=False, **SMALL, max_model_len=192).chat(QUESTION)
 
 

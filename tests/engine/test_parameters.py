@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jengine import LLM, RequestOutput, SamplingParams
 from jengine.seeds import prompt_seed
 from jengine.text.tokenizer import Tokenizer
+from tests.engine.on_demand import on_demand
 from tests.engine.replay import LANGUAGES, Replay
 from tests.engine.running import SMALL, limit_pages, prompts
 
@@ -48,7 +49,8 @@ def replay(folder: Path) -> Replay:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path, replay: Replay) -> LLM:
-    return LLM(folder, progress=False, **SMALL, max_model_len=LENGTH)
+    with on_demand():
+        return LLM(folder, progress=False, **SMALL, max_model_len=LENGTH)
 
 
 def run(llm: LLM, replay: Replay, work: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
@@ -131,7 +133,8 @@ def test_more_combinations(llm: LLM, replay: Replay) -> None:
 @pytest.mark.full
 def test_combinations_with_few_pages(folder: Path, replay: Replay) -> None:
     """Requests are preempted and resumed."""
-    tight = LLM(folder, progress=False, **SMALL, max_model_len=LENGTH)
+    with on_demand():
+        tight = LLM(folder, progress=False, **SMALL, max_model_len=LENGTH)
     limit_pages(tight.engine, 13)
     check_combinations(tight, replay, examples=200)
     assert tight.stats["preemptions"] > 10

@@ -89,7 +89,7 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -
         if form == "xla":
             for module in ("pallas_kernels.products", "jengine.execution.spec", "jengine.engine.shapes"):
                 patch.setattr(f"{module}.cpu_refused", lambda: "XLA's form is wanted")
-        engine: Engine = make_engine(variant, **options)
+        engine: Engine = make_engine(variant, whole=form == "xla", **options)  # what is patched must last until all is compiled
         assert isinstance(engine.runner, Runner)
         assert (engine.runner.spec.identity()["kernels"] == "llvm") == (form == "llvm")
     return engine

@@ -36,12 +36,12 @@ WORK = [(prompt, SamplingParams(temperature=0.0, max_tokens=24)) for prompt in p
 )
 def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[..., Engine]) -> None:
     """Each token of each head has a separate scale. (Other chunk sizes may change results by rounding.)"""
-    engine = make_engine(**options)
+    engine = make_engine(optimized=True, **options)
     alone = [run(engine, [work])[0].tokens for work in WORK]
     engine.reset_prefix_cache()
     assert [answer.tokens for answer in run(engine, WORK)] == alone
     assert engine.compiles_since_start == 0
-    short = make_engine(**options)
+    short = make_engine(optimized=True, **options)
     limit_pages(short, 14)
     assert [len(answer.tokens) for answer in run(short, WORK)] == [24] * len(WORK)
     assert short.scheduler.num_preemptions > 0

@@ -21,6 +21,7 @@ from jengine.request import MAX_SAMPLES, Request
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Ended, PromptScores, TokenLogprobs, TokenUpdate
 from tests.engine.counting import CountingRunner, assert_idle, collect, counting
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, limit_pages
 from tests.text.conftest import byte_level
 
@@ -31,7 +32,8 @@ LONG: dict[str, Any] = {"n": 3, "seed": 3, "max_tokens": None}
 
 @pytest.fixture(scope="module")
 def llm(text_model: Path) -> LLM:
-    return LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        return LLM(text_model, progress=False, **SMALL, max_model_len=192)
 
 
 @pytest.fixture
@@ -230,7 +232,8 @@ def test_a_timeout_ends_all() -> None:
 
 def test_each_needs_pages_of_its_own(text_model: Path, llm: LLM) -> None:
     """Each fits alone and all together do not: they wait and are preempted, and the tokens are the same."""
-    tight = LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        tight = LLM(text_model, progress=False, **SMALL, max_model_len=192)
     limit_pages(tight.engine, 12)
     tight._shared.limits = tight.engine.limits
     params = SamplingParams(n=6, seed=9, max_tokens=60)

@@ -49,8 +49,8 @@ def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
 
 def test_no_loop_of_unknown_length(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA can count the iterations of every loop of a static program, but not of the dynamic form. Both without kernels."""
-    monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "XLA's form is wanted")
     spec = make_engine().runner.spec  # type: ignore[attr-defined]
+    monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "XLA's form is wanted")
     static = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=(4, 12)))
 
     def loops(of: object, key: TrunkKey) -> tuple[int, int]:

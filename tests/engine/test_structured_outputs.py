@@ -15,6 +15,7 @@ from jengine.api.shared_engine import Call
 from jengine.request import Request, TokenMask
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.masks import make_mask
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, limit_pages
 from tests.engine.structures import Structure, structures
 
@@ -97,7 +98,8 @@ def test_preemption_changes_no_output(text_model: Path) -> None:
     work = [SamplingParams(seed=i, max_tokens=100, structured_outputs={"regex": pattern}) for i, pattern in enumerate(patterns)]
     got, preemptions = [], []
     for pages in (120, 12):
-        llm = LLM(text_model, progress=False, **SMALL, max_model_len=192)
+        with on_demand():
+            llm = LLM(text_model, progress=False, **SMALL, max_model_len=192)
         limit_pages(llm.engine, pages)
         got.append([output.outputs[0] for output in llm.generate([[9] * 30] * len(work), work, use_tqdm=False)])
         preemptions.append(llm.stats["preemptions"])
@@ -109,7 +111,8 @@ def test_preemption_changes_no_output(text_model: Path) -> None:
 
 def test_the_tokenizers_end_of_sequence_ends_a_structure(text_model: Path) -> None:
     """This model's own configuration has none."""
-    llm = LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        llm = LLM(text_model, progress=False, **SMALL, max_model_len=192)
     assert llm.engine.model.eos_token_ids == (llm.tokenizer.eos_token_id,)
     wanted = SamplingParams(structured_outputs={"choice": ["dog", "quick fox"]}, seed=1)
     completion = llm.generate("The", wanted, use_tqdm=False)[0].outputs[0]

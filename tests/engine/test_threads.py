@@ -20,6 +20,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, EngineThread, InvalidArgument, SamplingParams
 from jengine.interrupts import uninterrupted
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
 THREADS, EACH = 8, 50
@@ -29,7 +30,8 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "dog"]
 
 @pytest.fixture(scope="module")
 def shared(text_model: Path) -> LLM:
-    return LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        return LLM(text_model, progress=False, **SMALL, max_model_len=192)
 
 
 @pytest.fixture
@@ -235,7 +237,8 @@ def test_a_reset_comes_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def small(text_model: Path, **options: Any) -> LLM:
-    return LLM(text_model, progress=False, **SMALL, max_model_len=192, **options)
+    with on_demand():
+        return LLM(text_model, progress=False, **SMALL, max_model_len=192, **options)
 
 
 def test_a_step_that_fails_ends_every_call(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

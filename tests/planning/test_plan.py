@@ -54,6 +54,7 @@ def texts(module: ModuleType) -> Iterator[dict[Key, str]]:
 
     def compile_all(*args: Any, **how: Any) -> Iterator[Built]:
         for built in programs.compile_all(*args, **how):
+            assert built.key not in seen or isinstance(built.key, TrunkKey), f"{built.key} is compiled twice"
             seen[built.key] = built.program.as_text()
             yield built
 

@@ -1,0 +1,107 @@
+"""Engines whose programs are compiled when a step first needs them. Most tests need few of a table's programs.
+
+The table and the choice of programs are those of any engine. The start is another: nothing is compiled ahead, warmed
+up or measured. So tests of the start and of costs have whole engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from jengine.engine import start
+from jengine.execution.cache_folders import cache_limit, cache_root
+from jengine.execution.prebuilt_programs import PrebuiltPrograms
+from jengine.execution.program_cache import ProgramCache
+from jengine.execution.programs import CompilerOptions, Key, Programs, lower, memory_of, program_keys
+from jengine.execution.spec import ExecutionSpec
+from jengine.observe.compiles import announced
+from jengine.scheduling.costs import StepCosts, SwapCosts
+from jengine.table.program_table import ProgramTable
+from tests.engine.running import Estimates
+
+
+class OnDemand(Programs):
+    """All of a table's programs, each compiled when it is first called. Equal programs are compiled once by all
+    processes of a test run, whatever the options of their engines."""
+
+    options: ClassVar[CompilerOptions] = {}
+    ready: ClassVar[dict[tuple[str, int, Key], Any]] = {}  # in this process, by fingerprint and number of pages
+
+    def __init__(
+        self,
+        spec: ExecutionSpec,
+        store: ProgramCache | PrebuiltPrograms | None,
+        *,
+        threads: int,
+        progress: bool,
+        first: Sequence[Key] | None = None,
+    ) -> None:
+        super().__init__(spec, None, threads=threads, progress=progress, first=[])
+        self._names = spec.fingerprint(), spec.num_pages
+        self._keys = {*program_keys(spec)}
+        self.loaded = len(self._keys)  # so the start expects no others
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+    def __getitem__(self, key: Key) -> Any:
+        if key not in self._programs:
+            assert key in self._keys, key
+            name = (*self._names, key)
+            program = self.ready[name] = self.ready[name] if name in self.ready else self._obtained(key)
+            self._programs[key], self.memory[key] = program, memory_of(program)
+        return self._programs[key]
+
+    def _obtained(self, key: Key) -> Any:
+        """Loads the program, or compiles and saves it, in a folder for all programs of this text."""
+        lowered = lower(self.spec, key)
+        identity = {name: self._identity[name] for name in ("processor", "mesh", "jax", "jaxlib", "kernels", "source")}
+        text = f"{identity} {self.options} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        cache = ProgramCache(cache_root(), f"{digest[:24]}-0", max_bytes=cache_limit())
+        with cache.filling(["it"], self._devices, progress=False) as (found, _):
+            if "it" not in found:
+                with announced():
+                    found["it"] = lowered.compile(compiler_options=self.options)
+                cache.keep("it", found["it"], self._identity, {})
+            return found["it"]
+
+
+class Quick(OnDemand):
+    """The same, compiled with few optimizations: takes 40 % less time. Not for comparisons of bits."""
+
+    options: ClassVar[CompilerOptions] = {"xla_backend_optimization_level": "0"}
+    ready: ClassVar[dict[tuple[str, int, Key], Any]] = {}
+
+
+class GuessedCosts:
+    """In the place of saved costs: guesses for every program, which are neither measured nor saved."""
+
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        pass
+
+    def load(self, table: ProgramTable) -> StepCosts:
+        guess = Estimates(table)
+        costs = Estimates(table, trunks={key: guess.trunk_seconds(key) for key in table.trunks()})
+        costs.swaps = SwapCosts()
+        return costs
+
+    def save(self, costs: StepCosts) -> None:
+        pass
+
+    update = save
+
+
+@contextmanager
+def on_demand(*, optimized: bool = False) -> Iterator[None]:
+    """Engines that start in this context compile on demand, with XLA's usual optimizations if `optimized`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "Programs", OnDemand if optimized else Quick)
+        patch.setattr(start, "SavedCosts", GuessedCosts)
+        yield
