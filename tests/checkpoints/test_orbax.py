@@ -22,9 +22,11 @@ from jengine import LLM, SamplingParams, cli
 from jengine.checkpoints import convert, load, orbax, read_config, resolve
 from jengine.checkpoints.converted import MARK, PARAMS, stored_config, write_config
 from jengine.errors import InvalidArgument
+from jengine.execution.runner import Runner
 from jengine.models import Params, build
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import make_mesh
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.golden.weights import VARIANTS, weights, write_model
 
@@ -180,6 +182,13 @@ def test_inside_an_event_loop(model: Path, tmp_path: Path) -> None:
     same(asyncio.run(both()), loaded(model))
 
 
+def fingerprint(llm: LLM) -> str:
+    """Of its programs: those of one are the other's."""
+    runner = llm.engine.runner
+    assert isinstance(runner, Runner)
+    return runner.spec.fingerprint()
+
+
 def test_the_same_text_as_the_model(text_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(text_model, model)
@@ -190,8 +199,9 @@ def test_the_same_text_as_the_model(text_model: Path, tmp_path: Path) -> None:
     out = convert(str(model), tmp_path / "out", progress=False)
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     conversation = [{"role": "user", "content": "The quick"}]
-    theirs, ours = (LLM(folder, progress=False, max_model_len=192, **SMALL) for folder in (model, out))
-    assert (ours.stats["programs_compiled"], ours.engine.model.eos_token_ids) == (0, (1, 5))
+    with on_demand():
+        theirs, ours = (LLM(folder, progress=False, max_model_len=192, **SMALL) for folder in (model, out))
+    assert fingerprint(ours) == fingerprint(theirs) and ours.engine.model.eos_token_ids == (1, 5)
     for prompt in ("def fibonacci(n):", "The end of"):
         one, two = (llm.generate(prompt, greedy, use_tqdm=False)[0] for llm in (theirs, ours))
         assert (one.prompt_token_ids, one.outputs) == (two.prompt_token_ids, two.outputs)

@@ -45,9 +45,10 @@ if os.environ.get("JAX_PLATFORMS") != "cpu":
 BARRIERS = 512  # bytes, which `KernelFacts.shared` leaves out
 
 
-def every_second(cases: dict[str, Case]) -> list[Any]:
-    """The other half are long tests, since each compiles for seconds."""
-    return [pytest.param(case, id=name, marks=[pytest.mark.full] if index % 2 else []) for index, (name, case) in enumerate(cases.items())]
+def some(cases: dict[str, Case], *names: str) -> list[Any]:
+    """The others are long tests, since each compiles for seconds."""
+    assert {*names} <= {*cases}
+    return [pytest.param(case, id=name, marks=[] if name in names else [pytest.mark.full]) for name, case in cases.items()]
 
 
 def all_compiled_for_h200(case: Case) -> tuple[list[KernelFacts], jax.stages.Compiled]:
@@ -77,12 +78,12 @@ def check_decode(case: Case, pairs: int) -> None:
     assert not re.search(r"\b(while|conditional|sort)\(", text)  # XLA would wait for the host
 
 
-@pytest.mark.parametrize("case", every_second(CASES))
+@pytest.mark.parametrize("case", some(CASES, *(f"head dim {size}, pages of 16, window, cap" for size in (64, 128, 256))))
 def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
     check_decode(case, pairs=1 if case[1][0].shape[-1] == 256 else 2)
 
 
-@pytest.mark.parametrize("case", every_second(EIGHT_BITS))
+@pytest.mark.parametrize("case", some(EIGHT_BITS, "head dim 64, fp8, pages of 16, window, cap", "head dim 256, int8"))
 def test_a_kernel_for_eight_bit_caches_spills_nothing_and_fits(case: Case) -> None:
     check_decode(case, pairs=2 if case[1][0].shape[-1] == 64 else 1)
 
@@ -119,7 +120,15 @@ def check_prefill(case: Case, threads: int, blocks: int, spilled: int) -> None:
     assert memory is not None and memory.temp_size_in_bytes < 1 << 20  # fp8's bits are not copied
 
 
-@pytest.mark.parametrize("case", every_second(PREFILL_CASES))
+WIDEST = (  # windows, caps and conversions take registers
+    "head dim 64, pages of 16, window, cap",
+    "head dim 256, pages of 16, window, cap",
+    "head dim 128, fp8, pages of 16, window, cap",
+    "head dim 64, group 8, window, sinks",
+)
+
+
+@pytest.mark.parametrize("case", some(PREFILL_CASES, *WIDEST))
 def test_the_prefill_kernel_spills_nothing_and_fits(case: Case) -> None:
     check_prefill(case, PREFILL_THREADS, blocks=1, spilled=0)
 
@@ -190,13 +199,13 @@ SHARED_OPERANDS = {
 FORMS = {f"{kernel}, {name}": case for kernel, cases in SHARED_OPERANDS.items() for name, case in cases.items()}
 
 
-@pytest.mark.parametrize("case", every_second(FORMS))
+@pytest.mark.parametrize("case", some(FORMS, "decode, head dim 64", "prefill, head dim 64"))
 def test_the_interpreted_form_compiles_too(case: Case) -> None:
     facts, *_ = all_compiled_for_h200(case)[0]
     assert facts.products > 0
 
 
-@pytest.mark.parametrize("case", every_second(WRITES | COPIES))
+@pytest.mark.parametrize("case", some(WRITES | COPIES, *[*WRITES, *COPIES][::2]))
 def test_a_kernel_that_moves_data_spills_nothing_and_leaves_room_for_others(case: Case) -> None:
     facts, _ = compiled_for_h200(case)
     assert facts.spilled == 0

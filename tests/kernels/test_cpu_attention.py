@@ -126,27 +126,21 @@ def test_prefill_meets_the_reference(case: Case) -> None:
     check_prefill(case, 40, [0, case.page_size - 1, 0, 250, 64, 30], [40, 20, 0, 40, 1, 39])
 
 
-EXAMPLES = pytest.mark.parametrize("examples", [5, pytest.param(60, marks=pytest.mark.full)])
+any_shape = settings(max_examples=60, deadline=None)  # each is compiled
 
 
-@EXAMPLES
-def test_decode_of_any_shape(examples: int) -> None:
-    @settings(max_examples=examples, deadline=None)
-    @given(ANY, st.lists(st.integers(0, 200), min_size=3, max_size=3))
-    def check(case: Case, lengths: list[int]) -> None:
-        check_decode(case, [*lengths, 1])
-
-    check()
+@pytest.mark.full
+@any_shape
+@given(ANY, st.lists(st.integers(0, 200), min_size=3, max_size=3))
+def test_decode_of_any_shape(case: Case, lengths: list[int]) -> None:
+    check_decode(case, [*lengths, 1])
 
 
-@EXAMPLES
-def test_prefill_of_any_shape(examples: int) -> None:
-    @settings(max_examples=examples, deadline=None)
-    @given(ANY, st.integers(1, 70), st.lists(st.tuples(st.integers(0, 150), st.integers(0, 70)), min_size=3, max_size=3))
-    def check(case: Case, tile: int, tiles: list[tuple[int, int]]) -> None:
-        check_prefill(case, tile, [position for position, _ in tiles], [min(length, tile) for _, length in tiles])
-
-    check()
+@pytest.mark.full
+@any_shape
+@given(ANY, st.integers(1, 70), st.lists(st.tuples(st.integers(0, 150), st.integers(0, 70)), min_size=3, max_size=3))
+def test_prefill_of_any_shape(case: Case, tile: int, tiles: list[tuple[int, int]]) -> None:
+    check_prefill(case, tile, [position for position, _ in tiles], [min(length, tile) for _, length in tiles])
 
 
 def test_more_query_heads_than_rows_of_an_item() -> None:
@@ -155,7 +149,7 @@ def test_more_query_heads_than_rows_of_an_item() -> None:
     check_decode(case, [9, 3])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(64, 2, 3, 16, dtype, None, {"scale": 0.2, "window": 90})
     paged = cache([9, 230], 15, 2, 16, 64, dtype, seed=1)
@@ -209,7 +203,7 @@ def test_no_instruction_is_compiled_that_a_processor_lacks(name: str, decode: bo
         assert stored != "bfloat16" or triple != X86 or re.search(plain, code)
 
 
-@pytest.mark.parametrize("name", ["sse2", "avx2", "avx512"])
+@pytest.mark.parametrize("name", ["avx2", *(pytest.param(name, marks=pytest.mark.full) for name in ("sse2", "avx512"))])
 def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triple, features, *_ = SETS[name]
     target = native.Target(triple, features=features)

@@ -148,7 +148,7 @@ def test_inputs_are_transformed(block: int, x_dtype: str) -> None:
             np.testing.assert_allclose(got, want[:rows], atol=(2e-2 if x_dtype == "bfloat16" else 1e-5) * np.abs(want).max())
 
 
-@pytest.mark.parametrize("size", [1, 127, 200])
+@pytest.mark.parametrize("size", [127, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 200))])
 def test_groups_that_are_not_full(size: int) -> None:
     x = jax.random.normal(jax.random.key(1), (3, size))
     weight = quantize_int4(jax.random.normal(jax.random.key(2), (9, size)))
@@ -194,7 +194,7 @@ def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
         assert ("vdpbf16ps" in code) == (name == "avx512bf16" and x_dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("name", ["sse2", "avx2", "avx512"])
+@pytest.mark.parametrize("name", ["avx2", *(pytest.param(name, marks=pytest.mark.full) for name in ("sse2", "avx512"))])
 def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triple, features, *_ = SETS[name]
     target = native.Target(triple, features=features)

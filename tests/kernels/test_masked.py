@@ -49,8 +49,17 @@ def runs_here(target: native.Target) -> bool:
     return host.architecture == target.architecture and wanted <= set(host.features.split(","))
 
 
-@pytest.mark.parametrize("name", [name for name, (triple, *_) in SETS.items() if triple == X86])
-@pytest.mark.parametrize(("x_dtype", "kind"), [*((x, weight) for x in INPUTS for weight in WEIGHTS), ("bfloat16", "w8a8")])
+PAIRS = [*((x, weight) for x in INPUTS for weight in WEIGHTS), ("bfloat16", "w8a8")]
+FEW = "avx2", ("float32", "float32"), ("bfloat16", "w8a8")  # a set with all pairs, and pairs with all sets; the rest are long tests
+COMBINATIONS = [
+    pytest.param(name, *pair, marks=[] if name in FEW or pair in FEW else pytest.mark.full)
+    for name, (triple, *_) in SETS.items()
+    if triple == X86
+    for pair in PAIRS
+]
+
+
+@pytest.mark.parametrize(("name", "x_dtype", "kind"), COMBINATIONS)
 def test_results_without_features(name: str, x_dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triple, features, *_ = SETS[name]
     target = native.Target(triple, features=features)

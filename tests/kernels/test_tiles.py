@@ -98,7 +98,10 @@ def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("x_dtype", "kind"), [("bfloat16", "bfloat16"), ("bfloat16", "w8a8"), ("float32", "w8a8")])
-@pytest.mark.parametrize("shape", [(1, 32, 32), (17, 100, 45), (16, 31, 33), (50, 130, 64), (18, 192, 45)])
+@pytest.mark.parametrize(
+    "shape",
+    [(17, 100, 45), (18, 192, 45), *(pytest.param(shape, marks=pytest.mark.full) for shape in ((1, 32, 32), (16, 31, 33), (50, 130, 64)))],
+)
 def test_the_product(x_dtype: str, kind: str, shape: tuple[int, int, int], with_tiles: None) -> None:
     rows, size, outs = shape
     x, plain = (jax.random.normal(jax.random.key(n), (n, size)) for n in (rows, outs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from jengine.updates import TokenUpdate
 from pallas_kernels.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.engine.invariance import OPTIONS, check_invariance
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
 from tests.execution.specs import make_spec
@@ -48,7 +50,8 @@ def answers(folder: Path, variant: str, devices: int, **options: Any) -> list[An
     config = EngineConfig.of(
         str(folder), {**SMALL, "max_model_len": max_model_len(variant), "tensor_parallel_size": devices, "dtype": "float32", **options}
     )
-    engine, _ = start_engine(config, progress=False)
+    with nullcontext() if "cache_dir" in options else on_demand():
+        engine, _ = start_engine(config, progress=False)
     work = [
         (case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True, logprobs=MAX_LOGPROBS))
         for case in Golden.read(variant).cases
