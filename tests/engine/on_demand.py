@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from jengine.engine import start
-from jengine.execution.cache_folders import cache_limit, cache_root
+from jengine.execution.cache_folders import cache_root
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import ProgramCache
+from jengine.execution.program_folder import UntrustedProgram
+from jengine.execution.program_store import ProgramStore
 from jengine.execution.programs import CompilerOptions, Key, Programs, lower, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.observe.compiles import announced
 from jengine.scheduling.costs import StepCosts, SwapCosts
 from jengine.table.program_table import ProgramTable
+from tests.compiling import QUICK
 from tests.engine.running import Estimates
+
+NAME = "program"  # in its folder
 
 
 class OnDemand(Programs):
@@ -59,24 +64,25 @@ class OnDemand(Programs):
         return self._programs[key]
 
     def _obtained(self, key: Key) -> Any:
-        """Loads the program, or compiles and saves it, in a folder for all programs of this text."""
+        """Loads the program, or compiles and saves it, in a folder for this text."""
         lowered = lower(self.spec, key)
         identity = {name: self._identity[name] for name in ("processor", "mesh", "jax", "jaxlib", "kernels", "source")}
         text = f"{identity} {self.options} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
         digest = hashlib.sha256(text.encode()).hexdigest()
-        cache = ProgramCache(cache_root(), f"{digest[:24]}-0", max_bytes=cache_limit())
-        with cache.filling(["it"], self._devices, progress=False) as (found, _):
-            if "it" not in found:
-                with announced():
-                    found["it"] = lowered.compile(compiler_options=self.options)
-                cache.keep("it", found["it"], self._identity, {})
-            return found["it"]
+        store = ProgramStore(cache_root() / "programs" / f"{digest[:24]}-0")
+        with suppress(UntrustedProgram):  # there is none
+            return store.load_one(NAME, store.manifest().programs, self._devices)
+        with announced():
+            program = lowered.compile(compiler_options=self.options)
+        store.add(NAME, program)
+        store.finish(self._identity, {})
+        return program
 
 
 class Quick(OnDemand):
-    """The same, compiled with few optimizations: takes 40 % less time. Not for comparisons of bits."""
+    """The same, compiled with few optimizations."""
 
-    options: ClassVar[CompilerOptions] = {"xla_backend_optimization_level": "0"}
+    options: ClassVar[CompilerOptions] = QUICK
     ready: ClassVar[dict[tuple[str, int, Key], Any]] = {}
 
 
