@@ -27,7 +27,8 @@ if os.environ.get("JAX_PLATFORMS") != "cpu":
 
 ROWS, VOCAB = 8, 128256
 LAUNCHES = 12  # of a sampler; a command buffer is one
-KERNELS = {"greedy": 4, "sample": 13, "truncated": 72, "full": 90}  # in command buffers and beside them
+KERNELS = {"greedy": 4, "sample": 13, "truncated": 71, "full": 89}  # in command buffers and beside them
+DIFFERENT = {"greedy": 4, "sample": 13, "truncated": 35, "full": 50}  # these are compiled: passes of a search share theirs
 
 
 def sampler(variant: Variant) -> Callable[..., Any]:
@@ -60,6 +61,7 @@ def test_a_sampler_is_few_launches_without_loops_and_branches(variant: Variant) 
     assert text is not None and not re.search(r" (while|conditional)\(", text)
     assert len(thunks) <= LAUNCHES
     assert len(leaves(thunks)) <= KERNELS[variant]
+    assert len({thunk.name for thunk in leaves(thunks)}) <= DIFFERENT[variant]
     sorts = [thunk for thunk in leaves(thunks) if "sort" in thunk.name]
     assert all(thunk.blocks <= ROWS for thunk in sorts), "of a row's few candidates: a vocabulary would take many blocks"
 
