@@ -98,6 +98,7 @@ def test_the_format_that_holds_is_reported(folder: Path, tmp_path: Path) -> None
 @pytest.mark.full
 def test_a_server_reports_a_converted_folder_s_format(folder: Path, tmp_path: Path) -> None:
     out = convert(str(folder), tmp_path / "out", quantization="int8", progress=False)
+    (tmp_path / "tokenizer").mkdir()
     made = model_engine(model=str(out), tokenizer=str(make_tokenizer(tmp_path / "tokenizer")), cache_dir=str(tmp_path), **SMALL)
     assert made.info.quantization == "int8"
 

@@ -80,14 +80,16 @@ def test_caches_of_eight_bits(variant: str, token_bytes: int, kind: str, make_en
     write_model(tmp_path, variant)
     wanted = dense_logprobs(tmp_path, variant, [case.prompt for case in cases], CACHE_DTYPES[kind])
     work = [(case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)) for case in cases]
+    errors, rounding = [], []
     for _ in range(2):
         for answer, case, logprobs in zip(run(engine, work), cases, wanted, strict=True):
             [update] = answer.updates
             assert update.logprobs is not None
             exact = case.logits[0] - np.logaddexp.reduce(case.logits[0].astype(np.float64))
-            for token, value in update.logprobs.top:
-                assert abs(value - logprobs[token]) < 5e-3
-                assert abs(value - exact[token]) < 0.5
+            errors += [abs(value - logprobs[token]) for token, value in update.logprobs.top]
+            rounding += [abs(value - exact[token]) for token, value in update.logprobs.top]
+    assert np.median(errors) < 1e-4 and max(errors) < 0.05  # a number between two eight-bit ones may be rounded to either
+    assert np.mean(rounding) < 0.2
 
 
 def dense_logprobs(folder: Path, variant: str, prompts: list[np.ndarray], kind: str | None) -> np.ndarray:
