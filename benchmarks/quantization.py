@@ -5,7 +5,8 @@
 Perplexity is measured on a fixed English text (english.txt) and on greedy float32 answers to chats (chats.json and
 tests/golden/smollm2.json). Each token is predicted from all earlier ones. Each arm's ratio to bfloat16 has the
 standard error of the ratio's logarithm over tokens. The checkpoint is stored in four bits with groups of 32 (GGUF's
-Q4_1), and other formats start from its dequantized weights. int4 is calibrated on text that the model generated.
+Q4_1), and other formats start from its dequantized weights. int4 is calibrated on texts and chats that the model
+generated.
 Speed is measured with all engines in one process, in turn: one stream (prompt 128, 64 output tokens), 32 streams
 (prompt 128, 32 output tokens), and prompts of 1024 tokens.
 """
@@ -31,21 +32,24 @@ from tests.golden.smollm2 import ANSWERS
 from tools.smollm2 import smollm2
 
 PLAIN = {"quantization": "none"}
-CALIBRATION = str(MODELS / "calibration.txt")
+CALIBRATION = str(MODELS / "calibration_chats.txt")
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # as in the chat template
 ARMS: dict[str, dict[str, Any]] = {
     "bfloat16": PLAIN,
     "float32": {"dtype": "float32", **PLAIN},
     "as stored": {},
     "int4": {"quantization": "int4"},
-    "int4, calibrated": {"quantization": "int4", "calibration_data": CALIBRATION},
     "int4, groups of 32": {"quantization": "int4", "quantization_group_size": 32},
-    "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibration_data": CALIBRATION},
     "int8 weights": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "fp8": {"quantization": "fp8"},
     "int8 cache": {"kv_cache_dtype": "int8", **PLAIN},
     "fp8 cache": {"kv_cache_dtype": "fp8", **PLAIN},
     "w8a8, int8 cache": {"quantization": "w8a8", "kv_cache_dtype": "int8"},
+    "int4, calibrated": {"quantization": "int4", "calibration_data": CALIBRATION},
+    "int4, groups of 64, calibrated": {"quantization": "int4", "quantization_group_size": 64, "calibration_data": CALIBRATION},
+    "int4, groups of 32, calibrated": {"quantization": "int4", "quantization_group_size": 32, "calibration_data": CALIBRATION},
+    "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibration_data": CALIBRATION},
 }
 # Few programs, since every arm compiles its own: one tile bucket, three row buckets.
 TABLE: dict[str, Any] = {"max_num_seqs": 32, "tile_size": 256, "max_num_batched_tokens": 288, "progress": False}
@@ -71,16 +75,35 @@ def texts(tokenizer: Any) -> dict[str, list[Scored]]:
 
 
 def write_calibration() -> None:
-    """Writes text that the model generates, if the file does not exist: 16 texts, and 48 chats including the questions."""
+    """Writes text that the model generates, if the file does not exist: texts, and chats with its own greedy answers.
+
+    The model makes up the questions, too. So the file has none of the scored text, and about 60,000 tokens.
+    """
     file = Path(CALIBRATION)
     if file.exists():
         return
     llm = make(str(smollm2()), "bfloat16", max_model_len=1024)
-    prompts = [llm.tokenizer.encode(text, add_special_tokens=False) for text in ["<|endoftext|>"] * 16 + ["<|im_start|>user\n"] * 48]
-    params = [SamplingParams(temperature=1.0, max_tokens=250, ignore_eos=True, seed=n) for n in range(len(prompts))]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    ids = [prompt + list(output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
-    file.write_text("".join(llm.tokenizer.decode(some, skip_special_tokens=False) for some in ids))
+
+    def ids(text: str) -> list[int]:
+        return llm.tokenizer.encode(text, add_special_tokens=False)
+
+    def generate(prompts: list[list[int]], **options: Any) -> list[list[int]]:
+        params = [SamplingParams(seed=n, **options) for n in range(len(prompts))]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    def text(tokens: list[int]) -> str:
+        return llm.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    [end], answer = ids("<|im_end|>"), ids("\n<|im_start|>assistant\n")
+    start = ids(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
+    texts = generate([ids("<|endoftext|>")] * 48, temperature=0.8, max_tokens=512, ignore_eos=True)
+    questions = generate([start] * 160, temperature=1.0, max_tokens=60, stop_token_ids=[end])
+    prompts = [start + question + [end] * (question[-1] != end) + answer for question in questions]
+    answers = generate(prompts, temperature=0.0, max_tokens=200, stop_token_ids=[end])
+    chats = [text(both[0] + both[1]) + "\n" for both in zip(prompts, answers, strict=True)]
+    share = [len(chats) * n // len(texts) for n in range(len(texts) + 1)]  # texts and chats alternate
+    parts = ["<|endoftext|>" + text(one) + "".join(chats[share[n] : share[n + 1]]) for n, one in enumerate(texts)]
+    file.write_text("".join(parts))
 
 
 def perplexity(arm: str, base: dict[str, list[float]]) -> dict[str, Any]:

@@ -14,8 +14,12 @@ from jax import lax
 
 from pallas_kernels.int4 import HIGHEST, LOWEST, fit
 
-DAMPING = 0.01, 0.1, 1.0  # share of the mean of the moments' diagonal, increased until the inverse is finite
+# Share of the mean of the moments' diagonal, increased until the inverse is finite. With 0.01, weights fit the given inputs
+# slightly better, but other inputs of the same kind worse.
+DAMPING = 0.1, 1.0
+TOGETHER = 32  # columns that are rounded before one product updates the others; divides all sizes of groups
 Numbers = tuple[jax.Array, jax.Array, jax.Array]
+Column = tuple[jax.Array, jax.Array]
 
 
 def gptq(weight: jax.Array, moments: jax.Array, group: int) -> Numbers:
@@ -53,28 +57,40 @@ def _inverse_root(moments: jax.Array, damping: float) -> jax.Array:
 def _rounded(weight: jax.Array, upper: jax.Array, group: int) -> Numbers:
     outs, size = weight.shape
 
-    def one_group(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        weight, numbers, scales, offsets = state
-        start = index * group
-        block = lax.dynamic_slice(weight, (0, start), (outs, group))
-        _, scale, offset = fit(block)
+    def one_group(columns: jax.Array, start: jax.Array) -> tuple[jax.Array, Numbers]:
+        block = lax.dynamic_slice(columns, (start, 0), (group, outs))
+        _, scale, offset = (part.T for part in fit(block.T))
         root = lax.dynamic_slice(upper, (start, 0), (group, size))
         own = lax.dynamic_slice(root, (0, start), (group, group))
+        numbers, errors = [], []
+        for first in range(0, group, TOGETHER):
+            after = first + TOGETHER
+            step = partial(_column, scale=scale[0], offset=offset[0])
+            _, (found, wrong) = lax.scan(step, block[first:after], (jnp.arange(TOGETHER), own[first:after, first:after]))
+            block = block.at[after:].add(-_product(own[first:after, after:].T, wrong))
+            numbers.append(found)
+            errors.append(wrong)
+        # The columns that are done are not read again.
+        return columns - _product(root.T, jnp.concatenate(errors)), (jnp.concatenate(numbers), scale[0], offset[0])
 
-        def column(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            block, found, errors = state
-            value = lax.dynamic_slice(block, (0, i), (outs, 1))
-            number = jnp.clip(jnp.round((value - offset) / scale), LOWEST, HIGHEST)
-            error = (value - (number * scale + offset)) / own[i, i]
-            block = block - error * own[i]
-            return (block, *(lax.dynamic_update_slice(x, y, (0, i)) for x, y in ((found, number), (errors, error))))
+    _, (numbers, scale, offset) = lax.scan(one_group, weight.T, jnp.arange(0, size, group))
+    return numbers.reshape(size, outs).T.astype(jnp.int8), scale.T, offset.T
 
-        empty = jnp.zeros_like(block)
-        _, found, errors = lax.fori_loop(0, group, column, (block, empty, empty))
-        weight = weight - jnp.matmul(errors, root, precision=lax.Precision.HIGHEST)  # the columns that are done are not read again
-        put = lax.dynamic_update_slice
-        return weight, put(numbers, found, (0, start)), put(scales, scale, (0, index)), put(offsets, offset, (0, index))
 
-    by_group = jnp.zeros((outs, size // group))
-    _, numbers, scales, offsets = lax.fori_loop(0, size // group, one_group, (weight, jnp.zeros_like(weight), by_group, by_group))
-    return numbers.astype(jnp.int8), scales, offsets
+def _column(block: jax.Array, at: Column, scale: jax.Array, offset: jax.Array) -> tuple[jax.Array, Column]:
+    """Rounds a column of block [columns, outs], and subtracts the error's share from later columns.
+
+    Args:
+        at: the column's index, and the row of the root with this index.
+
+    Returns:
+        The block, and the column's numbers and errors [outs].
+    """
+    i, root = at
+    number = jnp.clip(jnp.round((block[i] - offset) / scale), LOWEST, HIGHEST)
+    error = (block[i] - (number * scale + offset)) / root[i]
+    return block - root[:, None] * error, (number, error)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from jengine.checkpoints import load, load_calibrated, read_config, read_text, resolve
+from jengine.checkpoints.calibration import _moments
 from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer
-from pallas_kernels.gptq import gptq
+from pallas_kernels.gptq import DAMPING, gptq
+from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4, dequantize_int4, pack, quantize_int4
 from pallas_kernels.quantized import Quantized, is_quantized
 from tests.golden.weights import max_model_len, write_model
@@ -42,6 +44,38 @@ def test_products_with_such_inputs_are_nearer(size: int, group: int) -> None:
     nearest = dequantize_int4(quantize_int4(weight, group=group))
     errors = [float(jnp.abs(x @ (weight - other).T).mean()) for other in (made, nearest)]
     assert errors[0] < 0.6 * errors[1]
+
+
+def test_columns_are_rounded_one_after_the_other() -> None:
+    """The same numbers as the method's definition gives in float64. The columns fill a group and a half of a second."""
+    x, weight = np.asarray(inputs(512, 96), np.float64), np.random.default_rng(0).normal(size=(16, 96)).astype(np.float32)
+    moments = x.T @ x
+    numbers, scale, offset = (np.asarray(part) for part in gptq(jnp.asarray(weight), jnp.asarray(moments, jnp.float32), 64))
+    damped = moments + DAMPING[0] * np.diagonal(moments).sum() / 128 * np.eye(96)  # the mean over the padded columns, too
+    upper = np.linalg.cholesky(np.linalg.inv(damped)).T
+    rest, want = weight.astype(np.float64), np.zeros((16, 96))
+    for i in range(96):
+        by_group = scale[:, i // 64], offset[:, i // 64]
+        want[:, i] = np.clip(np.round((rest[:, i] - by_group[1]) / by_group[0]), -8, 7)
+        rest -= np.outer((rest[:, i] - want[:, i] * by_group[0] - by_group[1]) / upper[i, i], upper[i])
+    assert (numbers != want).mean() < 0.005  # numbers half way between two
+
+
+def test_few_inputs_mislead_little() -> None:
+    """With about as many inputs as columns, errors on other inputs of the same kind stay bounded."""
+    x = jax.random.normal(jax.random.key(0), (1130, 128)) + jax.random.normal(jax.random.key(1), (1130, 1))
+    weight = jax.random.normal(jax.random.key(2), (48, 128))
+    seen, unseen = x[:130], x[130:]
+    numbers, scale, offset = gptq(weight, seen.T @ seen, 128)
+    nearest = dequantize_int4(quantize_int4(weight, group=128))
+    errors = [float(jnp.square(unseen @ (weight - made).T).mean()) for made in (numbers * scale + offset, nearest)]
+    assert errors[0] < 1.7 * errors[1]  # 2.1 with a tenth of the damping
+
+
+def test_moments_of_transformed_inputs() -> None:
+    x = inputs(64, 48).astype(jnp.bfloat16)
+    spread = np.asarray(transform(x.astype(jnp.float32), 48), np.float64)
+    np.testing.assert_allclose(_moments(x, 48), spread.T @ spread, rtol=1e-4, atol=1e-2)
 
 
 def test_moments_without_an_inverse() -> None:
@@ -80,7 +114,7 @@ def test_text_is_cut_into_sequences(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("a story " * 40_000)
     tokens = read_text(file, tokenizer)
-    assert tokens.shape == (32, 512) and tokens.dtype == np.int32
+    assert tokens.shape == (64, 512) and tokens.dtype == np.int32
     file.write_text("short")
     with pytest.raises(InvalidArgument, match=r"calibration_data=.*has \d+ tokens; at least 512 are needed"):
         read_text(file, tokenizer)
