@@ -62,7 +62,7 @@ def sentence(survey: dict[str, Any]) -> str:
     low, _ = share(groups)
     if not any(reason for group in groups for reason in group.reasons.values()):
         return (
-            f"jengine supports the model types and formats of all groups in a survey of {survey['checkpoints']} popular checkpoints\n"
+            f"jengine supports the model types and formats of all groups of {survey['checkpoints']} popular checkpoints\n"
             f"({survey['source']}, {survey['surveyed']}). The survey kept groups,\n"
             "not names: the checkpoints were not loaded one by one. `tools/popular_checkpoints.py` lists the groups."
         )
