@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from jengine.config import EngineConfig
@@ -27,25 +28,31 @@ def test_gpt_oss_120b_on_an_h200_by_hand() -> None:
 
 
 def test_deepseek_v3_on_eight_h200s_by_hand() -> None:
-    """In fp8 each matrix has a byte a number and a float32 scale a row; heads, experts and the vocabulary are shared, what makes the cached
-    vectors is not, nor are they."""
-    plan = make_plan(EngineConfig(model=str(DATA / "deepseek-v3"), tensor_parallel_size=8, quantization="fp8", max_model_len=32768), "h200")
+    """With quantization="fp8" each matrix has a byte per number and a float32 scale per row; the published blocks have a
+    scale per 128 inputs of a row, and a vocabulary in bfloat16. Heads, experts and the vocabulary are sharded. The
+    cached vectors and their weights are not."""
+    config = EngineConfig(model=str(DATA / "deepseek-v3"), tensor_parallel_size=8, max_model_len=32768)
+    published, plan = (make_plan(replace(config, quantization=quantization), "h200") for quantization in (None, "fp8"))
 
-    def rows(count: int, inputs: int) -> int:
-        return count * (inputs + 4)
+    def weights(scaled: int | None, vocabulary: int) -> int:
+        """Bytes per device. `scaled` is the number of inputs per scale, None for all of a row's; `vocabulary` is the bytes
+        of one of its two matrices."""
 
-    def gated(size: int) -> int:
-        return rows(2 * size, 7168) + rows(7168, size)
+        def rows(count: int, inputs: int) -> int:
+            return count * (inputs + 4 * (inputs // (scaled or inputs)))
 
-    heads, expert = 128 // 8, 2048 // 8
-    attention = rows(1536, 7168) + rows(heads * 192, 1536) + rows(512 + 64, 7168) + rows(7168, heads * 128)
-    attention += heads * (128 + 128) * 512 * 2  # in bfloat16, since it is multiplied head by head
-    attention += (1536 + 512 + 2 * 7168) * 2  # norms
-    experts = 256 * gated(expert) + gated(expert) + 256 * 7168 * 2 + 256 * 4  # routed and shared; router and its correction
-    weights = 61 * attention + 3 * gated(18432 // 8) + 58 * experts + 2 * rows(129280 // 8, 7168) + 7168 * 2
-    assert plan.memory.weights == weights == 85_476_961_792
+        def gated(size: int) -> int:
+            return rows(2 * size, 7168) + rows(7168, size)
+
+        heads, expert = 128 // 8, 2048 // 8
+        attention = rows(1536, 7168) + rows(heads * 192, 1536) + rows(512 + 64, 7168) + rows(7168, heads * 128)
+        attention += heads * (128 + 128) * 512 * 2  # in bfloat16, since it is multiplied head by head
+        attention += (1536 + 512 + 2 * 7168) * 2  # norms
+        experts = 256 * gated(expert) + gated(expert) + 256 * 7168 * 2 + 256 * 4  # routed and shared; router and its correction
+        return 61 * attention + 3 * gated(18432 // 8) + 58 * experts + 2 * vocabulary + 7168 * 2
+
+    assert plan.memory.weights == weights(None, 129280 // 8 * (7168 + 4)) == 85_476_961_792
+    assert published.memory.weights == weights(128, 129280 // 8 * 7168 * 2) and published.fits
     assert plan.memory.page == 64 * 61 * (512 + 64) * 2, "each device has all of it"
     assert plan.formats.kv_bytes == 70_272 and plan.fits
     assert [(group.kind, len(group.layers)) for group in plan.spec.groups] == [("latent", 61)]
-    plain = make_plan(EngineConfig(model=str(DATA / "deepseek-v3"), tensor_parallel_size=8, max_model_len=32768), "h200")
-    assert plain.memory.weights > plain.memory.limit and not plain.fits, "its fp8 blocks become bfloat16"
