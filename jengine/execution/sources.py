@@ -10,11 +10,12 @@ from pathlib import Path
 
 PACKAGES = Path(__file__).parents[2]  # the folder that contains jengine and pallas_kernels
 TRACED = "jengine.execution.programs"  # lowers every program
+FAMILIES = "jengine/models"  # whose __init__ imports its modules from a list of names
 KERNELS = "pallas_kernels"
 
-# Import statements anywhere in a file. A regular expression, since parsing the files takes a fifth of a second
-# at every start; a
-# test compares the two. It may match too much (in a docstring), which only costs a compilation, but never too little.
+# Import statements anywhere in a file. A regular expression, since parsing the files takes a fifth of a second at every
+# start; a test compares the two. It may match too much (in a docstring), which only costs a compilation, but never too
+# little.
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.MULTILINE)
 _NAME = re.compile(rb"[\w.]+")
 
@@ -29,15 +30,15 @@ def source_digest(packages: Path = PACKAGES) -> str:
 
 
 def source_files(packages: Path = PACKAGES) -> list[Path]:
-    """The import closure within jengine of the module that lowers programs, and all of pallas_kernels with its
-    tables; sorted."""
+    """The import closure within jengine of the module that lowers programs and of the models, and all of
+    pallas_kernels with its tables; sorted."""
     kernels = (file for file in (packages / KERNELS).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     return sorted({*kernels, *_closure(packages)})
 
 
 def _closure(packages: Path) -> set[Path]:
     found: set[Path] = set()
-    waiting = [*_files(packages, TRACED)]
+    waiting = [*_files(packages, TRACED), *(packages / FAMILIES).glob("*.py")]
     while waiting:
         file = waiting.pop()
         if file not in found:

@@ -104,7 +104,7 @@ def where(rows: int = 2) -> tuple[jax.Array, jax.Array]:
 def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch, present: None) -> None:
     def taken(rows: int, device: Any = HOPPER, **how: Any) -> bool:
         q, k, v = shapes(rows=rows)
-        return decode.serves("auto", q, k, v, None, how.get("soft_cap"), device)
+        return decode.serves("auto", q, k, v, None, how.get("soft_cap"), False, device)
 
     assert not taken(8)
     case = fastest.Case("bfloat16", 8, 2, 16, 64, 8)
@@ -117,7 +117,7 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPat
     assert not taken(8, soft_cap=3.0)  # refused, and not asked for
     q, k, v = shapes(rows=8)
     eight = jax.eval_shape(lambda x: movable(quantize(x, "int8")), k)
-    assert not decode.serves("auto", q, eight, eight, None, None, HOPPER)
+    assert not decode.serves("auto", q, eight, eight, None, None, False, HOPPER)
     assert not decode.serves("mosaic", q, k, v, None, None, HOPPER)
 
 
