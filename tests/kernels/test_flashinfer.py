@@ -118,7 +118,7 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPat
     q, k, v = shapes(rows=8)
     eight = jax.eval_shape(lambda x: movable(quantize(x, "int8")), k)
     assert not decode.serves("auto", q, eight, eight, None, None, False, HOPPER)
-    assert not decode.serves("mosaic", q, k, v, None, None, HOPPER)
+    assert not decode.serves("mosaic", q, k, v, None, None, False, HOPPER)
 
 
 def test_programs_are_prepared_for_all_kernels_that_they_may_call(monkeypatch: pytest.MonkeyPatch, present: None) -> None:
