@@ -43,7 +43,9 @@ class DenseCausal:
         else:
             q, k, v = qkv.split()
             k = k if rotation is None else rotate(k, rotation)
+            latent = v.shape[-1] < k.shape[-1]  # a value is a part of its key, with the same rounding
             k, v = (x if self.kind is None else dequantize(quantize(x, self.kind)) for x in (k, v))
+            v = k[..., : v.shape[-1]] if latent else v
             self.written[layer] = k, v
         q = q if rotation is None else rotate(q, rotation)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in self.written[layer])
