@@ -29,6 +29,7 @@ from tests.compiling import QUICK
 from tests.engine.running import Estimates
 
 NAME = "program"  # in its folder
+MOST_READY = 64  # a process has 65,530 memory maps, and a program needs hundreds
 
 
 class OnDemand(Programs):
@@ -59,7 +60,9 @@ class OnDemand(Programs):
         if key not in self._programs:
             assert key in self._keys, key
             name = (*self._names, key)
-            program = self.ready[name] = self.ready[name] if name in self.ready else self._obtained(key)
+            program = self.ready[name] = self.ready.pop(name) if name in self.ready else self._obtained(key)
+            if len(self.ready) > MOST_READY:
+                del self.ready[next(iter(self.ready))]  # the least recently used one
             self._programs[key], self.memory[key] = program, memory_of(program)
         return self._programs[key]
 
