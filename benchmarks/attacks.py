@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.large_requests import LARGE, Asked, send
+from benchmarks.large_requests import LARGE, AnyRequest, send
 from benchmarks.machine import save
 from benchmarks.serve_processes import mock_server, model_server
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
@@ -31,7 +31,7 @@ from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServi
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
 LIMIT = 0.25  # seconds by which an attack may increase the longest wait
 REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "OK")  # allowed responses to an attacker
-Attack = Callable[[int], Asked]
+Attack = Callable[[int], AnyRequest]
 ATTACKS: dict[str, Attack] = {}
 
 

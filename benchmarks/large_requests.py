@@ -14,7 +14,7 @@ import grpc
 from jengine.serving.generated.inference import grpc_service_pb2 as kserve
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
-Asked = pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest | kserve.ModelInferRequest
+AnyRequest = pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest | kserve.ModelInferRequest
 BYTES = 3_900_000
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
@@ -65,59 +65,59 @@ def _tensor() -> kserve.ModelInferRequest:
     return request
 
 
-def repeated_allowed_ids(i: int) -> Asked:
+def repeated_allowed_ids(i: int) -> AnyRequest:
     """Used to be sent to the engine once per sample, in a frame that was too large for it and ended it."""
     return _repeated_ids()
 
 
-def many_allowed_ids(i: int) -> Asked:
+def many_allowed_ids(i: int) -> AnyRequest:
     """The maximum for a request; some ids are not in any vocabulary."""
     return _generate(n=64, allowed_token_ids=range(i, i + 2**18))
 
 
-def empty_stops(i: int) -> Asked:
+def empty_stops(i: int) -> AnyRequest:
     return _empty_stops()
 
 
-def many_stops(i: int) -> Asked:
+def many_stops(i: int) -> AnyRequest:
     """The maximum; an automaton used to be built for every sample."""
     return _generate(n=64, temperature=1.0, stop=[f"{i} {j} {j * j} never comes" for j in range(256)])
 
 
-def large_logit_bias(i: int) -> Asked:
+def large_logit_bias(i: int) -> AnyRequest:
     return _large_bias()
 
 
-def prompt_of_many_ids(i: int) -> Asked:
+def prompt_of_many_ids(i: int) -> AnyRequest:
     return _prompt_of_ids()
 
 
-def long_prompt(i: int) -> Asked:
+def long_prompt(i: int) -> AnyRequest:
     return pb.GenerateRequest(text=f"{i} {_text()}", sampling_params=pb.SamplingParams(max_tokens=8, n=64))
 
 
-def long_conversation(i: int) -> Asked:
+def long_conversation(i: int) -> AnyRequest:
     return pb.ChatRequest(messages=[pb.ChatMessage(role="user", content=f"{i} {_text()}")], sampling_params=pb.SamplingParams(max_tokens=8))
 
 
-def many_messages(i: int) -> Asked:
+def many_messages(i: int) -> AnyRequest:
     return _messages()
 
 
-def long_tokenize(i: int) -> Asked:
+def long_tokenize(i: int) -> AnyRequest:
     """Allowed, for counting the tokens of a long document."""
     return pb.TokenizeRequest(text=f"{i} {_text()}")
 
 
-def long_detokenize(i: int) -> Asked:
+def long_detokenize(i: int) -> AnyRequest:
     return _ids()
 
 
-def large_tensor(i: int) -> Asked:
+def large_tensor(i: int) -> AnyRequest:
     return _tensor()
 
 
-LARGE: dict[str, Callable[[int], Asked]] = {
+LARGE: dict[str, Callable[[int], AnyRequest]] = {
     made.__name__: made
     for made in (
         repeated_allowed_ids,
@@ -134,7 +134,7 @@ LARGE: dict[str, Callable[[int], Asked]] = {
         large_tensor,
     )
 }
-METHODS: dict[type[Asked], tuple[str, Any]] = {
+METHODS: dict[type[AnyRequest], tuple[str, Any]] = {
     pb.GenerateRequest: ("/jengine.v1.GenerateService/Generate", pb.GenerateResponse),
     pb.ChatRequest: ("/jengine.v1.GenerateService/Chat", pb.GenerateResponse),
     pb.TokenizeRequest: ("/jengine.v1.GenerateService/Tokenize", pb.TokenizeResponse),
@@ -143,7 +143,7 @@ METHODS: dict[type[Asked], tuple[str, Any]] = {
 }
 
 
-def send(channel: grpc.Channel, request: Asked) -> Any:
+def send(channel: grpc.Channel, request: AnyRequest) -> Any:
     """Returns the response. Raises grpc.RpcError."""
     method, response = METHODS[type(request)]
     call = channel.unary_unary(method, request_serializer=type(request).SerializeToString, response_deserializer=response.FromString)

@@ -26,10 +26,10 @@ from typing import Any
 from jengine import AsyncLLM, JengineError, SamplingParams
 
 Request = tuple[list[int], int, float | None]
-Ask = Callable[[list[int], int], AsyncIterator[int]]  # (prompt, max_tokens) to the numbers of tokens as they arrive
+Generate = Callable[[list[int], int], AsyncIterator[int]]  # (prompt, max_tokens) to the numbers of tokens as they arrive
 
 
-async def stub(address: str) -> Ask:
+async def stub(address: str) -> Generate:
     import grpc
 
     from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
@@ -45,7 +45,7 @@ async def stub(address: str) -> Ask:
     return ask
 
 
-async def client(address: str) -> Ask:
+async def client(address: str) -> Generate:
     from jengine.serving.client import AsyncClient
 
     connected = AsyncClient(address)
@@ -57,7 +57,7 @@ async def client(address: str) -> Ask:
     return ask
 
 
-async def library(config: str) -> Ask:
+async def library(config: str) -> Generate:
     llm = AsyncLLM(**json.loads(config), progress=False)
 
     async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
@@ -67,7 +67,7 @@ async def library(config: str) -> Ask:
     return ask
 
 
-async def http(url: str) -> Ask:
+async def http(url: str) -> Generate:
     host, _, port = url.partition("://")[2].partition("/")[0].rpartition(":")
 
     async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
@@ -96,7 +96,7 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-async def fire(ask: Ask, requests: list[Request], concurrency: int | None) -> dict[str, Any]:
+async def fire(ask: Generate, requests: list[Request], concurrency: int | None) -> dict[str, Any]:
     """Sends all requests and waits for the last token."""
     from grpc import RpcError
 

@@ -57,7 +57,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-class Asked(NamedTuple):
+class Arrival(NamedTuple):
     """One request of a workload."""
 
     arrival: float  # seconds
@@ -78,18 +78,18 @@ class Outcome(NamedTuple):
     steps: int
 
 
-def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Asked]:
+def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Arrival]:
     """Requests that arrive together, or as a Poisson process with this rate a second."""
     rng = np.random.default_rng(seed)
     gaps = np.zeros(count) if rate is None else rng.exponential(1.0 / rate, count)
     lengths = rng.integers(*PROMPT, count, endpoint=True), rng.integers(*OUTPUT, count, endpoint=True)
     return [
-        Asked(float(at), rng.integers(2, 3000, prompt).tolist(), int(output))
+        Arrival(float(at), rng.integers(2, 3000, prompt).tolist(), int(output))
         for at, prompt, output in zip(np.cumsum(gaps), *lengths, strict=True)
     ]
 
 
-def requests_of(work: list[Asked], known: bool) -> list[Request]:
+def requests_of(work: list[Arrival], known: bool) -> list[Request]:
     """known: whether max_tokens are the actual lengths; otherwise it is the maximum, and requests end earlier."""
     made = []
     for i, asked in enumerate(work):
@@ -103,7 +103,7 @@ def requests_of(work: list[Asked], known: bool) -> list[Request]:
 
 def replay(
     costs: StepCosts,
-    work: list[Asked],
+    work: list[Arrival],
     *,
     seqs: int = SEQS,
     tiles: int = TILES,
@@ -143,7 +143,7 @@ def outcome(sequences: list[Sequence], ended: dict[Sequence, float], scheduler: 
     )
 
 
-def least_seconds(costs: StepCosts, work: list[Asked]) -> float:
+def least_seconds(costs: StepCosts, work: list[Arrival]) -> float:
     """The minimum time in which steps of this table can compute these prompts and outputs, in any order.
 
     A linear program over programs: as many tiles and rows as the work needs, at their costs. Attention is
@@ -239,7 +239,7 @@ def percentiles(got: Outcome) -> dict[str, float]:
 # --- the engine itself --------------------------------------------------------------------------------
 
 
-def run_engine(engine: Engine, work: list[Asked], **options: Any) -> Outcome:
+def run_engine(engine: Engine, work: list[Arrival], **options: Any) -> Outcome:
     """Runs the same on the engine, by the wall clock."""
     old = engine.scheduler
     engine.scheduler = scheduler = Scheduler(

@@ -20,7 +20,7 @@ class uninterrupted:
         before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
         self._before = before if callable(before) else None  # otherwise the system's default: ignored, or the process ends
         if self._before is not None:
-            signal.signal(signal.SIGINT, self._hold)
+            signal.signal(signal.SIGINT, self._defer)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._before is not None:
@@ -28,5 +28,5 @@ class uninterrupted:
             if self._held is not None:
                 self._before(*self._held)
 
-    def _hold(self, number: int, frame: FrameType | None) -> None:
+    def _defer(self, number: int, frame: FrameType | None) -> None:
         self._held = number, frame

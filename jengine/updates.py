@@ -18,7 +18,7 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class Found(NamedTuple):
+class ScoredToken(NamedTuple):
     """A sampler's result at a position: a token, and log probabilities of it and of the most likely tokens."""
 
     token: int
@@ -78,7 +78,7 @@ class Beam(NamedTuple):
     tokens: list[int]
     cumulative: float
     finish_reason: FinishReason
-    found: list[Found] | None = None
+    found: list[ScoredToken] | None = None
 
 
 class BeamsFound(NamedTuple):

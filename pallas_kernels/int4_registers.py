@@ -44,7 +44,7 @@ def numbers(words: jax.Array, nibbles: Sequence[int], kind: str, dtype: jnp.dtyp
     Args:
         in_registers: unpack to an operand of the tensor cores. False: use only operations that Pallas interprets.
     """
-    pairs, taken = (_pairs_in_registers, _taken_in_registers) if in_registers else (_pairs, _taken)
+    pairs, taken = (_pairs_in_registers, _and_xor_in_registers) if in_registers else (_pairs, _and_xor)
     mantissa = MANTISSA[jnp.dtype(dtype)]
     if kind == "int4":
         # The number plus 8 is unsigned. It becomes the lowest bits of a power of two; then the power and 8 are subtracted.
@@ -72,14 +72,14 @@ def _both(half: int) -> Any:
     return np.uint32(half << 16 | half).astype(np.int32)
 
 
-def _taken(words: jax.Array, mask: int, flipped: int) -> jax.Array:
+def _and_xor(words: jax.Array, mask: int, flipped: int) -> jax.Array:
     """(words & mask) ^ flipped, in both halves of each word."""
     taken: jax.Array = words & _both(mask) ^ _both(flipped)
     return taken
 
 
-def _taken_in_registers(words: jax.Array, mask: int, flipped: int) -> jax.Array:
-    """The same as `_taken` in one instruction. The compiler would use two because there are two constants."""
+def _and_xor_in_registers(words: jax.Array, mask: int, flipped: int) -> jax.Array:
+    """The same as `_and_xor` in one instruction. The compiler would use two because there are two constants."""
 
     def take(_: Any, words: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)

@@ -62,16 +62,16 @@ class Answer:
 class PatientWriter:
     """Writes a stream's messages. The client must read each within a time limit.
 
-    A write waits for HTTP/2's flow control. If it waits too long, `give_up` is called, which frees the
+    A write waits for HTTP/2's flow control. If it waits too long, `abandon` is called, which frees the
     request's resources. The write cannot be cancelled, so the error is raised, and reaches the client, only
     when the client reads on or disconnects. Until then the stream holds one message and the transport's
     buffers.
     """
 
     def __init__(
-        self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], seconds: float, give_up: Callable[[], object]
+        self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], seconds: float, abandon: Callable[[], object]
     ) -> None:
-        self._write, self._peer, self._seconds, self._give_up = write, peer, seconds, give_up
+        self._write, self._peer, self._seconds, self._abandon = write, peer, seconds, abandon
         self._call_later = asyncio.get_running_loop().call_later
         self._stalled = False
 
@@ -88,10 +88,10 @@ class PatientWriter:
     def _stall(self) -> None:
         self._stalled = True
         log.warning("slow reader: %s left a message unread for %g s; its request is aborted", self._peer(), self._seconds)
-        self._give_up()
+        self._abandon()
 
 
-def give_up(handle: RequestHandle, place: Place) -> None:
+def abandon(handle: RequestHandle, place: Place) -> None:
     """Frees a request's resources while its handler is blocked in a write."""
     place.release()
     handle.abort()

@@ -170,7 +170,7 @@ class ServerApp:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            self._say_ready(exporter)
+            self._print_ready(exporter)
             number = await stop
             self._stopping = True
             if number == signal.SIGTERM:
@@ -247,7 +247,7 @@ class ServerApp:
             return None
         return "the engine has ended and is being restarted" if self._ready else "starting: the engine is not ready yet"
 
-    def _say_ready(self, exporter: MetricsServer | HttpFront | None) -> None:
+    def _print_ready(self, exporter: MetricsServer | HttpFront | None) -> None:
         """Prints the only line on stdout."""
         self._ready = True
         config, info, engine = self._config, self._supervisor.info, self._engine.info

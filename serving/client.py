@@ -149,38 +149,38 @@ class Client(_Connection):
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with sending("text", text):
             request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
-        return list(self._ask(self._stub.Tokenize, request, SHORT).token_ids)
+        return list(self._call(self._stub.Tokenize, request, SHORT).token_ids)
 
     def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         with sending("token_ids", token_ids):
             request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return str(self._ask(self._stub.Detokenize, request, SHORT).text)
+        return str(self._call(self._stub.Detokenize, request, SHORT).text)
 
     def abort(self, request_id: str) -> bool:
         """End a request of this API key, or, on a server without keys, of any client. Returns False if it is unknown or has ended."""
-        return bool(self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT).found)
+        return bool(self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT).found)
 
     def model(self) -> pb.GetModelResponse:
         """Describe the served model: name, max_model_len, max_num_seqs, dtype, has_chat_template and more."""
-        got: pb.GetModelResponse = self._ask(self._stub.GetModel, pb.GetModelRequest(), SHORT)
+        got: pb.GetModelResponse = self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT)
         return got
 
     def load(self) -> pb.GetLoadResponse:
         """Return the server's load: running, waiting, free_pages, pages, cached_pages."""
-        got: pb.GetLoadResponse = self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
+        got: pb.GetLoadResponse = self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
         return got
 
     def set_strategy(self, strategy: str) -> None:
         """Change the server's strategy: throughput, latency, memory or auto. Needs the same permission as
         reset_prefix_cache."""
-        self._ask(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+        self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
     def trace(self, seconds: float | None = None) -> Trace:
         """Return the engine's activity in the last `seconds` seconds, or all that is kept, for `jengine.explain`.
 
         Needs the same permission as reset_prefix_cache.
         """
-        return Trace.from_json(self._ask(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT).trace)
+        return Trace.from_json(self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT).trace)
 
     def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
         """Profile the server's processes. Returns the profile, and jax.profiler's capture as a zip file.
@@ -188,13 +188,13 @@ class Client(_Connection):
         Needs the same permission as reset_prefix_cache.
         """
         options = options or ProfileOptions()
-        answer = self._ask(self._stub.Profile, _profile_request(options), _profile_seconds(options))
+        answer = self._call(self._stub.Profile, _profile_request(options), _profile_seconds(options))
         return Profile.from_json(answer.profile), bytes(answer.jax_capture)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages of all clients. Needs an API key with admin=1, or a server without keys on
         this machine."""
-        return bool(self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT).done)
+        return bool(self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT).done)
 
     def close(self) -> None:
         """Close the connection, and end running requests."""
@@ -211,7 +211,7 @@ class Client(_Connection):
             return grpc.insecure_channel(address, CHANNEL_OPTIONS)
         return grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
 
-    def _ask(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
+    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
         attempts = Attempts(self._retries)
         while True:
             try:
@@ -223,7 +223,7 @@ class Client(_Connection):
             time.sleep(pause)
 
     def _whole(self, method: Callable[..., Any], request: Any) -> ServedOutput:
-        return OutputReader(request).whole(self._ask(method, request, _deadline(request)))
+        return OutputReader(request).whole(self._call(method, request, _deadline(request)))
 
     def _news(self, method: Callable[..., Any], request: Any) -> Generator[ServedOutput]:
         attempts = Attempts(self._retries)
@@ -268,37 +268,37 @@ class AsyncClient(_Connection):
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with sending("text", text):
             request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
-        return list((await self._ask(self._stub.Tokenize, request, SHORT)).token_ids)
+        return list((await self._call(self._stub.Tokenize, request, SHORT)).token_ids)
 
     async def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         with sending("token_ids", token_ids):
             request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return str((await self._ask(self._stub.Detokenize, request, SHORT)).text)
+        return str((await self._call(self._stub.Detokenize, request, SHORT)).text)
 
     async def abort(self, request_id: str) -> bool:
-        return bool((await self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT)).found)
+        return bool((await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT)).found)
 
     async def model(self) -> pb.GetModelResponse:
-        got: pb.GetModelResponse = await self._ask(self._stub.GetModel, pb.GetModelRequest(), SHORT)
+        got: pb.GetModelResponse = await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT)
         return got
 
     async def load(self) -> pb.GetLoadResponse:
-        got: pb.GetLoadResponse = await self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
+        got: pb.GetLoadResponse = await self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
         return got
 
     async def set_strategy(self, strategy: str) -> None:
-        await self._ask(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+        await self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
     async def trace(self, seconds: float | None = None) -> Trace:
-        return Trace.from_json((await self._ask(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
+        return Trace.from_json((await self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
 
     async def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
         options = options or ProfileOptions()
-        answer = await self._ask(self._stub.Profile, _profile_request(options), _profile_seconds(options))
+        answer = await self._call(self._stub.Profile, _profile_request(options), _profile_seconds(options))
         return Profile.from_json(answer.profile), bytes(answer.jax_capture)
 
     async def reset_prefix_cache(self) -> bool:
-        return bool((await self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT)).done)
+        return bool((await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT)).done)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -314,7 +314,7 @@ class AsyncClient(_Connection):
             return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         return grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
 
-    async def _ask(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
+    async def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
         attempts = Attempts(self._retries)
         while True:
             try:
@@ -326,7 +326,7 @@ class AsyncClient(_Connection):
             await asyncio.sleep(pause)
 
     async def _whole(self, method: Callable[..., Any], request: Any) -> ServedOutput:
-        return OutputReader(request).whole(await self._ask(method, request, _deadline(request)))
+        return OutputReader(request).whole(await self._call(method, request, _deadline(request)))
 
     async def _news(self, method: Callable[..., Any], request: Any) -> AsyncGenerator[ServedOutput]:
         attempts = Attempts(self._retries)

@@ -181,7 +181,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
     Raises:
         InvalidArgument: an unknown name or an invalid value; says where it was given.
     """
-    given = given_options(flags, environ)
+    given = sourced_options(flags, environ)
     if "model" not in given:
         raise InvalidArgument("model", None, f"must be given: as an argument, as {PREFIX}MODEL, or in a file (--config)")
     server, engine = (
@@ -191,7 +191,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
         return ServerConfig(**server), EngineConfig(**{**SERVED, **engine})
 
 
-def given_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Sourced:
+def sourced_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Sourced:
     """The options of the server and the engine that were given in any of these places, for `resolve_config`.
 
     Raises:

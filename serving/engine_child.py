@@ -62,7 +62,7 @@ from jengine.serving.wire import (
 )
 
 
-def _LOOK() -> None:
+def _WAKE() -> None:
     """Not an order: wakes the loop to check for news."""
 
 
@@ -93,7 +93,7 @@ class EngineChild:
         gc.freeze()  # excludes objects of the start from garbage collection
         self._told = self._engine.load
         self._heartbeat.ready(info.longest_step)
-        self._say(Ready(self._engine.limits, self._engine.load, info))
+        self._send(Ready(self._engine.limits, self._engine.load, info))
         run_engine(self._engine, self._take_orders, self._deliver)
 
     # --- the loop's thread -----------------------------------------------------------------------
@@ -109,7 +109,7 @@ class EngineChild:
                     return True
             with self._heartbeat.idle():
                 order = self._next_order()
-            if order is _LOOK:
+            if order is _WAKE:
                 continue
             if order is None:
                 return False
@@ -122,7 +122,7 @@ class EngineChild:
         try:
             return self._inbox.get(timeout=None if load.programs_ready == load.programs else 1.0)
         except queue.Empty:
-            return _LOOK
+            return _WAKE
 
     def _deliver(self, updates: Updates, totals: bool = False) -> None:
         now = time.monotonic()
@@ -134,10 +134,10 @@ class EngineChild:
         pooled = [update for update in updates if isinstance(update, Pooled)]
         beams = [update for update in updates if isinstance(update, BeamsFound)]
         ended = [update for update in updates if isinstance(update, Ended)]
-        self._say(Batch(tokens, scores, pooled, beams, ended, load, self._totals if totals else None))
+        self._send(Batch(tokens, scores, pooled, beams, ended, load, self._totals if totals else None))
 
     def _add(self, requests: list[Request]) -> None:
-        requests = [request for request in requests if self._goes_on(request.request_id)]
+        requests = [request for request in requests if self._is_wanted(request.request_id)]
         try:
             if requests:
                 self._engine.add(*requests)
@@ -150,9 +150,9 @@ class EngineChild:
             self._refuse([request.request_id for request in requests], error)
 
     def _refuse(self, request_ids: list[str], error: Exception) -> None:
-        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids if self._goes_on(request_id)])
+        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids if self._is_wanted(request_id)])
 
-    def _goes_on(self, request_id: str) -> bool:
+    def _is_wanted(self, request_id: str) -> bool:
         """Whether a request that waited for its mask is still wanted."""
         self._masking.discard(request_id)
         ended = request_id in self._ended
@@ -165,7 +165,7 @@ class EngineChild:
         else:
             self._engine.end(*ended)
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         self._server.sendall(frame(message))
 
     # --- the orders' thread ----------------------------------------------------------------------
@@ -194,9 +194,9 @@ class EngineChild:
             case End(ended):
                 self._inbox.put(lambda: self._end(ended))
             case ResetPrefixCache():
-                self._inbox.put(lambda: self._say(PrefixCacheReset(self._engine.reset_prefix_cache())))
+                self._inbox.put(lambda: self._send(PrefixCacheReset(self._engine.reset_prefix_cache())))
             case TakeTrace(seconds):
-                self._inbox.put(lambda: self._say(TraceTaken(self._engine.trace(seconds).to_json())))
+                self._inbox.put(lambda: self._send(TraceTaken(self._engine.trace(seconds).to_json())))
             case TakeProfile():
                 threading.Thread(target=self._profile, args=(order,), name="profile", daemon=True).start()
             case SetStrategy(strategy):
@@ -213,7 +213,7 @@ class EngineChild:
             why = ""
         except Exception as error:
             why = error.limit if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
-        self._inbox.put(lambda: self._say(ProfileTaken(why)))
+        self._inbox.put(lambda: self._send(ProfileTaken(why)))
 
     def _mask(self) -> None:
         while True:

@@ -172,10 +172,10 @@ class EngineProcess:
         self._order(End(Ended(request_id, reason, stop_reason)))
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
-        self._ask(ResetPrefixCache(), done)
+        self._request(ResetPrefixCache(), done)
 
     def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
-        self._ask(TakeTrace(seconds), done)
+        self._request(TakeTrace(seconds), done)
 
     def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
         with self._lock:
@@ -188,7 +188,7 @@ class EngineProcess:
     def set_strategy(self, strategy: StrategyName) -> None:
         self._order(SetStrategy(strategy))
 
-    def _ask(self, question: ResetPrefixCache | TakeTrace, done: Callable[[Any], None]) -> None:
+    def _request(self, question: ResetPrefixCache | TakeTrace, done: Callable[[Any], None]) -> None:
         with self._lock:
             self._answers.append(done)
             self._order(question)
@@ -286,7 +286,7 @@ class _Child:
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
-                self._watchdog = Watchdog(watchdog_seconds, partial(_spawn, theirs), self._give_up)
+                self._watchdog = Watchdog(watchdog_seconds, partial(_spawn, theirs), self._fail)
                 self.process = self._watchdog.process
         except BaseException:
             self._socket.close()
@@ -307,7 +307,7 @@ class _Child:
                 if messages := self._frames.take(data):
                     yield messages
 
-    def _give_up(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         """Called in the watchdog's thread. Unblocks readers and writers before the process has exited."""
         self.hung = EngineDead(f"the engine process {why}")
         with contextlib.suppress(OSError):  # already closed

@@ -11,7 +11,7 @@ from jengine.serving.tokenizers import load_tokenizer, prepared
 from jengine.serving.wire import EngineInfo
 
 
-class Made(NamedTuple):
+class WarmEngine(NamedTuple):
     """A warmed-up engine, and the tokenizer for its requests' masks. Without a tokenizer there are no masks."""
 
     engine: Steps
@@ -19,7 +19,7 @@ class Made(NamedTuple):
     info: EngineInfo
 
 
-def model_engine(**options: Any) -> Made:
+def model_engine(**options: Any) -> WarmEngine:
     """An engine with a model; the options are EngineConfig's. Progress bars are shown if stderr is a terminal.
 
     Raises:
@@ -43,7 +43,7 @@ def model_engine(**options: Any) -> Made:
         longest_step=started.longest_step,
         stream_interval=config.stream_interval,
     )
-    return Made(engine, tokenizer, info)
+    return WarmEngine(engine, tokenizer, info)
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(params).items() if value != plain[name]}
 
 
-def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> Made:
+def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> WarmEngine:
     """A MockEngine with these options. The folder is that of its server's tokenizer."""
     from jengine.serving.mock_engine import MockEngine
 
     tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))
-    return Made(MockEngine(**options), tokenizer, EngineInfo(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"))
+    return WarmEngine(MockEngine(**options), tokenizer, EngineInfo(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"))

@@ -28,13 +28,13 @@ from jengine import (
 from jengine import Profile as TakenProfile
 from jengine.serving import conversions
 from jengine.serving.admission import client_of
-from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
+from jengine.serving.answers import Answer, PatientWriter, abandon, new_id
 from jengine.serving.bounds import check_admin, check_priority, sees_all_clients
 from jengine.serving.errors import check_model, reported
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
 from jengine.serving.security import scoped
-from jengine.serving.service import Asked, Conversation, Service
+from jengine.serving.service import Conversation, ParsedRequest, Service
 from jengine.serving.tracking import TrackedRequest
 
 log = logging.getLogger("jengine.serving")
@@ -58,18 +58,18 @@ class GenerateService(Service, GenerateServiceServicer):
             await self._streamed(request, context, tracked)
 
     async def _whole(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> pb.GenerateResponse:
-        llm, params = self._let_in(request, context)
+        llm, params = self._admit(request, context)
         with self._admission.place(params.n, context) as tracked.place:
             handle = await self._queue(llm, request, params, "final", context, tracked)
             with Answer(handle, tracked) as answer:
                 return await conversions.response(await answer.next(), self._models.info.name)
 
     async def _streamed(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> None:
-        llm, params = self._let_in(request, context)
+        llm, params = self._admit(request, context)
         with self._admission.place(params.n, context) as tracked.place:
             handle = await self._queue(llm, request, params, "delta", context, tracked)
             with Answer(handle, tracked, self._pace) as answer:
-                write = PatientWriter(context.write, context.peer, self._write_timeout, partial(give_up, handle, tracked.place)).write
+                write = PatientWriter(context.write, context.peer, self._write_timeout, partial(abandon, handle, tracked.place)).write
                 await write(conversions.started(tracked.request_id, self._models.info.name))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
@@ -85,7 +85,7 @@ class GenerateService(Service, GenerateServiceServicer):
 
     Chat, ChatStream = Generate, GenerateStream
 
-    def _let_in(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, GenerationParams]:
+    def _admit(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, GenerationParams]:
         self._admission.stream(context)
         check_model(request.model, self._models)
         if isinstance(request, pb.ChatRequest):
@@ -110,7 +110,7 @@ class GenerateService(Service, GenerateServiceServicer):
             template = request.options.chat_template if request.options.HasField("chat_template") else None
             rendered = await self._render(llm, partial(_conversation_of, request), template, request.ByteSize(), context)
             prompt = lambda: rendered  # noqa: E731
-        asked = Asked(
+        parsed = ParsedRequest(
             params,
             prompt,
             request.ByteSize(),
@@ -120,7 +120,7 @@ class GenerateService(Service, GenerateServiceServicer):
             request.ttft_ms if request.HasField("ttft_ms") else None,
             request.tpot_ms if request.HasField("tpot_ms") else None,
         )
-        return await self._submit(llm, asked, kind, context, tracked.request_id)
+        return await self._submit(llm, parsed, kind, context, tracked.request_id)
 
     def _prompt_of(self, request: pb.GenerateRequest) -> str | list[int]:
         if request.WhichOneof("prompt") != "token_ids":

@@ -14,13 +14,13 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
 from jengine.serving import tensors
-from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
+from jengine.serving.answers import Answer, PatientWriter, abandon, new_id
 from jengine.serving.bounds import check_priority
 from jengine.serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from jengine.serving.overload import Busy, SlowReader
-from jengine.serving.service import Asked, Service, Shared
+from jengine.serving.service import ParsedRequest, Service, Shared
 from jengine.serving.tensors import OUTPUTS, read_request, write_texts
 from jengine.serving.tracking import TrackedRequest
 
@@ -72,11 +72,11 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
         with self._tracker.track("ModelInfer", request.id or new_id(), context) as tracked:
             self._admission.stream(context)
-            asked = self._read(request)
+            parsed = self._read(request)
             llm = self._models.llm
             with (
-                self._admission.place(asked.params.n, context) as tracked.place,
-                Answer(await self._queue(llm, asked, "final", context), tracked) as answer,
+                self._admission.place(parsed.params.n, context) as tracked.place,
+                Answer(await self._queue(llm, parsed, "final", context), tracked) as answer,
             ):
                 output = await answer.next()
                 return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
@@ -109,10 +109,10 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     async def _stream_one(
         self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext, tracked: TrackedRequest
     ) -> None:
-        asked, llm = self._read(request), self._models.llm
-        with self._admission.place(asked.params.n, context) as tracked.place:
-            handle = await self._queue(llm, asked, "delta", context)
-            with Answer(handle, tracked, self._pace) as answer, stream.freeing(handle.request_id, partial(give_up, handle, tracked.place)):
+        parsed, llm = self._read(request), self._models.llm
+        with self._admission.place(parsed.params.n, context) as tracked.place:
+            handle = await self._queue(llm, parsed, "delta", context)
+            with Answer(handle, tracked, self._pace) as answer, stream.freeing(handle.request_id, partial(abandon, handle, tracked.place)):
                 ended, tokens = False, 0
                 while not ended:
                     output = await answer.next()
@@ -120,18 +120,20 @@ class KserveService(Service, GRPCInferenceServiceServicer):
                     if ended or any(completion.text for completion in output.outputs):
                         await stream.write(infer_response=self._response(request, output, tokens))
 
-    async def _queue(self, llm: AsyncLLM, read: tensors.Asked, kind: OutputKind, context: grpc.aio.ServicerContext) -> RequestHandle:
+    async def _queue(
+        self, llm: AsyncLLM, read: tensors.TensorRequest, kind: OutputKind, context: grpc.aio.ServicerContext
+    ) -> RequestHandle:
         """Validates and queues a request."""
         more = read.cache_salt, read.priority, read.timeout, read.ttft_ms, read.tpot_ms
-        asked = Asked(read.params, lambda: read.text, read.bytes, *more)
-        return await self._submit(llm, asked, kind, context, new_id())
+        parsed = ParsedRequest(read.params, lambda: read.text, read.bytes, *more)
+        return await self._submit(llm, parsed, kind, context, new_id())
 
-    def _read(self, request: pb.ModelInferRequest) -> tensors.Asked:
+    def _read(self, request: pb.ModelInferRequest) -> tensors.TensorRequest:
         checked(request)
         self._check_model(request.model_name, request.model_version)
-        asked = read_request(request, self._models.llm.get_default_sampling_params())
-        check_priority(asked.priority)
-        return asked._replace(params=self._bounds.params(asked.params))
+        parsed = read_request(request, self._models.llm.get_default_sampling_params())
+        check_priority(parsed.priority)
+        return parsed._replace(params=self._bounds.params(parsed.params))
 
     def _response(self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int) -> pb.ModelInferResponse:
         """The content of this output; `tokens`: number generated so far."""

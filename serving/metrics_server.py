@@ -32,8 +32,8 @@ class Page(NamedTuple):
     content_type: str = "text/plain; charset=utf-8"
 
 
-Made = Callable[[str], Awaitable[Page]]  # maps a request's Accept header to a page
-Pages = Mapping[str, Made]
+MakePage = Callable[[str], Awaitable[Page]]  # maps a request's Accept header to a page
+Pages = Mapping[str, MakePage]
 
 
 class MetricsServer:
@@ -95,11 +95,11 @@ class MetricsServer:
             page = Page(HTTPStatus.METHOD_NOT_ALLOWED, b"GET or HEAD\n")
         else:
             accept = [line.partition(":")[2].strip() for line in head[1:] if line.lower().startswith("accept:")]
-            page = await _made(handler, ", ".join(accept))
+            page = await _make(handler, ", ".join(accept))
         await _send(writer, page, body=method != "HEAD")
 
 
-async def _made(handler: Made, accept: str) -> Page:
+async def _make(handler: MakePage, accept: str) -> Page:
     try:
         return await handler(accept)
     except Exception:

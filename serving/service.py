@@ -77,7 +77,7 @@ class Shared(NamedTuple):
         )
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """A parsed request.
 
     Attributes:
@@ -110,28 +110,28 @@ class Service:
             shared.write_timeout,
         )
 
-    async def _submit(self, llm: AsyncLLM, asked: Asked, kind: OutputKind, call: Call, request_id: str) -> RequestHandle:
+    async def _submit(self, llm: AsyncLLM, parsed: ParsedRequest, kind: OutputKind, call: Call, request_id: str) -> RequestHandle:
         """Validates and queues a request. Slow work runs in threads, dangerous work in the sandbox's processes."""
-        client, params = client_of(call), asked.params
-        salt = salted(asked.cache_salt)  # computed here, since threads do not know the key
+        client, params = client_of(call), parsed.params
+        salt = salted(parsed.cache_salt)  # computed here, since threads do not know the key
         await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
 
         def prepare() -> PreparedPrompt:
-            given: Any = asked.prompt()
+            given: Any = parsed.prompt()
             if not isinstance(given, dict):
                 given = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
             prompt: Any = {**given, "cache_salt": salt}
-            return llm.prepare(prompt, params) if asked.embedding is None else llm.prepare_embedding(prompt, **asked.embedding)
+            return llm.prepare(prompt, params) if parsed.embedding is None else llm.prepare_embedding(prompt, **parsed.embedding)
 
-        prepared = await self._text_work.run(client, asked.bytes, prepare)
-        timeout = self._bounds.timeout(asked.timeout)
+        prepared = await self._text_work.run(client, parsed.bytes, prepare)
+        timeout = self._bounds.timeout(parsed.timeout)
         try:
             return llm.submit(
                 prepared,
                 request_id=scoped(request_id),
-                priority=asked.priority,
-                ttft_ms=asked.ttft_ms,
-                tpot_ms=asked.tpot_ms,
+                priority=parsed.priority,
+                ttft_ms=parsed.ttft_ms,
+                tpot_ms=parsed.tpot_ms,
                 client=client[:MAX_CLIENT],
                 timeout=timeout,
                 output_kind=kind,

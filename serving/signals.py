@@ -19,7 +19,7 @@ def stop_signal(reload: Callable[[], None]) -> asyncio.Future[signal.Signals]:
     stop: asyncio.Future[signal.Signals] = loop.create_future()
     attached = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # not under nohup
 
-    def asked(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         if not stop.done():
             stop.set_result(number)
         if number == signal.SIGINT:
@@ -28,12 +28,12 @@ def stop_signal(reload: Callable[[], None]) -> asyncio.Future[signal.Signals]:
 
     def hung_up() -> None:
         if attached and not _has_terminal():
-            asked(signal.SIGHUP)
+            on_signal(signal.SIGHUP)
         else:
             reload()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked, number)
+        loop.add_signal_handler(number, on_signal, number)
     loop.add_signal_handler(signal.SIGHUP, hung_up)
     return stop
 

@@ -143,7 +143,7 @@ class Supervisor:
             InvalidArgument, ModelError, OutOfMemory, EngineDead: as EngineProcess.start; the server cannot run.
         """
         ended = await self._launch()
-        self._keeper = asyncio.create_task(self._keep(ended), name="engine-keeper")
+        self._keeper = asyncio.create_task(self._keep_running(ended), name="engine-keeper")
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Stops: rejects new requests, gives running ones `drain_seconds` to finish, aborts the rest, then ends
@@ -160,7 +160,7 @@ class Supervisor:
 
     # --- engines -------------------------------------------------------------------------------
 
-    async def _keep(self, ended: asyncio.Future[EngineDead | None]) -> None:
+    async def _keep_running(self, ended: asyncio.Future[EngineDead | None]) -> None:
         loop = asyncio.get_running_loop()
         while True:
             since = loop.time()

@@ -39,7 +39,7 @@ MAX_RANK = 8  # maximum number of dimensions, since their product is computed
 MAX_TEXTS = 1000  # maximum texts in a tensor: more than any parameter allows
 
 
-class Asked(NamedTuple):
+class TensorRequest(NamedTuple):
     """A parsed request."""
 
     text: str
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
     bytes: int  # size of the request
 
 
-def read_request(request: pb.ModelInferRequest, default: SamplingParams | None = None) -> Asked:
+def read_request(request: pb.ModelInferRequest, default: SamplingParams | None = None) -> TensorRequest:
     """Reads a request.
 
     Sampling parameters are request parameters or input tensors with their names, or fields of
@@ -83,7 +83,7 @@ def read_request(request: pb.ModelInferRequest, default: SamplingParams | None =
     params = _params(given, SamplingParams() if default is None else default)
     priority, timeout = level["priority"], level.pop("timeout")
     level |= {"priority": 0 if priority is None else priority, "timeout": None if timeout is None else _seconds(timeout)}
-    return Asked(text=text, params=params, bytes=request.ByteSize(), **level)
+    return TensorRequest(text=text, params=params, bytes=request.ByteSize(), **level)
 
 
 def _params(given: dict[str, Any], default: SamplingParams) -> SamplingParams:

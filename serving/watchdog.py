@@ -176,7 +176,7 @@ class Watchdog:
                 os.close(theirs)
             spawned.set_result(process)
             if why := self._watch(ours):
-                self._give_up(process, why)
+                self._kill(process, why)
         finally:
             os.close(ours)
 
@@ -197,7 +197,7 @@ class Watchdog:
             if self._seconds and (why := patience.after(passed, beat)):
                 return why
 
-    def _give_up(self, process: subprocess.Popen[bytes], why: str) -> None:
+    def _kill(self, process: subprocess.Popen[bytes], why: str) -> None:
         log.error("the engine process %s; its state is %s; killing it", why, _state(process.pid))
         process.send_signal(signal.SIGUSR1)  # makes it write its threads' stacks to stderr, if it still runs
         time.sleep(DUMP_SECONDS)

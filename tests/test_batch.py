@@ -21,7 +21,7 @@ import pytest
 import jengine
 from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingParams, cli
 from jengine.commands import batch, batch_order
-from jengine.commands.batch_files import Answers
+from jengine.commands.batch_files import OutputFile
 from jengine.request import CompletionOutput, RequestOutput
 from tests.engine.running import SMALL
 
@@ -155,7 +155,7 @@ def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys:
 def test_whatever_was_cut_off_is_repaired(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     written = [{"line": 1, "outputs": []}, {"line": 2, "id": "zwei", "error": "x"}, {"line": 3, "id": 3, "outputs": []}]
-    with Answers(path) as answers:
+    with OutputFile(path) as answers:
         answers.write(written[:1])
         answers.write(written[1:])
     whole, keys = path.read_bytes(), [("line", 1), ("id", "zwei"), ("id", 3)]
@@ -163,12 +163,12 @@ def test_whatever_was_cut_off_is_repaired(tmp_path: Path) -> None:
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         complete = whole[:cut].count(b"\n")
-        with Answers(path) as answers:
+        with OutputFile(path) as answers:
             assert answers.done == set(keys[:complete])
             answers.write(written[complete:])
         assert path.read_bytes() == whole
     path.write_bytes(whole + b"\0" * 100)  # what some file systems leave after a power failure
-    with Answers(path) as answers:
+    with OutputFile(path) as answers:
         assert answers.done == set(keys)
     assert path.read_bytes() == whole
 
@@ -180,14 +180,14 @@ def test_a_file_with_something_else_is_left_alone(content: bytes, tmp_path: Path
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
     with pytest.raises(InvalidArgument, match="is not an answer of this command; choose another file"):
-        Answers(path)
+        OutputFile(path)
     assert path.read_bytes() == content
 
 
 def test_one_process_at_a_time_may_write(tmp_path: Path) -> None:
-    with Answers(tmp_path / "out"), pytest.raises(InvalidArgument, match="another process is writing it"):
-        Answers(tmp_path / "out")
-    with Answers(tmp_path / "out"):
+    with OutputFile(tmp_path / "out"), pytest.raises(InvalidArgument, match="another process is writing it"):
+        OutputFile(tmp_path / "out")
+    with OutputFile(tmp_path / "out"):
         pass
 
 
@@ -298,13 +298,13 @@ def test_a_full_disk_leaves_what_was_written(tmp_path: Path) -> None:
     path, before = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     message = r"out\.jsonl: cannot be written: File too large; run the command again to continue"
     try:
-        with pytest.raises(JengineError, match=message), Answers(path) as answers:
+        with pytest.raises(JengineError, match=message), OutputFile(path) as answers:
             answers.write([{"line": 1, "outputs": []}])
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
             answers.write([{"line": 2, "outputs": []}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with Answers(path) as answers:
+    with OutputFile(path) as answers:
         assert answers.done == {("line", 1)}
 
 

@@ -70,8 +70,8 @@ def chat_with(llm: StandIn, system: str | None = None, **params: Any) -> Chat:
 
 def test_the_conversation_so_far_is_the_prompt(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     chat = chat_with(llm, "Be brief.")
-    chat.say("One?")
-    chat.say("Two?")
+    chat.send("One?")
+    chat.send("Two?")
     first = "[system] Be brief.\n[user] One?\n"
     assert llm.prompts == [first, first + "[assistant] Yes.\n[user] Two?\n"]
     assert capsys.readouterr() == ("Yes.\nYes.\n", "")
@@ -79,13 +79,13 @@ def test_the_conversation_so_far_is_the_prompt(llm: StandIn, capsys: pytest.Capt
 
 def test_commands(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     chat = chat_with(llm, "Be brief.")
-    chat.say("One?")
+    chat.send("One?")
     assert chat.obey("/reset ")
-    chat.say("Two?")
+    chat.send("Two?")
     assert chat.obey("/system  Be kind.")
-    chat.say("Three?")
+    chat.send("Three?")
     assert chat.obey("/system")
-    chat.say("Four?")
+    chat.send("Four?")
     assert llm.prompts[1:] == ["[system] Be brief.\n[user] Two?\n", "[system] Be kind.\n[user] Three?\n", "[user] Four?\n"]
     assert chat.obey("/help") and chat.obey("/what now")
     told = capsys.readouterr().err
@@ -95,16 +95,16 @@ def test_commands(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_cannot_be_answered_is_forgotten(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     chat = chat_with(llm)
-    chat.say("bad")
+    chat.send("bad")
     assert "prompt='[user] bad\\n': must be good" in capsys.readouterr().err
-    chat.say("Good?")
+    chat.send("Good?")
     assert llm.prompts == ["[user] Good?\n"]
 
 
 def test_the_oldest_messages_are_forgotten_when_room_is_wanting(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     chat = chat_with(llm, "Be brief.", max_tokens=None)
     for number in range(8):
-        chat.say(f"Question number {number}?")
+        chat.send(f"Question number {number}?")
     sizes = [len(llm.tokenizer.encode(prompt, add_special_tokens=False)) for prompt in llm.prompts]
     assert 100 < max(sizes) <= 150, "a quarter is for the answer, when it may be longer"
     assert all(prompt.startswith("[system] Be brief.\n[user]") for prompt in llm.prompts)
@@ -122,9 +122,9 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came(llm: StandIn, capsys: p
             yield output
 
     llm._outputs = interrupted  # type: ignore[method-assign]
-    chat.say("One?")
+    chat.send("One?")
     assert llm.ended == 1, "the request goes on although nobody reads it"
-    chat.say("Two?")
+    chat.send("Two?")
     assert llm.prompts[1] == "[user] One?\n[assistant] Ye\n[user] Two?\n"
     assert capsys.readouterr().err == "(stopped)\n(stopped)\n"
 
@@ -134,8 +134,8 @@ def test_without_a_template_the_text_is_continued(llm: StandIn) -> None:
     plain.answer = "\n    return 1"
     chat = chat_with(plain, "import re")
     assert chat.model.continues and not chat_with(llm).model.continues
-    chat.say("def f():")
-    chat.say("def g():")
+    chat.send("def f():")
+    chat.send("def g():")
     assert plain.prompts[1] == "import re\ndef f():\n    return 1\ndef g():"
 
 

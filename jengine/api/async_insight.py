@@ -23,7 +23,7 @@ class AsyncInsight(ABC):
     backend: Backend
 
     @abstractmethod
-    async def _ask(self, ask: Callable[[Callable[[Any], None]], None]) -> Any:
+    async def _call_engine(self, ask: Callable[[Callable[[Any], None]], None]) -> Any:
         """See AsyncLLM."""
 
     async def trace(self, seconds: float | None = None) -> Trace:
@@ -32,7 +32,7 @@ class AsyncInsight(ABC):
         Raises:
             EngineDead: the engine has failed, or was closed.
         """
-        trace: Trace = await self._ask(partial(self.backend.trace, seconds))
+        trace: Trace = await self._call_engine(partial(self.backend.trace, seconds))
         return trace
 
     async def explain(self, seconds: float = 60.0) -> Explanation:
@@ -48,7 +48,7 @@ class AsyncInsight(ABC):
             InvalidArgument: that process is already being profiled.
             EngineDead: the engine has failed, or was closed.
         """
-        why: str = await self._ask(partial(self.backend.profile, options, folder))
+        why: str = await self._call_engine(partial(self.backend.profile, options, folder))
         if why:
             raise InvalidArgument("profile", "engine", why)
 

@@ -67,7 +67,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer)
         self._handles: dict[str, RequestHandle] = {}  # by request id
-        self._asked: set[asyncio.Future[Any]] = set()  # pending calls to the engine
+        self._pending: set[asyncio.Future[Any]] = set()  # pending calls to the engine
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
@@ -196,7 +196,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         Raises:
             EngineDead: the engine has failed, or was closed.
         """
-        return await self._ask(self.backend.reset_prefix_cache)
+        return await self._call_engine(self.backend.reset_prefix_cache)
 
     async def close(self, drain: float = 0.0) -> None:
         """Stop accepting requests, give running ones up to `drain` seconds to finish, abort the rest with stop_reason "shutdown",
@@ -313,15 +313,15 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         if self._closing:
             raise EngineDead("the engine has been closed")
 
-    async def _ask[T](self, ask: Callable[[Callable[[T], None]], None]) -> T:
+    async def _call_engine[T](self, ask: Callable[[Callable[[T], None]], None]) -> T:
         """Calls the engine, which passes its answer to a callback, and waits for the answer."""
         self._check_usable()
         self._bind()
-        asked: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._asked.add(asked)
-        asked.add_done_callback(self._asked.discard)
-        ask(partial(self._post, _resolve, asked))
-        return await asked
+        pending: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._pending.add(pending)
+        pending.add_done_callback(self._pending.discard)
+        ask(partial(self._post, _resolve, pending))
+        return await pending
 
     def _check_id(self, request_id: str | None) -> None:
         if request_id in self._handles:
@@ -338,7 +338,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             for handle in self._handles.values():
                 handle.abort()
             self._handles.clear()
-            self._asked.clear()
+            self._pending.clear()
         self._loop = loop
 
     def _end(self, key: str, why: str | None) -> bool:
@@ -379,9 +379,9 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         self._fail_asked(EngineDead(f"the engine has stopped: {error!r}"))
 
     def _fail_asked(self, error: EngineDead) -> None:
-        for asked in self._asked:
-            if not asked.done():
-                asked.set_exception(error)
+        for pending in self._pending:
+            if not pending.done():
+                pending.set_exception(error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
         """Calls a function in the event loop, from any thread."""
@@ -390,6 +390,6 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
                 self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _resolve[T](asked: asyncio.Future[T], answer: T) -> None:
-    if not asked.done():  # the caller may have been cancelled
-        asked.set_result(answer)
+def _resolve[T](pending: asyncio.Future[T], answer: T) -> None:
+    if not pending.done():  # the caller may have been cancelled
+        pending.set_result(answer)

@@ -27,7 +27,7 @@ from jengine.observe.progress import progress_bar
 from jengine.observe.trace import Trace
 from jengine.pooling import PoolingParams
 from jengine.request import Request, RequestOutput, SamplingParams
-from jengine.scheduling.expectations import asked_of, expect
+from jengine.scheduling.expectations import expect, hypothetical
 from jengine.scheduling.forecast import Prediction
 from jengine.service_level import ServiceLevel, levels, one_each
 from jengine.text.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ class LLM(Embeddings, BeamSearches):
         params = one_each("sampling_params", sampling_params, len(each))
         each_level = levels(len(each), priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
         work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, each_level, strict=True)]
-        return self._answers(work, "generating", use_tqdm)
+        return self._wait_for(work, "generating", use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Complete one prompt. Yields the same, growing output object after each step that added tokens (`stream_interval` or
@@ -166,8 +166,8 @@ class LLM(Embeddings, BeamSearches):
         params = one_each("sampling_params", sampling_params, len(each))
         work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, strict=True)]
         scheduler = self.engine.scheduler
-        asked = [asked_of(scheduler, requests[0], len(requests)) for requests in work]
-        return expect(scheduler, [one._replace(cached=0) for one in asked] if lengths else asked)
+        new = [hypothetical(scheduler, requests[0], len(requests)) for requests in work]
+        return expect(scheduler, [one._replace(cached=0) for one in new] if lengths else new)
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its tokens. Raises as `chat`."""
@@ -301,7 +301,7 @@ class LLM(Embeddings, BeamSearches):
             ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
 
-    def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
+    def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
         """Returns the outputs of these requests when all have ended."""
         call = Call()
         try:

@@ -27,7 +27,7 @@ class BeamSearches(ABC):
         """Creates and validates a prompt's requests."""
 
     @abstractmethod
-    def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
+    def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
         """Returns the outputs of prompts' requests when all have ended."""
 
     def beam_search(
@@ -56,7 +56,7 @@ class BeamSearches(ABC):
         work = [self._requests(prompt, sampling, beams=params) for prompt in listed(prompts)]
         step = concurrency_limit or max(len(work), 1)
         outputs = [
-            output for start in range(0, len(work), step) for output in self._answers(work[start : start + step], "searching", use_tqdm)
+            output for start in range(0, len(work), step) for output in self._wait_for(work[start : start + step], "searching", use_tqdm)
         ]
         return [BeamSearchOutput(self._sequences(output, params)) for output in outputs]
 

@@ -40,7 +40,7 @@ class Embeddings(ABC):
         """Creates and validates a prompt's requests."""
 
     @abstractmethod
-    def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
+    def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
         """Returns the outputs of prompts' requests when all have ended."""
 
     def embed(
@@ -70,7 +70,7 @@ class Embeddings(ABC):
         each = listed(prompts)
         each_level = levels(len(each), priority=priority, client=client)
         work = [self._requests(prompt, None, level, pooling=params) for prompt, level in zip(each, each_level, strict=True)]
-        return [EmbeddingRequestOutput.of(output) for output in self._answers(work, "embedding", use_tqdm)]
+        return [EmbeddingRequestOutput.of(output) for output in self._wait_for(work, "embedding", use_tqdm)]
 
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None, use_tqdm: bool = True

@@ -39,8 +39,8 @@ def judging_prompts(
     template = tokenizer.chat_templates.get("default")
     if template is None:
         raise ModelError("the reranker has no chat template, which is needed to build its prompts", file=tokenizer.folder)
-    told = reranker.instruction if instruction is None else instruction
-    rules = [] if told is None else [{"role": "system", "content": told}]
+    instruction_text = reranker.instruction if instruction is None else instruction
+    rules = [] if instruction_text is None else [{"role": "system", "content": instruction_text}]
     tokens = reranker.true_token_id, reranker.false_token_id
     each = [SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[token], logprobs=0, detokenize=False) for token in tokens]
     work: list[tuple[TokensPrompt, SamplingParams]] = []

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 
 from jengine.bench.endpoints import Endpoint
-from jengine.bench.result import Answered
-from jengine.bench.workload import Ask
+from jengine.bench.result import ClientRecord
+from jengine.bench.workload import BenchRequest
 from jengine.errors import JengineError
 
 ERRORS = (JengineError, OSError, ValueError, KeyError)  # if a server cannot be reached, rejects requests, or sends invalid responses
 
 
 async def drive(
-    endpoint: Endpoint, asks: list[Ask], *, max_concurrency: int | None = None, done: Callable[[], object] = lambda: None
-) -> tuple[list[Answered], float]:
+    endpoint: Endpoint, requests: list[BenchRequest], *, max_concurrency: int | None = None, done: Callable[[], object] = lambda: None
+) -> tuple[list[ClientRecord], float]:
     """Sends all requests. Returns the answers in the order of the requests, and the seconds to the last token.
 
     Args:
@@ -30,12 +30,12 @@ async def drive(
     gc.freeze()  # excludes prepared objects from garbage collection
     start = time.perf_counter()
 
-    async def one(ask: Ask, answered: Answered) -> None:
+    async def one(request: BenchRequest, answered: ClientRecord) -> None:
         async with places:
-            if ask.at is None:
+            if request.at is None:
                 answered.due = time.perf_counter() - start
             try:
-                async for tokens, prompt in endpoint.stream(ask):
+                async for tokens, prompt in endpoint.stream(request):
                     answered.prompt_tokens = max(answered.prompt_tokens, prompt)
                     if tokens:
                         answered.times.append(time.perf_counter() - start)
@@ -44,17 +44,17 @@ async def drive(
                 answered.error = f"{type(error).__name__}: {error}"
         if not answered.times and not answered.error:
             answered.error = "no token arrived"
-        if not answered.prompt_tokens and not isinstance(ask.prompt, str):
-            answered.prompt_tokens = len(ask.prompt)
+        if not answered.prompt_tokens and not isinstance(request.prompt, str):
+            answered.prompt_tokens = len(request.prompt)
         done()
 
-    answers = [Answered(ask.at or 0.0) for ask in asks]
+    answers = [ClientRecord(request.at or 0.0) for request in requests]
     try:
         async with asyncio.TaskGroup() as group:
-            for ask, answered in zip(asks, answers, strict=True):
-                if ask.at is not None:
-                    await asyncio.sleep(max(0.0, ask.at - (time.perf_counter() - start)))
-                group.create_task(one(ask, answered))
+            for request, answered in zip(requests, answers, strict=True):
+                if request.at is not None:
+                    await asyncio.sleep(max(0.0, request.at - (time.perf_counter() - start)))
+                group.create_task(one(request, answered))
     finally:
         gc.unfreeze()
     last = max([answered.times[-1] for answered in answers if answered.times], default=time.perf_counter() - start)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from jengine.bench.workload import Ask
+from jengine.bench.workload import BenchRequest
 from jengine.errors import InvalidArgument, JengineError
 
 HEAD = 1 << 16  # maximum bytes of a line
@@ -18,7 +18,7 @@ HEAD = 1 << 16  # maximum bytes of a line
 class Endpoint(Protocol):
     """A server under test."""
 
-    def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
+    def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
         """Yields (new tokens, prompt tokens); 0 prompt tokens if the server has not reported them.
 
         Raises:
@@ -54,18 +54,18 @@ class OpenAIEndpoint:
         self._path, self._model, self._key, self._ignore_eos = endpoint, model, api_key, ignore_eos
         self._chat = endpoint.endswith("/chat/completions")
 
-    async def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
-        body: dict[str, Any] = {"model": await self._name(), "temperature": 0.0, "stream": True, "max_tokens": ask.output}
+    async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
+        body: dict[str, Any] = {"model": await self._name(), "temperature": 0.0, "stream": True, "max_tokens": request.output}
         body["stream_options"] = {"include_usage": True}
         if self._ignore_eos:  # extensions of vLLM and jengine
             body |= {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         if self._chat:
-            if not isinstance(ask.prompt, str):
-                ask = Ask(" ".join(f"w{token}" for token in ask.prompt), ask.output)
-            body["messages"] = [{"role": "user", "content": ask.prompt}]
+            if not isinstance(request.prompt, str):
+                request = BenchRequest(" ".join(f"w{token}" for token in request.prompt), request.output)
+            body["messages"] = [{"role": "user", "content": request.prompt}]
         else:
-            body["prompt"] = ask.prompt
-        told = 0
+            body["prompt"] = request.prompt
+        seen = 0
         async for line in self._lines("POST", self._path, body):
             if not line.startswith(b"data: {"):
                 continue
@@ -74,10 +74,10 @@ class OpenAIEndpoint:
                 raise JengineError(str(event["error"]))
             usage = event.get("usage") or {}
             text = any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in event.get("choices", ()))
-            total = usage.get("completion_tokens", told + 1 if text else told)
-            if total > told:
-                yield total - told, usage.get("prompt_tokens", 0)
-                told = total
+            total = usage.get("completion_tokens", seen + 1 if text else seen)
+            if total > seen:
+                yield total - seen, usage.get("prompt_tokens", 0)
+                seen = total
 
     async def tokens(self, text: str) -> int:
         answer = await self._json("POST", "/tokenize", {"model": await self._name(), "prompt": text})
@@ -143,8 +143,8 @@ class JengineEndpoint:
         self._client = AsyncClient(address, retries=Retries(attempts=1), **options)
         self._ignore_eos = ignore_eos
 
-    async def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
-        news = self._client.stream(ask.prompt, temperature=0.0, max_tokens=ask.output, ignore_eos=self._ignore_eos)
+    async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
+        news = self._client.stream(request.prompt, temperature=0.0, max_tokens=request.output, ignore_eos=self._ignore_eos)
         async for output in news:
             prompt = 0 if output.usage is None else output.usage.prompt_tokens
             yield sum(len(completion.token_ids) for completion in output.outputs), prompt

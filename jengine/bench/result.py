@@ -21,7 +21,7 @@ GOODPUT = ("ttft", "tpot", "e2el")
 
 
 @dataclass(slots=True)
-class Answered:
+class ClientRecord:
     """A request as seen by its client, in seconds since the beginning of the benchmark.
 
     Attributes:
@@ -71,14 +71,14 @@ class Result:
         percentiles: percentiles to show.
     """
 
-    answers: Sequence[Answered]
+    answers: Sequence[ClientRecord]
     seconds: float
     goodput: Mapping[str, float] = field(default_factory=dict)
     percentiles: Sequence[float] = (99,)
     metrics: Sequence[str] = ("ttft", "tpot", "itl")
 
     @property
-    def good(self) -> list[Answered]:
+    def good(self) -> list[ClientRecord]:
         """Successful requests."""
         return [answer for answer in self.answers if not answer.error and answer.times]
 
@@ -111,7 +111,7 @@ class Result:
             return [gap for answer in self.good for gap in answer.itl]
         return [value for answer in self.good if (value := getattr(answer, name)) is not None]
 
-    def _in_time(self, answer: Answered) -> bool:
+    def _in_time(self, answer: ClientRecord) -> bool:
         return all((getattr(answer, name) or 0.0) * 1e3 <= limit for name, limit in self.goodput.items())
 
     def __str__(self) -> str:

@@ -87,7 +87,7 @@ def served(command: list[str], ready_url: str) -> Iterator[None]:
         raise JengineError(f"`{shlex.join(command)}` cannot be started: {error.strerror}") from None
     try:
         until = time.monotonic() + START_SECONDS
-        while not _answers(ready_url):
+        while not _is_ready(ready_url):
             if process.poll() is not None:
                 raise JengineError(f"`{shlex.join(command)}` has ended with {process.returncode}")
             if time.monotonic() > until:
@@ -103,7 +103,7 @@ def served(command: list[str], ready_url: str) -> Iterator[None]:
             process.wait()
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

@@ -17,7 +17,7 @@ SHORTEST, LONGEST = 4, 1024  # minimum and maximum tokens of ShareGPT prompts, a
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BenchRequest:
     """A request.
 
     Attributes:
@@ -31,7 +31,9 @@ class Ask:
     at: float | None = None
 
 
-def random_asks(count: int, *, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0, seed: int = 0) -> list[Ask]:
+def random_requests(
+    count: int, *, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0, seed: int = 0
+) -> list[BenchRequest]:
     """Random token ids.
 
     Args:
@@ -54,7 +56,7 @@ def random_asks(count: int, *, input_len: int, output_len: int, range_ratio: flo
 
     prefix = rng.integers(*VOCABULARY, prefix_len).tolist()
     sizes = zip(lengths(input_len), lengths(output_len), strict=True)
-    return [Ask(prefix + rng.integers(*VOCABULARY, size).tolist(), output) for size, output in sizes]
+    return [BenchRequest(prefix + rng.integers(*VOCABULARY, size).tolist(), output) for size, output in sizes]
 
 
 def sharegpt_turns(path: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
@@ -71,7 +73,9 @@ def sharegpt_turns(path: Path, count: int, seed: int = 0) -> list[tuple[str, str
     return [turns[place] for place in np.random.default_rng(seed).permutation(len(turns))[: 4 * count]]
 
 
-def sharegpt_asks(turns: list[tuple[str, str]], count: int, tokens: Callable[[str], int], output_len: int | None = None) -> list[Ask]:
+def sharegpt_requests(
+    turns: list[tuple[str, str]], count: int, tokens: Callable[[str], int], output_len: int | None = None
+) -> list[BenchRequest]:
     """The conversations of `sharegpt_turns` whose prompts have SHORTEST to LONGEST tokens, repeated if there
     are too few.
 
@@ -82,17 +86,17 @@ def sharegpt_asks(turns: list[tuple[str, str]], count: int, tokens: Callable[[st
     Raises:
         InvalidArgument: no conversation is suitable.
     """
-    asks = []
+    requests = []
     for prompt, answer in turns:
         output = tokens(answer) if output_len is None else output_len
         if SHORTEST <= tokens(prompt) <= LONGEST and output >= (SHORTEST if output_len is None else 1):
-            asks.append(Ask(prompt, output))
-    if not asks:
+            requests.append(BenchRequest(prompt, output))
+    if not requests:
         raise InvalidArgument("dataset_path", "no conversation", f"must have some whose prompts have {SHORTEST} to {LONGEST} tokens")
-    return [asks[i % len(asks)] for i in range(count)]
+    return [requests[i % len(requests)] for i in range(count)]
 
 
-def trace_asks(path: Path, count: int, seed: int = 0) -> list[Ask]:
+def trace_requests(path: Path, count: int, seed: int = 0) -> list[BenchRequest]:
     """The first `count` requests of a trace (see `jengine simulate`), with its arrivals and lengths, and random
     token ids.
 
@@ -101,10 +105,10 @@ def trace_asks(path: Path, count: int, seed: int = 0) -> list[Ask]:
     """
     trace, rng = read_trace(path), np.random.default_rng(seed)
     rows = list(zip(trace.arrivals.tolist(), trace.prompts.tolist(), trace.outputs.tolist(), strict=True))[:count]
-    return [Ask(rng.integers(*VOCABULARY, prompt).tolist(), output, at) for at, prompt, output in rows]
+    return [BenchRequest(rng.integers(*VOCABULARY, prompt).tolist(), output, at) for at, prompt, output in rows]
 
 
-def with_arrivals(asks: list[Ask], rate: float, burstiness: float = 1.0, seed: int = 0) -> list[Ask]:
+def with_arrivals(requests: list[BenchRequest], rate: float, burstiness: float = 1.0, seed: int = 0) -> list[BenchRequest]:
     """The same requests with random arrival times.
 
     Args:
@@ -118,6 +122,9 @@ def with_arrivals(asks: list[Ask], rate: float, burstiness: float = 1.0, seed: i
         if not value > 0.0:
             raise InvalidArgument(name, value, "must be above 0")
     if rate == float("inf"):
-        return [Ask(ask.prompt, ask.output) for ask in asks]
-    pauses = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), len(asks))
-    return [Ask(ask.prompt, ask.output, float(at)) for ask, at in zip(asks, np.cumsum(pauses) - pauses[:1].sum(), strict=True)]
+        return [BenchRequest(request.prompt, request.output) for request in requests]
+    pauses = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), len(requests))
+    return [
+        BenchRequest(request.prompt, request.output, float(at))
+        for request, at in zip(requests, np.cumsum(pauses) - pauses[:1].sum(), strict=True)
+    ]

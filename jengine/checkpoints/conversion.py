@@ -17,7 +17,7 @@ import numpy as np
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
-from jengine.checkpoints.converted import PARAMS, holds_orbax, is_converted, write_config
+from jengine.checkpoints.converted import PARAMS, has_orbax, is_converted, write_config
 from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, load, parts_by_name, read
@@ -161,7 +161,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 def _remove_rest(folder: Path) -> None:
     """Removes the remains of an interrupted conversion. Rejects a folder of this name that `jengine convert` did not write."""
-    if any(folder.iterdir()) and not holds_orbax(folder):
+    if any(folder.iterdir()) and not has_orbax(folder):
         raise InvalidArgument("out", str(folder), "is in the way: `jengine convert` did not write it, and would use this name meanwhile")
     for entry in folder.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

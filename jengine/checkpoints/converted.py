@@ -27,7 +27,7 @@ def is_converted(folder: Path) -> bool:
     return (folder / MARK).exists()
 
 
-def holds_orbax(folder: Path) -> bool:
+def has_orbax(folder: Path) -> bool:
     """Whether the folder contains an Orbax checkpoint or a part of one."""
     return any((folder / mark).exists() for mark in ORBAX_MARKS) or any(entry.is_dir() for entry in folder.glob(f"{PARAMS}*"))
 

@@ -94,7 +94,7 @@ def read_config(path: Path) -> ModelConfig:
         config = model_config(config_fields(path), file=path)
         return dataclasses.replace(config, stored=stored_weights(path, config.num_layers))
     file = path / (converted.MARK if converted.is_converted(path) else "config.json")
-    if not file.exists() and converted.holds_orbax(path):
+    if not file.exists() and converted.has_orbax(path):
         raise ModelError(f"has Orbax files but no {converted.MARK}: `jengine convert` did not write or did not finish it", file=path)
     config = (converted.stored_config if file.name == converted.MARK else model_config)(read_json(file), file=file)
     generation = path / "generation_config.json"

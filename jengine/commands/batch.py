@@ -17,7 +17,7 @@ from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
 from jengine.commands.batch_order import ordered
 from jengine.commands.batch_records import Form, Record
 from jengine.commands.batch_tables import Table
-from jengine.commands.flags import engine_fields, given_fields, sampling_fields
+from jengine.commands.flags import engine_fields, flag_values, sampling_fields
 from jengine.display import counted
 from jengine.observe.progress import progress_bar
 
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         if first is None:
             answers.finish()
             failed = f", {answers.failed} of them with an error: --retry-errors answers these again" if answers.failed else ""
-            _say(options, f"nothing to do: {counted(len(answers.done), 'line')} answered before{failed}")
+            _report(options, f"nothing to do: {counted(len(answers.done), 'line')} answered before{failed}")
             return 1 if answers.failed else 0
         from jengine import AsyncLLM
 
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         if total is None:
             total = len(answers.done) + tally.answered + tally.failed
         failed = f", {tally.failed} failed" if tally.failed else ""
-        _say(options, f"{tally.answered} of {counted(total, 'line')} answered{failed}; {tally.tokens} tokens, {tally.rate:.0f} tokens/s")
+        _report(options, f"{tally.answered} of {counted(total, 'line')} answered{failed}; {tally.tokens} tokens, {tally.rate:.0f} tokens/s")
         return 1 if answers.failed or tally.failed else 0
 
 
@@ -119,7 +119,7 @@ def _source(options: argparse.Namespace) -> Source:
     first = next(raw, None)
     raw = raw if first is None else itertools.chain([first], raw)
     if form == "openai" or (form == "auto" and first is not None and is_batch_line(first[1])):
-        for name, value in given_fields(options, SamplingParams).items():
+        for name, value in flag_values(options, SamplingParams).items():
             raise InvalidArgument(name, value, "cannot be given with an OpenAI batch file, whose lines set it in body")
         return OpenAiBatch(path, raw, options.served_model_name or options.model)
     _only_with(options, "openai", ("served_model_name",))
@@ -163,6 +163,6 @@ async def _answer_all(llm: AsyncLLM, source: Source, lines: Iterable[Line], answ
         await asyncio.gather(*tasks, return_exceptions=True)  # after a failure, which all of them report; one report is enough
 
 
-def _say(options: argparse.Namespace, text: str) -> None:
+def _report(options: argparse.Namespace, text: str) -> None:
     if not options.quiet:
         print(text, file=sys.stderr)

@@ -48,7 +48,7 @@ class Output(Protocol):
 
 def output_of(path: Path, form: Form) -> Output:
     """The output for records that are lines of JSON."""
-    return Stdout() if path == STDOUT else Answers(path, form)
+    return Stdout() if path == STDOUT else OutputFile(path, form)
 
 
 class Stdout:
@@ -71,7 +71,7 @@ class Stdout:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
-class Answers:
+class OutputFile:
     """The output file. Answers are appended; existing answers are identified by their keys.
 
     If a killed process left an incomplete last line, it is removed. Only one process at a time may use the file.
@@ -116,7 +116,7 @@ class Answers:
 
     def finish(self) -> None: ...
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import InvalidArgument, JengineError
-from jengine.commands.batch_files import STDOUT, Answers, Output
+from jengine.commands.batch_files import STDOUT, Output, OutputFile
 from jengine.commands.batch_lines import PROMPTS, Answer, Line, answer_line, read_again, request
 from jengine.commands.batch_records import OWN, Record
 from jengine.commands.table_files import batches_of, reading, rows_of, schema_of, writer_of
@@ -113,7 +113,7 @@ class Table:
     def output(self, path: Path) -> Output:
         if path == STDOUT:
             raise InvalidArgument("output", "-", "a table's answers need --output FILE")
-        return TableAnswers(path, self)
+        return OutputTable(path, self)
 
     @contextlib.contextmanager
     def answering(self, llm: AsyncLLM) -> Iterator[Answer]:
@@ -133,7 +133,7 @@ def _check_sampling(params: dict[str, Any]) -> None:
             raise InvalidArgument(name, params[name], "is not supported in tables, which have one text per row; use JSONL")
 
 
-class TableAnswers(Answers):
+class OutputTable(OutputFile):
     """The output table.
 
     Until every row has an answer, answers are kept in a journal beside it, one per line. Then the table is

@@ -16,7 +16,7 @@ from jengine.observe.progress import progress_bar
 
 if TYPE_CHECKING:
     from jengine.bench.endpoints import Endpoint
-    from jengine.bench.workload import Ask
+    from jengine.bench.workload import BenchRequest
 
 BACKENDS = ("openai", "openai-chat", "jengine")
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -54,9 +54,9 @@ def _add_dataset(parser: argparse.ArgumentParser, *, prompts: int, prefix: str, 
     group.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
 
 
-def _asks(options: argparse.Namespace, tokens: Any) -> list[Ask]:
+def _requests(options: argparse.Namespace, tokens: Any) -> list[BenchRequest]:
     """The requests. tokens: how many a text has."""
-    from jengine.bench.workload import random_asks, sharegpt_asks, sharegpt_turns, trace_asks
+    from jengine.bench.workload import random_requests, sharegpt_requests, sharegpt_turns, trace_requests
 
     count, seed, name, path = options.num_prompts, options.seed, options.dataset_name, options.dataset_path
     if count < 1:
@@ -66,10 +66,10 @@ def _asks(options: argparse.Namespace, tokens: Any) -> list[Ask]:
     if name == "random":
         lengths = {"input_len": options.input_len, "output_len": options.output_len}
         how = {"range_ratio": options.random_range_ratio, "prefix_len": options.random_prefix_len}
-        return random_asks(count, **lengths, **how, seed=seed)
+        return random_requests(count, **lengths, **how, seed=seed)
     if name == "trace":
-        return trace_asks(path, count, seed)
-    return sharegpt_asks(sharegpt_turns(path, count, seed), count, tokens, options.sharegpt_output_len)
+        return trace_requests(path, count, seed)
+    return sharegpt_requests(sharegpt_turns(path, count, seed), count, tokens, options.sharegpt_output_len)
 
 
 # --- in this process ----------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def _throughput(options: argparse.Namespace) -> None:
     show = not options.disable_tqdm
     with LLM(options.model, progress=show, **fields) as llm:
         llm.wait_until_compiled()
-        result = throughput(llm, _asks(options, lambda text: len(llm.tokenizer.encode(text))), n=options.n, progress=show)
+        result = throughput(llm, _requests(options, lambda text: len(llm.tokenizer.encode(text))), n=options.n, progress=show)
     rates = f"{result['tokens_per_second']:.2f} total tokens/s, {result['output_tokens_per_second']:.2f} output tokens/s"
     write(f"Throughput: {result['requests_per_second']:.2f} requests/s, {rates}\n")
     _save(options.output_json, result)
@@ -122,14 +122,14 @@ def _latency(options: argparse.Namespace) -> None:
             raise InvalidArgument(name, getattr(options, name), f"must be at least {least}")
     from jengine import LLM
     from jengine.bench.offline import latency
-    from jengine.bench.workload import random_asks
+    from jengine.bench.workload import random_requests
 
     show = not options.disable_tqdm
-    asks = random_asks(options.batch_size, input_len=options.input_len, output_len=options.output_len)
+    requests = random_requests(options.batch_size, input_len=options.input_len, output_len=options.output_len)
     with LLM(options.model, progress=show, **fields) as llm:
         llm.wait_until_compiled()
         rounds = progress_bar(range(options.num_iters), desc="measuring", unit="batch", show=show)
-        result = latency(llm, asks, rounds, warm_up=options.num_iters_warmup, n=options.n)
+        result = latency(llm, requests, rounds, warm_up=options.num_iters_warmup, n=options.n)
     write(f"Avg latency: {result['avg_latency']:.4f} seconds\n")
     write("".join(f"{rank}% percentile latency: {seconds:.4f} seconds\n" for rank, seconds in result["percentiles"].items()))
     _save(options.output_json, result)
@@ -201,13 +201,13 @@ async def _driven(options: argparse.Namespace) -> Any:
         if options.dataset_name == "sharegpt" and options.dataset_path is not None:
             turns = sharegpt_turns(options.dataset_path, options.num_prompts, options.seed)
             counts = {text: await endpoint.tokens(text) for turn in turns for text in turn}
-        asks = _asks(options, lambda text: counts[text])
+        requests = _requests(options, lambda text: counts[text])
         if options.dataset_name != "trace":
-            asks = with_arrivals(asks, options.request_rate, options.burstiness, options.seed)
+            requests = with_arrivals(requests, options.request_rate, options.burstiness, options.seed)
         elif options.request_rate != INFINITE:
             raise InvalidArgument("request_rate", options.request_rate, "must not be given with a trace, which has its own arrival times")
-        with progress_bar(total=len(asks), desc="asking", unit="request", show=not options.disable_tqdm) as bar:
-            return await drive(endpoint, asks, max_concurrency=options.max_concurrency, done=bar.update)
+        with progress_bar(total=len(requests), desc="requests", unit="request", show=not options.disable_tqdm) as bar:
+            return await drive(endpoint, requests, max_concurrency=options.max_concurrency, done=bar.update)
     finally:
         await endpoint.close()
 

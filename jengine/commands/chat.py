@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams
 from jengine.commands.connection import CONNECTION, add_connection, client_options
-from jengine.commands.flags import ENGINE_SKIPS, add_sampling_and_engine, engine_fields, given_fields, sampling_fields
+from jengine.commands.flags import ENGINE_SKIPS, add_sampling_and_engine, engine_fields, flag_values, sampling_fields
 from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
@@ -73,7 +73,7 @@ def _chat(options: argparse.Namespace) -> None:
             if not chat.obey(message):
                 return
         elif message.strip():
-            chat.say(message)
+            chat.send(message)
 
 
 def _local(options: argparse.Namespace) -> Model:
@@ -88,7 +88,7 @@ def _local(options: argparse.Namespace) -> Model:
 
 
 def _served(options: argparse.Namespace) -> Model:
-    for name, value in given_fields(options, EngineConfig, skip=ENGINE_SKIPS).items():
+    for name, value in flag_values(options, EngineConfig, skip=ENGINE_SKIPS).items():
         raise InvalidArgument(name, value, "is an engine option: pass it to `jengine serve`")
     return ServedModel(options.server, **client_options(options))
 
@@ -244,7 +244,7 @@ class Chat:
             note(f"Unknown command {command}. /help lists the commands; a space before the / makes it a message.")
         return True
 
-    def say(self, text: str) -> None:
+    def send(self, text: str) -> None:
         """Sends a message and prints the answer as it arrives. If it fails, prints the error and forgets the message."""
         self.messages.append({"role": "user", "content": text})
         answer, reason = "", None

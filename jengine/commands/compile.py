@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jengine import EngineConfig
-from jengine.commands.flags import add_fields, add_model, given_fields
+from jengine.commands.flags import add_fields, add_model, flag_values
 from jengine.commands.terminal import note
 
 # Options that do not affect programs, or that this command sets.
@@ -50,7 +50,7 @@ def add_target(parser: argparse.ArgumentParser, note: str) -> None:
 
 def config_for(options: argparse.Namespace) -> EngineConfig:
     """The engine's options, validated. Keeps JAX away from local GPUs, which a target does not need."""
-    config = EngineConfig.of(options.model, given_fields(options, EngineConfig, skip=SKIPS))
+    config = EngineConfig.of(options.model, flag_values(options, EngineConfig, skip=SKIPS))
     if options.target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")  # programs from JAX's own cache cannot be serialized again
@@ -76,5 +76,5 @@ def _compile(options: argparse.Namespace) -> None:
 
 def _flags(options: argparse.Namespace) -> list[str]:
     """Flags for an engine that uses these programs."""
-    given: dict[str, Any] = {"programs": options.out, **given_fields(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir"))}
+    given: dict[str, Any] = {"programs": options.out, **flag_values(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir"))}
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]

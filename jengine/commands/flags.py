@@ -43,7 +43,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Fields for SamplingParams: the given flags, and the commands' defaults."""
-    return {**SAMPLING_DEFAULTS, **given_fields(options, SamplingParams)}
+    return {**SAMPLING_DEFAULTS, **flag_values(options, SamplingParams)}
 
 
 def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -54,11 +54,11 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InvalidArgument: an unknown name or a value out of range; the message says where it was given.
     """
-    from jengine.serving.config import given_options, naming_source  # plain data; imports no network code
+    from jengine.serving.config import naming_source, sourced_options  # plain data; imports no network code
 
-    flags = given_fields(options, EngineConfig, skip=ENGINE_SKIPS)
+    flags = flag_values(options, EngineConfig, skip=ENGINE_SKIPS)
     config = {} if options.config is None else {"config": options.config}
-    given = given_options({**flags, **config})
+    given = sourced_options({**flags, **config})
     fields = {name: value for name, (value, _) in given.items() if name in EngineConfig.__dataclass_fields__ and name not in ENGINE_SKIPS}
     with naming_source(given):
         EngineConfig.of(options.model, fields)
@@ -87,7 +87,7 @@ def add_fields(group: argparse._ArgumentGroup, of: type, skip: tuple[str, ...] =
         )
 
 
-def given_fields(options: argparse.Namespace, of: type, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+def flag_values(options: argparse.Namespace, of: type, skip: tuple[str, ...] = ()) -> dict[str, Any]:
     """The fields of a dataclass that were given as flags."""
     names = {field.name for field in dataclasses.fields(of)}.difference(skip)
     return {name: value for name, value in vars(options).items() if name in names}

@@ -69,7 +69,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def given_trace(options: argparse.Namespace) -> Trace:
+def trace_from_flags(options: argparse.Namespace) -> Trace:
     """The trace, with the given changes."""
     import numpy as np
 
@@ -83,7 +83,7 @@ def given_trace(options: argparse.Namespace) -> Trace:
     return trace.take(np.arange(min(options.requests, len(trace))))
 
 
-def given_targets(options: argparse.Namespace, config: EngineConfig) -> Targets:
+def targets_from_flags(options: argparse.Namespace, config: EngineConfig) -> Targets:
     """Targets given to the command, or else the engine's."""
     from jengine.simulation.summary import Targets
 
@@ -100,7 +100,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.replicas != "auto" and not (options.replicas.isdecimal() and int(options.replicas) > 0):
         raise InvalidArgument("replicas", options.replicas, "must be auto or a whole number, at least 1")
     config = EngineConfig.of(options.model, engine_fields(options))
-    targets, trace = given_targets(options, config), given_trace(options)
+    targets, trace = targets_from_flags(options, config), trace_from_flags(options)
     if options.replicas == "auto" and not targets.given(trace):
         raise InvalidArgument("replicas", "auto", "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, __version__
 from jengine.commands.flags import add_engine, add_model, engine_fields
-from jengine.commands.simulate import TRACES, add_trace, given_targets, given_trace, params
+from jengine.commands.simulate import TRACES, add_trace, params, targets_from_flags, trace_from_flags
 from jengine.commands.terminal import note, write
 from jengine.observe.progress import progress_bar
 
@@ -47,7 +47,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _tune(options: argparse.Namespace) -> int:
     given = engine_fields(options)
     config = EngineConfig.of(options.model, given)
-    targets, trace = given_targets(options, config), given_trace(options)
+    targets, trace = targets_from_flags(options, config), trace_from_flags(options)
     objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
     from jengine.simulation.setup import Setup

@@ -17,7 +17,7 @@ from jengine.engine.limits import Limits
 from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_mask
 from jengine.engine.step_clock import StepClock
-from jengine.engine.step_updates import burst_updates, found_after_beams, logprobs_of, pooled_update
+from jengine.engine.step_updates import beam_candidates, burst_updates, logprobs_of, pooled_update
 from jengine.errors import JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, StepResult
@@ -275,7 +275,7 @@ class Engine:
         updates: list[Update] = []
         while len(self._in_flight) > left:
             record, counts, step = self._in_flight.popleft()
-            asked = time.perf_counter()
+            begun = time.perf_counter()
             result = self.runner.read(step)
             alone, now = result.scores is None and result.pooled is None, time.perf_counter()
             device = self._clock.read(step.plan, step.started, now, self.scheduler.costs, waited=result.waited, counts=counts and alone)
@@ -284,7 +284,7 @@ class Engine:
             if result.pooled is not None:
                 self._pool(step.plan, result.pooled)
             updates += self._collect(step, result)
-            self.records.read(record, asked, now, time.perf_counter(), waited=result.waited, device=device)
+            self.records.read(record, begun, now, time.perf_counter(), waited=result.waited, device=device)
         if not self.has_work:
             self._clock.pause()
             self.records.pause()
@@ -328,7 +328,7 @@ class Engine:
                     self._recorder.ended(sequence)
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled | BeamsFound]:
-        collected = self.scheduler.collect(step.plan, result.tokens, found_after_beams(step.plan, result, self.scheduler))
+        collected = self.scheduler.collect(step.plan, result.tokens, beam_candidates(step.plan, result, self.scheduler))
         self._note_ended()
         got = result.logprobs
         if step.plan.steps > 1:

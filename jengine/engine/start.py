@@ -57,7 +57,7 @@ from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.ready_programs import ReadyPrograms
-from jengine.text.tokenizer import Tokenizer, holds_tokenizer
+from jengine.text.tokenizer import Tokenizer, has_tokenizer
 
 
 @dataclass(slots=True)
@@ -243,7 +243,7 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     if given is not None:
         given.check(_with_pages(config, shapes, root, link).identity())  # before reading the weights, which may take minutes
     lap("configuration")
-    if config.process_id == 0 and holds_tokenizer(started.tokenizer_folder):
+    if config.process_id == 0 and has_tokenizer(started.tokenizer_folder):
         started.tokenizer = Tokenizer.load(started.tokenizer_folder)  # before the weights, so that errors show early
     lap("tokenizer")
     if config.calibration_data is None:

@@ -9,7 +9,7 @@ from jengine.execution.sampler import SampledLogprobs
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
-from jengine.updates import BeamsFound, Found, Pooled, TokenLogprobs, TokenUpdate
+from jengine.updates import BeamsFound, Pooled, ScoredToken, TokenLogprobs, TokenUpdate
 
 
 def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenUpdate | Pooled | BeamsFound]:
@@ -23,13 +23,13 @@ def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenU
     return updates[::-1]
 
 
-def found_after_beams(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> dict[int, Found]:
+def beam_candidates(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> dict[int, ScoredToken]:
     """Candidates of beams, by index of the sample."""
     got, found = result.logprobs, {}
     for row, sample in enumerate(plan.samples if got is not None and scheduler.searching else ()):
         sequence = scheduler.running(sample.seq)
         if sequence is not None and sequence.request.beams is not None and got is not None:
-            found[row] = Found(result.tokens[row][0], logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
+            found[row] = ScoredToken(result.tokens[row][0], logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
     return found
 
 

@@ -61,17 +61,17 @@ class BackgroundPrograms:
     def _run(self) -> None:
         try:
             self._link.report(self._count)
-            while self._count < len(self.keys) and self._goes_on():
+            while self._count < len(self.keys) and self._running():
                 some = self.keys[self._count : self._count + self._threads]
                 self._programs.obtain(some, background=True)
                 self._count += len(some)
                 self._link.report(self._count)
         except Exception as error:
-            if self._goes_on() and "interpreter shutdown" not in str(error):  # at shutdown no thread can be started
+            if self._running() and "interpreter shutdown" not in str(error):  # at shutdown no thread can be started
                 left = len(self.keys) - self._count
                 log.warning("%d programs could not be loaded or compiled, the engine continues with the others: %s", left, error)
         finally:
             self._ended.set()
 
-    def _goes_on(self) -> bool:
+    def _running(self) -> bool:
         return not self._stopped.is_set() and threading.main_thread().is_alive()

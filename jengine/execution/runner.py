@@ -176,7 +176,7 @@ class Runner:
 
     def _make(self, call: Call) -> Any:
         if not isinstance(self._link, SingleProcess):
-            self._link.tell(encode(call))
+            self._link.broadcast(encode(call))
         with self._explained():
             return self.worker.execute(call)
 

@@ -15,7 +15,7 @@ from jengine.errors import ModelError
 from jengine.model_config import ModelConfig
 from jengine.model_parts import LatentAttention
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import decoder, given_rope
+from jengine.models.hf_config import decoder, rope_fields
 from jengine.models.latent_attention import MultiHeadLatentAttention
 from jengine.models.layers import Block, GatedMlp, Layer, RMSNorm, dense, param
 from jengine.models.llama import Llama
@@ -81,7 +81,7 @@ class Deepseek(Llama):
 
 def read_deepseek(hf: Fields) -> dict[str, Any]:
     """The fields that all of these families share, without routing."""
-    rope, heads, rank = given_rope(hf), int(hf["num_attention_heads"]), hf["q_lora_rank"]
+    rope, heads, rank = rope_fields(hf), int(hf["num_attention_heads"]), hf["q_lora_rank"]
     latent = LatentAttention(
         rank=int(hf["kv_lora_rank"]),
         query_rank=None if rank is None else int(rank),

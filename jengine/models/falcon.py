@@ -10,7 +10,7 @@ from jengine.errors import ModelError
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.gpt_neox import GptNeoXAttention
-from jengine.models.hf_config import given_rope, rope
+from jengine.models.hf_config import rope, rope_fields
 from jengine.models.layers import Layer, LayerNorm, Mlp
 from jengine.models.llama import Llama
 from jengine.models.residuals import ParallelLayer
@@ -61,7 +61,7 @@ def read_falcon(hf: Fields) -> dict[str, Any]:
         "gated_mlp": False,
         "tie_embeddings": bool(hf["tie_word_embeddings"]),
         **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bias),
-        **rope(hf, given_rope(hf)),
+        **rope(hf, rope_fields(hf)),
     }
 
 

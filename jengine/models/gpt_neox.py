@@ -9,7 +9,7 @@ import jax
 
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import given_rope, partly_rotated
+from jengine.models.hf_config import partly_rotated, rope_fields
 from jengine.models.layers import Attention, Layer, LayerNorm, Mlp
 from jengine.models.llama import Llama
 from jengine.models.pieces import Part, Piece, grouped
@@ -40,7 +40,7 @@ class GptNeoX(Llama):
 
 def read_gpt_neox(hf: Fields) -> dict[str, Any]:
     bias = bool(hf.get("attention_bias", True))
-    rope = {"rope_theta": hf.get("rotary_emb_base"), **given_rope(hf)}
+    rope = {"rope_theta": hf.get("rotary_emb_base"), **rope_fields(hf)}
     return {
         **partly_rotated(hf, float(hf.get("rotary_pct", 0.25)), rope),
         "norm_eps": float(hf.get("layer_norm_eps", 1e-5)),

@@ -21,7 +21,7 @@ def decoder(hf: Fields, rope_parameters: dict[str, Any] | None = None) -> dict[s
     """ModelConfig's fields with the names and defaults of Llama-like models. rope_parameters: None reads them from the fields."""
     heads = int(hf["num_attention_heads"])
     if rope_parameters is None:
-        rope_parameters = given_rope(hf)
+        rope_parameters = rope_fields(hf)
     return {
         "vocab_size": int(hf["vocab_size"]),
         "hidden_size": int(hf["hidden_size"]),
@@ -38,7 +38,7 @@ def decoder(hf: Fields, rope_parameters: dict[str, Any] | None = None) -> dict[s
     }
 
 
-def given_rope(hf: Fields) -> dict[str, Any]:
+def rope_fields(hf: Fields) -> dict[str, Any]:
     """The parameters of rotary embedding, under the newer or the older field name."""
     newer, older = hf.get("rope_parameters"), hf.get("rope_scaling")
     return dict(newer or older or {})
@@ -92,7 +92,7 @@ def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[d
 
 def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
     """`decoder` for a family in which a share of each head's channels rotates. `share` is the default for a missing field."""
-    parameters = given_rope(hf) if parameters is None else dict(parameters)
+    parameters = rope_fields(hf) if parameters is None else dict(parameters)
     share = float(parameters.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or share)
     fields = decoder(hf, parameters)
     return {**fields, "rotary_dim": None if share == 1.0 else int(fields["head_dim"] * share)}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jengine.errors import ModelError
 from jengine.models.family import Family, Fields, TextPart
-from jengine.models.hf_config import decoder, given_rope, window_everywhere
+from jengine.models.hf_config import decoder, rope_fields, window_everywhere
 from jengine.models.layers import Attend
 from jengine.models.llama import Llama
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
@@ -35,7 +35,7 @@ def read_mistral(hf: Fields) -> dict[str, Any]:
 
 
 def read_ministral3(hf: Fields) -> dict[str, Any]:
-    rope = given_rope(hf)
+    rope = rope_fields(hf)
     beta = float(rope.pop("llama_4_scaling_beta"))
     rope.pop("max_position_embeddings", None)  # duplicates the model's field
     fields = decoder(hf, rope)

@@ -9,7 +9,7 @@ import jax
 
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import given_rope, partly_rotated, window_everywhere
+from jengine.models.hf_config import partly_rotated, rope_fields, window_everywhere
 from jengine.models.layers import Attention, Block, GatedMlp
 from jengine.models.llama import Llama
 from jengine.models.pieces import Part, Piece, stacked
@@ -33,7 +33,7 @@ class Phi3(Llama):
 
 
 def read_phi3(hf: Fields) -> dict[str, Any]:
-    rope = given_rope(hf)
+    rope = rope_fields(hf)
     if "short_factor" in rope:  # earlier names are "su" and "yarn"
         rope["rope_type"] = "longrope"
     return {**partly_rotated(hf, 1.0, rope), **window_everywhere(hf, hf.get("sliding_window"))}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jengine.errors import ModelError
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import attention_biases, decoder, given_rope, window_everywhere
+from jengine.models.hf_config import attention_biases, decoder, rope_fields, window_everywhere
 from jengine.models.layers import Block, LayerNorm, dense
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts
@@ -39,7 +39,7 @@ class PhiMoe(Llama):
 
 
 def read_phi_moe(hf: Fields) -> dict[str, Any]:
-    rope = given_rope(hf)
+    rope = rope_fields(hf)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "longrope"):
         raise ModelError(f"rope scaling {kind!r} is not supported; default and longrope are")

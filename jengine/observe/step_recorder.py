@@ -47,7 +47,7 @@ class StepRecorder:
         self._begun = self._cpu = 0.0  # of this iteration
         self._reading = 0.0  # seconds of this iteration in which earlier steps were read and collected
         self._last: StepRecord | None = None  # the last step that was read, until the loop begins with the next one
-        self._passed_on = self._look = 0.0
+        self._passed_on = self._next_memory = 0.0
         self._paused = False
         self._decision: object = None  # of the last step
         self._totals, self._totalled = StepTotals(), 0  # totals of the steps with smaller numbers
@@ -61,9 +61,9 @@ class StepRecorder:
         last, self._last = self._last, None
         if last is not None and not self._paused:
             last.away = now - self._passed_on
-        if now >= self._look:
+        if now >= self._next_memory:
             self.memories.append(memory(now))
-            self._look = now + MEMORY_SECONDS
+            self._next_memory = now + MEMORY_SECONDS
         self._paused = False
         self._begun, self._reading, self._cpu, self.thread = now, 0.0, time.thread_time(), threading.get_ident()
 
@@ -136,11 +136,11 @@ class StepRecorder:
             self._cpu,
         )
 
-    def read(self, record: StepRecord, asked: float, now: float, collected: float, *, waited: bool, device: float) -> None:
+    def read(self, record: StepRecord, begun: float, now: float, collected: float, *, waited: bool, device: float) -> None:
         """A step's tokens were requested, arrived, and were given to their sequences; see StepRecord."""
-        record.wait, record.waited, record.ended = now - asked, waited, now
+        record.wait, record.waited, record.ended = now - begun, waited, now
         record.collect, record.device = collected - now, device
-        self._reading += collected - asked
+        self._reading += collected - begun
         self._last, self._passed_on = record, collected
         self.steps.append(record)
 

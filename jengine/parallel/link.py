@@ -37,7 +37,7 @@ class Link(Protocol):
     def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
         """Process 0's choice from the values of all processes, in their order. Values must be numbers, text or lists."""
 
-    def tell(self, frame: bytes) -> None:
+    def broadcast(self, frame: bytes) -> None:
         """Process 0: sends a frame to all others."""
 
     def wait(self, ready: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ class SingleProcess:
     def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
         return choose([value])
 
-    def tell(self, frame: bytes) -> None:
+    def broadcast(self, frame: bytes) -> None:
         pass
 
     def wait(self, ready: Callable[[], bool]) -> None:
@@ -109,7 +109,7 @@ class Leader:
                 raise EngineDead(f"process {process} of this engine ended during its start")
             values.append(msgspec.msgpack.decode(frame))
         chosen = choose(values)
-        self.tell(msgspec.msgpack.encode(chosen))
+        self.broadcast(msgspec.msgpack.encode(chosen))
         return chosen
 
     def watch(self) -> None:
@@ -129,7 +129,7 @@ class Leader:
     def reported(self) -> int:
         return min(self._reported.get(process, 0) for process in self._others)
 
-    def tell(self, frame: bytes) -> None:
+    def broadcast(self, frame: bytes) -> None:
         for process, other in self._others.items():
             try:
                 other.sendall(len(frame).to_bytes(4, "big") + frame)
@@ -156,7 +156,7 @@ class Leader:
         """When this process ends: lets the others end."""
         if self._lost is not None:
             _leave()
-        self.tell(END)
+        self.broadcast(END)
         for other in self._others.values():
             other.close()
 
@@ -201,7 +201,7 @@ class Follower:
         with contextlib.suppress(OSError):  # `heard` reports the failure
             self._send(count.to_bytes(4, "big"))
 
-    def tell(self, frame: bytes) -> None:
+    def broadcast(self, frame: bytes) -> None:
         raise AssertionError("only process 0 sends")
 
     def reported(self) -> None:

@@ -43,10 +43,10 @@ def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profil
     if command[0] == "jengine":
         command = [sys.executable, "-m", "jengine.cli", *command[1:]]
     with tempfile.TemporaryDirectory() as folder:
-        told = msgspec.json.encode(Instructions(folder, options)).decode()
+        instructions = msgspec.json.encode(Instructions(folder, options)).decode()
         path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH", "")]))
         try:
-            code = subprocess.call(command, env={**os.environ, VARIABLE: told, "PYTHONPATH": path})
+            code = subprocess.call(command, env={**os.environ, VARIABLE: instructions, "PYTHONPATH": path})
         except OSError as error:
             raise InvalidArgument("command", command[0], f"cannot be run: {error.strerror}") from None
         profile, jax = read_profiles(" ".join(command), sorted(Path(folder).iterdir()))
@@ -59,9 +59,9 @@ def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profil
     return profile, jax, code
 
 
-def begin(told: str) -> None:
+def begin(instructions: str) -> None:
     """Called in a process of the command when it starts."""
-    one = msgspec.json.decode(told, type=Instructions)
+    one = msgspec.json.decode(instructions, type=Instructions)
     OwnProfile(Path(one.folder) / str(os.getpid()), one.options)
 
 
@@ -93,9 +93,9 @@ class OwnProfile:
         while not self._ended.wait(LOOK_SECONDS):
             with self._lock:
                 if not self._ended.is_set():
-                    self._look()
+                    self._check_records()
 
-    def _look(self) -> None:
+    def _check_records(self) -> None:
         self._capture.look()
         records = self._capture.records.values()
         if records and not self._registered:  # again: exit handlers run in reverse order, and this one must run before JAX's

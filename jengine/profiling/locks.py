@@ -27,7 +27,7 @@ def frames(top: FrameType | None) -> Iterator[FrameType]:
         top = top.f_back
 
 
-def wanted_lock(top: FrameType) -> str:
+def awaited_lock(top: FrameType) -> str:
     """The lock that a thread tries to acquire in this innermost frame, such as "self._lock"; empty if it does not."""
     code = top.f_code
     if code.co_filename in WRAPPERS and code.co_name in NOTIFIED:
@@ -97,7 +97,7 @@ def holder(waiting: FrameType, lock: str, others: Iterable[tuple[str, FrameType]
     places = {frame.f_code: frame.f_lineno for frame, _ in zip(frames(waiting), range(DEPTH), strict=False)}
     suspects = []
     for thread, top in others:
-        if wanted_lock(top).rpartition(".")[2] == name:
+        if awaited_lock(top).rpartition(".")[2] == name:
             continue  # it is waiting, too
         for frame in frames(top):
             code, line = frame.f_code, frame.f_lineno

@@ -137,7 +137,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def let_trace(pid: int) -> None:
+def allow_tracing(pid: int) -> None:
     """Allows a process to trace this one where Linux's Yama restricts that to parents; 0 revokes this."""
     pr_set_ptracer = 0x59616D61
     if os.path.exists("/proc/sys/kernel/yama/ptrace_scope"):

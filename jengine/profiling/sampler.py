@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 
 from jengine.profiling.data import Flame, InterpreterWait, LockWait, SlowCall
-from jengine.profiling.locks import file_call, frame_name, frames, holder, waiting_frame, wanted_lock
+from jengine.profiling.locks import awaited_lock, file_call, frame_name, frames, holder, waiting_frame
 from jengine.profiling.proc import FILES, RUNS, UNKNOWN, call_name, call_now, processor
 
 SLACK = 1e-4  # typical seconds by which a timer is late
@@ -125,7 +125,7 @@ class Sampler:
             time.sleep(self._interval)
             now = time.perf_counter()
             self._note_late(now - planned, before, now)
-            self._look(now)
+            self._sample(now)
         for waiting in self._waiting.values():
             self._end(waiting, time.perf_counter())
         self.slow_calls.extend(call for call in self._in_call.values() if call.seconds > self._interval)
@@ -155,7 +155,7 @@ class Sampler:
         most = [name for name, native in self._names.values() if 1e-9 * (processor(native)[0] - self._ran.get(native, 0)) >= 0.7 * waited]
         return most[0] if len(most) == 1 else ""
 
-    def _look(self, now: float) -> None:
+    def _sample(self, now: float) -> None:
         current = sys._current_frames()
         self._learn_names()
         self.samples += 1
@@ -167,8 +167,8 @@ class Sampler:
             stack = tuple([(frame.f_code, frame.f_lineno) for frame, _ in zip(frames(top), range(DEPTH), strict=False)][::-1])
             self._stacks[name][stack] += 1
             self._ran[native] = processor(native)[0]
-            self._look_for_lock(ident, name, top, tops, now)
-            self._look_at_call(ident, name, native, top, now)
+            self._sample_lock(ident, name, top, tops, now)
+            self._sample_call(ident, name, native, top, now)
 
     def _learn_names(self) -> None:
         """Updates the names of current threads. A new thread may reuse the id of one that has ended."""
@@ -186,7 +186,7 @@ class Sampler:
             del self._names[ident]
         self._there = there
 
-    def _look_for_lock(self, ident: int, name: str, top: FrameType, tops: dict[int, FrameType], now: float) -> None:
+    def _sample_lock(self, ident: int, name: str, top: FrameType, tops: dict[int, FrameType], now: float) -> None:
         place, known = (top.f_code, top.f_lasti), self._waiting.get(ident)
         if known is not None and known.place == place:
             known.seen += 1
@@ -196,7 +196,7 @@ class Sampler:
         if known is not None:
             del self._waiting[ident]
             self._end(known, now)
-        if lock := wanted_lock(top):
+        if lock := awaited_lock(top):
             frame = waiting_frame(top)
             where = frame_name(frame.f_code, frame.f_lineno)
             self._waiting[ident] = _Waiting(name, place, now, lock, where, self._holder(ident, top, lock, tops))
@@ -210,7 +210,7 @@ class Sampler:
             seconds = now - waiting.begun
             self.lock_waits.append(LockWait(waiting.begun, seconds, waiting.thread, waiting.lock, waiting.where, waiting.holder))
 
-    def _look_at_call(self, ident: int, name: str, native: int, top: FrameType, now: float) -> None:
+    def _sample_call(self, ident: int, name: str, native: int, top: FrameType, now: float) -> None:
         """A short call may have returned, and its thread wait for the interpreter; then the Python call names it."""
         number, known = call_now(native), self._in_call.get(ident)
         self.knows_calls = self.knows_calls and number != UNKNOWN

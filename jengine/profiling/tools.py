@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jengine.profiling.proc import let_trace
+from jengine.profiling.proc import allow_tracing
 
 END_SECONDS = 20.0
 # A shell starts the tool and waits for a line first: only then is the tool's process id known, and can be given
@@ -39,7 +39,7 @@ class Tool:
             env=environment,
             start_new_session=True,
         )
-        let_trace(self._process.pid)
+        allow_tracing(self._process.pid)
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.close()
@@ -54,7 +54,7 @@ class Tool:
         except subprocess.TimeoutExpired:
             self._process.kill()
             _, errors = self._process.communicate()
-        let_trace(0)
+        allow_tracing(0)
         text = self.file.read_text(errors="replace") if self.file.is_file() else ""
         self.file.unlink(missing_ok=True)
         if not text.strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jengine.scheduling.beams import Path
 from jengine.scheduling.prompt_tiles import PromptTiles
 from jengine.scheduling.sequence import Sequence, State
-from jengine.updates import Found
+from jengine.updates import ScoredToken
 
 
 class BeamSearches(PromptTiles):
@@ -21,7 +21,7 @@ class BeamSearches(PromptTiles):
         """Whether a step is in flight whose results determine the next rows of beams."""
         return any(member.in_flight for beams in self._searching.values() for member in beams.members)
 
-    def _search(self, beam: Sequence, found: Found | None) -> Sequence | None:
+    def _search(self, beam: Sequence, found: ScoredToken | None) -> Sequence | None:
         """Records a beam's candidates. Returns the search's leader if the search ends here."""
         if beam.beams is None or found is None:  # the search was preempted meanwhile
             return None
@@ -30,14 +30,14 @@ class BeamSearches(PromptTiles):
         if chosen is None:
             return None
         if chosen and chosen[0][1].length < leader.max_len:
-            beams.go_on(self._go_on(beams.members, chosen))
+            beams.set_live(self._assign(beams.members, chosen))
             return None
         leader.found = beams.end([path for _, path in chosen], leader.request.params.logprobs is not None)
         self.finish(leader, leader.found[0].finish_reason)
         leader.tokens = [*leader.request.prompt_token_ids, *leader.found[0].tokens]
         return leader
 
-    def _go_on(self, members: list[Sequence], chosen: list[tuple[Sequence, Path]]) -> list[tuple[Sequence, Path]]:
+    def _assign(self, members: list[Sequence], chosen: list[tuple[Sequence, Path]]) -> list[tuple[Sequence, Path]]:
         """Assigns a sequence to each chosen beam: its parent's sequence, or a free one if another successor took that."""
         parents = {parent for parent, _ in chosen}
         free = [member for member in members if member not in parents]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jengine.beam_params import BeamSearchParams
 from jengine.request import FinishReason
-from jengine.updates import Beam, Found
+from jengine.updates import Beam, ScoredToken
 
 
 class Path(NamedTuple):
@@ -22,7 +22,7 @@ class Path(NamedTuple):
     token: int
     cumulative: float
     length: int
-    found: Found
+    found: ScoredToken
 
 
 class Beams[Sequence]:
@@ -41,10 +41,10 @@ class Beams[Sequence]:
         self.params, self.leader, self._prompt_len, self._ends = params, leader, prompt_len, eos_token_ids
         self.members = [leader]
         self._live: dict[Sequence, Path | None] = {leader: None}  # the best first
-        self._found: dict[Sequence, Found] = {}  # candidates of this step
+        self._found: dict[Sequence, ScoredToken] = {}  # candidates of this step
         self._completed: list[Path] = []  # beams that ended with an end-of-sequence token, the best first
 
-    def take(self, beam: Sequence, found: Found) -> list[tuple[Sequence, Path]] | None:
+    def take(self, beam: Sequence, found: ScoredToken) -> list[tuple[Sequence, Path]] | None:
         """Records a beam's candidates.
 
         Returns:
@@ -71,7 +71,7 @@ class Beams[Sequence]:
         going.sort(key=lambda one: self._score(one[1]), reverse=True)
         return going[: self.params.beam_width]
 
-    def go_on(self, beams: list[tuple[Sequence, Path]]) -> None:
+    def set_live(self, beams: list[tuple[Sequence, Path]]) -> None:
         """Sets the beams of the next step, keyed by the sequence that holds each."""
         self._live = dict(beams)
 
@@ -102,6 +102,6 @@ class Beams[Sequence]:
         return score
 
 
-def candidates(found: Found) -> dict[int, float]:
+def candidates(found: ScoredToken) -> dict[int, float]:
     """Log probabilities by token: the sampled token first, then the most likely ones."""
     return {found.token: found.logprobs.chosen, **dict(found.logprobs.top)}

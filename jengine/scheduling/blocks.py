@@ -212,7 +212,7 @@ class BlockManager:
         for group, pages in enumerate(new.pages):
             known = zip(old.pages[group][: old.sent[group]], pages, strict=False)
             new.sent[group] = sum(1 for _ in takewhile(lambda both: both[0] == both[1], known))
-        self._give_up(old)
+        self._release_pages(old)
 
     def empty(self, number: int, salt: str | None) -> None:
         """Gives a sequence an empty block table, releasing the previous one if any."""
@@ -307,11 +307,11 @@ class BlockManager:
         """Releases a sequence's pages, the last first, so the beginning of a prefix is evicted last."""
         if self.tier is not None:
             self.tier.cancel(number)
-        self._give_up(self._tables.pop(number))
+        self._release_pages(self._tables.pop(number))
         if self.states is not None:
             self.states.release(number)
 
-    def _give_up(self, table: BlockTable) -> None:
+    def _release_pages(self, table: BlockTable) -> None:
         for index in reversed(range(max(map(len, table.pages)))):
             for group, pages in enumerate(table.pages):
                 if table.first[group] <= index < len(pages):

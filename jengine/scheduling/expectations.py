@@ -41,14 +41,14 @@ class Outlook:
             self._seconds, self._until, self._idle = prediction.first_token, after + max(FRESH, (after - now) / SHARE), idle
         return self._seconds
 
-    def _typical(self) -> Asked:
+    def _typical(self) -> Hypothetical:
         scheduler = self._scheduler
         longest = scheduler.sequence.max_model_len
         prompt = min(max(round(self._prompt), 1), longest - 1)
-        return Asked(prompt, max(scheduler.lengths.expected_rest(0, min(TYPICAL_OUTPUT, longest - prompt), TYPICAL), 1))
+        return Hypothetical(prompt, max(scheduler.lengths.expected_rest(0, min(TYPICAL_OUTPUT, longest - prompt), TYPICAL), 1))
 
 
-class Asked(NamedTuple):
+class Hypothetical(NamedTuple):
     """A hypothetical request.
 
     Attributes:
@@ -63,27 +63,27 @@ class Asked(NamedTuple):
     cached: int = 0
 
 
-def expect(scheduler: Scheduler, requests: List[Asked]) -> list[Prediction]:
+def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Prediction]:
     """Predictions for requests that would arrive now, in this order, if none followed them.
 
     The machine's load is assumed to stay as it is. Thread-safe.
     """
     running, waiting = scheduler.snapshot()
-    asked: list[Job] = []
+    new: list[Job] = []
     for number, (prompt, output, samples, cached) in enumerate(requests):
-        asked.append(Job(min(cached, prompt - 1), prompt, output, 1, number))
-        asked += [Job(prompt - 1, prompt, output, 1, len(requests) + number)] * (samples - 1)
-    found = forecast(_machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), asked)
+        new.append(Job(min(cached, prompt - 1), prompt, output, 1, number))
+        new += [Job(prompt - 1, prompt, output, 1, len(requests) + number)] * (samples - 1)
+    found = forecast(_machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), new)
     lasts = [found.get(len(requests) + number, found[number]).last_token for number in range(len(requests))]
     return [Prediction(found[number].first_token, max(found[number].last_token, last)) for number, last in enumerate(lasts)]
 
 
-def asked_of(scheduler: Scheduler, request: Request, samples: int = 1) -> Asked:
+def hypothetical(scheduler: Scheduler, request: Request, samples: int = 1) -> Hypothetical:
     """Describes a request: its cached pages now, and the typical output length if a stop token may end it."""
     tokens, limit = request.prompt_token_ids, scheduler.sequence.max_len(request) - len(request.prompt_token_ids)
     output = _rest(scheduler, request, 0, limit)
     cached = 0 if request.params.prompt_logprobs is not None else scheduler.blocks.match(tokens, request.cache_salt).tokens
-    return Asked(len(tokens), output, samples, cached)
+    return Hypothetical(len(tokens), output, samples, cached)
 
 
 def _rest(scheduler: Scheduler, request: Request, generated: int, limit: int) -> int:

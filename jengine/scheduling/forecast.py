@@ -81,24 +81,24 @@ def _mean(jobs: list[Job]) -> Job:
     return Job(start, end, max(rest, 1), count)
 
 
-def forecast(machine: Machine, running: Iterable[Job], waiting: Iterable[Job], asked: Sequence[Job]) -> dict[int, Prediction]:
-    """Predictions by number for the jobs in `asked`, which are queued behind all others.
+def forecast(machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]) -> dict[int, Prediction]:
+    """Predictions by number for the jobs in `new`, which are queued behind all others.
 
     Args:
         running: in any order, except that unfinished prompts (end > start) are in the order in which they are computed.
         waiting: in queue order.
     """
-    return _Forecast(machine, running, waiting, asked).run()
+    return _Forecast(machine, running, waiting, new).run()
 
 
 class _Forecast:
-    def __init__(self, machine: Machine, running: Iterable[Job], waiting: Iterable[Job], asked: Sequence[Job]) -> None:
+    def __init__(self, machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]) -> None:
         self.machine, self.now, self.steps = machine, machine.start, 0
         begun: list[Job] = []
         decoding: list[Job] = []
         for job in running:
             (begun if job.end > job.start else decoding).append(job)
-        self.waiting = deque([*together(waiting), *asked])
+        self.waiting = deque([*together(waiting), *new])
         self.prompts = deque(begun)
         self.pages, self.context, self.rows, self.running = machine.pages, 0, 0, sum(job.size for job in begun)
         self.ends: list[tuple[int, int, int, Job]] = []  # heap of decoding jobs: (last step, first step, tie-break, job)
@@ -106,7 +106,7 @@ class _Forecast:
         for job in together(sorted(decoding, key=lambda job: job.rest)):
             self.running += job.size
             self._decode(job)
-        self.open = len(asked)  # number of jobs in `asked` that have not ended
+        self.open = len(new)  # number of jobs in `new` that have not ended
         self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
 
@@ -118,7 +118,7 @@ class _Forecast:
             elif self.ends:
                 self._steps(self.ends[0][0] - self.steps, 0, 0)
             else:
-                break  # a job in `asked` can never fit
+                break  # a job in `new` can never fit
             self._end()
         return {number: Prediction(self.first[number], self.last[number]) for number in self.last}
 

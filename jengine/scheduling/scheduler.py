@@ -24,9 +24,9 @@ from jengine.scheduling.strategies import Situation, latency, throughput
 from jengine.scheduling.work import Work, rows_work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, ProgramTable
-from jengine.updates import Found
+from jengine.updates import ScoredToken
 
-NOTHING_FOUND: Mapping[int, Found] = MappingProxyType({})
+NOTHING_FOUND: Mapping[int, ScoredToken] = MappingProxyType({})
 DEFAULTS = SchedulingOptions()
 
 
@@ -143,7 +143,7 @@ class Scheduler(Bursts):
         if rows and self._repeating:
             self._repeat(draft, rows)
         if rows and self._searching:
-            self._hold(draft, rows)
+            self._suspend_beams(draft, rows)
         plan = StepPlan(
             trunk=trunk,
             sampler=sampler,
@@ -174,7 +174,7 @@ class Scheduler(Bursts):
         self.blocks.tier.landed(staged)
 
     def collect(
-        self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND
+        self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, ScoredToken] = NOTHING_FOUND
     ) -> list[tuple[int, Sequence, int]]:
         """Collects a step's tokens, given for each of the plan's samples, and finishes sequences that they end.
 
@@ -232,7 +232,7 @@ class Scheduler(Bursts):
         draft.work = Work(*rows_work(positions, self.sequence.windows))
         return rows, max(positions, default=-1) + 1
 
-    def _hold(self, draft: Draft, rows: list[Sequence]) -> None:
+    def _suspend_beams(self, draft: Draft, rows: list[Sequence]) -> None:
         """Makes rows of beams take their tokens from the host, and holds these beams until their successors are known."""
         for span, sequence in zip(draft.spans, rows, strict=False):
             if sequence.searches:

@@ -85,11 +85,11 @@ class Targets(Sequences):
         while (first := next((sequence for sequence in self._waiting if not sequence.accepted), None)) is not None:
             alone = not self._running and not self._num_accepted
             if first.has_target and first.first_token is None and not first.late and first.start_by < start:
-                self._give_up(first)
+                self._drop(first)
             elif self._is_unpromised(first) or not self._judge(first, start):
                 if not alone:
                     break
-                self._give_up(first)  # its targets can never be met
+                self._drop(first)  # its targets can never be met
 
     def _is_unpromised(self, sequence: Sequence) -> bool:
         """Whether it could not be accepted, and since then no request has ended and no prompt has been computed."""
@@ -97,7 +97,7 @@ class Targets(Sequences):
         known, self._unpromised = self._unpromised == state, state
         return known
 
-    def _give_up(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: Sequence) -> None:
         if self.options.on_late == "reject" and sequence.has_target:
             self.goodput.reject()
             self.rejected.append(sequence)

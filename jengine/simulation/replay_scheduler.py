@@ -11,7 +11,7 @@ from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.simulation.trace import OUTPUT_TOKEN
-from jengine.updates import Found
+from jengine.updates import ScoredToken
 
 
 class Preempted(Exception):
@@ -36,7 +36,7 @@ class ReplayScheduler(Scheduler):
         self._bases: dict[tuple[int, int, int, int], float] = {}  # seconds without work, by rows, tiles, page bucket and variant
 
     def collect(
-        self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND
+        self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, ScoredToken] = NOTHING_FOUND
     ) -> list[tuple[int, Sequence, int]]:
         """Like Scheduler.collect, but faster if a step only decodes.
 

@@ -39,7 +39,7 @@ class MaskThread:
             worker = self._worker or self._started()
             worker.inbox.put(batch)
             while not batch.done.wait(self._seconds):
-                if (late := batch.give_up(worker.clock, self._seconds)) is not None:
+                if (late := batch.abandon_late(worker.clock, self._seconds)) is not None:
                     failures[late] = JengineError(f"its token mask took more than {self._seconds} s")
                     self._worker = None
                     first = late + 1
@@ -98,7 +98,7 @@ class _Batch:
         self.done.set()
         return True
 
-    def give_up(self, clock: Callable[[], float], seconds: float) -> int | None:
+    def abandon_late(self, clock: Callable[[], float], seconds: float) -> int | None:
         """If the current call has exceeded the limit, abandons the batch and returns the call's index."""
         with self._lock:
             if self._since is None or clock() - self._since < seconds:

@@ -129,7 +129,7 @@ class Tokenizer:
         return known
 
 
-def holds_tokenizer(path: Path) -> bool:
+def has_tokenizer(path: Path) -> bool:
     """Whether a folder has any tokenizer file; GGUF files have one."""
     return is_gguf(path) or any((path / name).is_file() for name in FILES)
 

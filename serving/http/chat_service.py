@@ -19,7 +19,7 @@ from jengine.serving.http.parameters import chat_params
 from jengine.serving.http.service import CreateService, check_conversation, level_of, present, stop_reason, tokens_of
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
-from jengine.serving.service import Asked, Conversation
+from jengine.serving.service import Conversation, ParsedRequest
 from jengine.serving.tracking import TrackedRequest
 
 OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
@@ -67,8 +67,8 @@ class ChatService(CreateService):
 
         prompt = await self._render(chat.llm, read, body.get("chat_template"), size, call)
         chat = chat.rendered(prompt)
-        asked = Asked(chat.params, lambda: prompt, size, **level_of(body))
-        return await self._submit(chat.llm, asked, kind, call, tracked.request_id), chat
+        parsed = ParsedRequest(chat.params, lambda: prompt, size, **level_of(body))
+        return await self._submit(chat.llm, parsed, kind, call, tracked.request_id), chat
 
     # --- complete ---------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.logprobs import CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
 from jengine.serving.http.service import CreateService, StreamUsage, level_of, stop_reason, tokens_of
-from jengine.serving.service import Asked
+from jengine.serving.service import ParsedRequest
 from jengine.serving.tracking import TrackedRequest
 
 MOST_PROMPTS = 2048  # in a request
@@ -81,15 +81,15 @@ class CompletionService(CreateService):
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
         return Task(body, params, prompts, llm, f"cmpl-{request_id}", int(time.time()), self._models.info.name, hides)
 
-    async def _answers(
+    async def _queue_all(
         self, call: HttpCall, task: Task, size: int, kind: OutputKind, tracked: list[TrackedRequest], stack: ExitStack
     ) -> list[tuple[Answer, _Pieces]]:
         """Queues all prompts."""
         out = []
         for index, (prompt, one) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
-            asked = Asked(task.params, read, size, **level_of(task.body))
-            handle = await self._submit(task.llm, asked, kind, call, one.request_id)
+            parsed = ParsedRequest(task.params, read, size, **level_of(task.body))
+            handle = await self._submit(task.llm, parsed, kind, call, one.request_id)
             answer = stack.enter_context(Answer(handle, one, self._pace if kind == "delta" else None))
             out.append((answer, _Pieces(task, index * task.params.n, prompt)))
         return out
@@ -98,7 +98,7 @@ class CompletionService(CreateService):
         choices: list[replies.CompletionChoice] = []
         used: list[CompletionUsage] = []
         with ExitStack() as stack:
-            for answer, pieces in await self._answers(call, task, size, "final", tracked, stack):
+            for answer, pieces in await self._queue_all(call, task, size, "final", tracked, stack):
                 output = await answer.next()
                 choices += pieces.choices(output)
                 used.append(pieces.usage(output))
@@ -108,7 +108,7 @@ class CompletionService(CreateService):
     async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[TrackedRequest]) -> None:
         usage = StreamUsage(task.body)
         with ExitStack() as stack:
-            answers = await self._answers(call, task, size, "delta", tracked, stack)
+            answers = await self._queue_all(call, task, size, "delta", tracked, stack)
             await call.start_events(id_headers(tracked[0].request_id))
 
             async def follow(answer: Answer, pieces: _Pieces) -> CompletionUsage:

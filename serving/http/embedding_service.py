@@ -20,7 +20,7 @@ from jengine.serving.http.bodies import EMBEDDING, Body
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import Prompt, listed
 from jengine.serving.http.service import CreateService, level_of
-from jengine.serving.service import Asked
+from jengine.serving.service import ParsedRequest
 
 PATH = "/v1/embeddings"
 STATUS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}  # keyed by the reason for an abort
@@ -57,7 +57,7 @@ class EmbeddingService(CreateService):
                 one.place = stack.enter_context(self._admission.place(1, call))
             answers = []
             for prompt, one in zip(prompts, tracked, strict=True):
-                handle = await self._submit(llm, _asked(llm, body, prompt, size), "final", call, one.request_id)
+                handle = await self._submit(llm, _parsed(llm, body, prompt, size), "final", call, one.request_id)
                 answers.append(stack.enter_context(Answer(handle, one, None)))
             reply = self._reply([await answer.next() for answer in answers], body.get("encoding_format") == "base64")
         await call.answer(200, reply.encode(), id_headers(request_id))
@@ -68,10 +68,10 @@ class EmbeddingService(CreateService):
         return replies.text_of(Embeddings(data=data, model=self._models.info.name, object="list", usage=usage))
 
 
-def _asked(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> Asked:
+def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedRequest:
     special = body.get("add_special_tokens", True)
     read: Callable[[], Prompt] = partial(llm.tokenizer.encode, prompt, False) if isinstance(prompt, str) and not special else lambda: prompt
-    return Asked(
+    return ParsedRequest(
         params=SamplingParams(),
         prompt=read,
         bytes=size,

@@ -82,7 +82,7 @@ class CreateService(HttpService):
 
 
 def level_of(body: Body) -> dict[str, Any]:
-    """Scheduling parameters of a request, for Asked."""
+    """Scheduling parameters of a request, for ParsedRequest."""
     return {name: body.fields[name] for name in LEVEL if name in body.fields}
 
 

@@ -36,21 +36,21 @@ class LlamaJson:
             if not body or TAG.startswith(body):
                 return []
             if body[0] != "{":
-                return self._give_up("")
+                return self._as_content("")
             self._opened, text = True, body
         at, events = self._calls.feed(text)
         if self._calls.count and self._read:
             self._content.call()
             self._read = ""
         if self._calls.done:
-            events += self._give_up(self._calls.raw + text[at:])
+            events += self._as_content(self._calls.raw + text[at:])
         return joined(events)
 
-    def _give_up(self, rest: str) -> list[Event]:
+    def _as_content(self, rest: str) -> list[Event]:
         """Treats the rest as content, and all text if there was no call."""
         self._over = True
         return self._content.text(rest if self._calls.count else self._read)
 
     def finish(self) -> list[Event]:
-        events = [] if self._over else self._give_up(self._calls.finish())
+        events = [] if self._over else self._as_content(self._calls.finish())
         return joined([*events, *self._content.finish()])

@@ -40,7 +40,7 @@ class Pythonic:
             if not body or TAGS[0].startswith(body):
                 return []
             if body[0] != "[":
-                return self._give_up()
+                return self._as_content()
             self._opened, self._at = True, len(self._buffer) - len(body) + 1
         while self._at < len(self._buffer) and not self._over:
             self._scan(events)
@@ -60,7 +60,7 @@ class Pythonic:
             self._quote = character
         elif character in "([{":
             if not self._depth and not self._known():
-                events += self._give_up()
+                events += self._as_content()
             self._depth += 1
         elif character in ")]}":
             self._depth -= 1
@@ -69,7 +69,7 @@ class Pythonic:
             elif self._depth < 0:
                 self._end(events)
         elif not self._depth and not (character.isalnum() or character in "_.-, \t\r\n"):
-            events += self._give_up()
+            events += self._as_content()
 
     def _known(self) -> bool:
         """Whether a tool's name precedes the parenthesis that was just read."""
@@ -85,7 +85,7 @@ class Pythonic:
     def _call(self, events: list[Event]) -> None:
         read = _read(self._start(self._buffer[: self._at]))
         if read is None:
-            events += self._give_up()
+            events += self._as_content()
             return
         name, arguments = read
         self._content.call()
@@ -96,19 +96,19 @@ class Pythonic:
     def _end(self, events: list[Event]) -> None:
         """The list has ended."""
         if not self._count:
-            events += self._give_up()
+            events += self._as_content()
             return
         self._buffer = self._buffer[self._at :]
-        events += self._give_up()
+        events += self._as_content()
 
-    def _give_up(self) -> list[Event]:
+    def _as_content(self) -> list[Event]:
         """Treats the rest as content."""
         self._over = True
         rest, self._buffer = self._buffer, ""
         return self._content.text(rest)
 
     def finish(self) -> list[Event]:
-        return joined([*([] if self._over else self._give_up()), *self._content.finish()])
+        return joined([*([] if self._over else self._as_content()), *self._content.finish()])
 
 
 def _read(text: str) -> tuple[str, dict[str, Any]] | None:

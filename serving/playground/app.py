@@ -15,7 +15,7 @@ from jengine.serving.errors import Refusal
 from jengine.serving.http.app import Parts, application, endpoint
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
-from jengine.serving.metrics_server import Made, Pages
+from jengine.serving.metrics_server import MakePage, Pages
 from jengine.serving.playground.assets import HEADERS, assets
 from jengine.serving.playground.hosts import OwnHosts
 from jengine.serving.playground.live import LiveFeed
@@ -54,7 +54,7 @@ async def _stream(call: HttpCall, feed: LiveFeed) -> None:
             await call.event(await viewer.next())
 
 
-def _page(make: Made) -> Callable[[Request], Awaitable[Response]]:
+def _page(make: MakePage) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         page = await make(request.headers.get("accept", ""))
         return Response(page.body, page.status, media_type=page.content_type)

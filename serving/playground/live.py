@@ -95,7 +95,7 @@ class LiveFeed:
         try:
             info, llm = self._models.info, self._models.llm
             event["model"] = {"name": info.name, "chat": info.has_chat_template, "devices": info.devices, "dtype": info.dtype}
-            await self._look(llm)
+            await self._update(llm)
             event |= self._view.event(llm.load)
         except EngineDead as dead:
             return event | {"state": "waiting", "why": why or str(dead), "engine": self._engine}
@@ -104,7 +104,7 @@ class LiveFeed:
             return event | {"state": "waiting", "why": "the engine's records cannot be read; see the server's log"}
         return event | {"engine": self._engine, "explanation": self._explanation}
 
-    async def _look(self, llm: AsyncLLM) -> None:
+    async def _update(self, llm: AsyncLLM) -> None:
         if llm is not self._llm:
             self._llm, self._view, self._explanation, self._explained = llm, EngineView(), None, 0.0
             self._engine += 1

@@ -15,39 +15,41 @@ import pytest
 from jengine import InvalidArgument, JengineError, cli
 from jengine.bench.drive import drive
 from jengine.bench.endpoints import JengineEndpoint, OpenAIEndpoint
-from jengine.bench.result import Answered, Result
+from jengine.bench.result import ClientRecord, Result
 from jengine.bench.sweep import command_with, read_params, sweep
-from jengine.bench.workload import Ask, random_asks, sharegpt_asks, sharegpt_turns, trace_asks, with_arrivals
+from jengine.bench.workload import BenchRequest, random_requests, sharegpt_requests, sharegpt_turns, trace_requests, with_arrivals
 
 # --- what is asked for ------------------------------------------------------------------------------
 
 
 def test_random_requests() -> None:
-    asks = random_asks(200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3)
-    assert asks == random_asks(200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3)
-    lengths = [len(ask.prompt) - 7 for ask in asks]
-    assert 50 <= min(lengths) < 60 and 140 < max(lengths) <= 150 and {10, 30} <= {ask.output for ask in asks} <= {*range(10, 31)}
-    assert len({tuple(ask.prompt[:7]) for ask in asks}) == 1 and len({tuple(ask.prompt) for ask in asks}) == 200
-    assert {(len(ask.prompt), ask.output) for ask in random_asks(5, input_len=9, output_len=4)} == {(9, 4)}
+    requests = random_requests(200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3)
+    assert requests == random_requests(200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3)
+    lengths = [len(request.prompt) - 7 for request in requests]
+    assert (
+        50 <= min(lengths) < 60 and 140 < max(lengths) <= 150 and {10, 30} <= {request.output for request in requests} <= {*range(10, 31)}
+    )
+    assert len({tuple(request.prompt[:7]) for request in requests}) == 1 and len({tuple(request.prompt) for request in requests}) == 200
+    assert {(len(request.prompt), request.output) for request in random_requests(5, input_len=9, output_len=4)} == {(9, 4)}
     for bad in ({"input_len": 0}, {"output_len": 0}, {"prefix_len": -1}, {"range_ratio": 1.0}):
         with pytest.raises(InvalidArgument, match=next(iter(bad))):
-            random_asks(1, **{"input_len": 5, "output_len": 5, **bad})  # type: ignore[arg-type]
+            random_requests(1, **{"input_len": 5, "output_len": 5, **bad})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_arrivals(burstiness: float) -> None:
-    asks = with_arrivals([Ask([1], 1)] * 20_000, rate=50.0, burstiness=burstiness, seed=1)
-    pauses = np.diff([ask.at for ask in asks])  # type: ignore[arg-type]
-    assert asks[0].at == 0.0 and pauses.min() >= 0.0
+    requests = with_arrivals([BenchRequest([1], 1)] * 20_000, rate=50.0, burstiness=burstiness, seed=1)
+    pauses = np.diff([request.at for request in requests])  # type: ignore[arg-type]
+    assert requests[0].at == 0.0 and pauses.min() >= 0.0
     assert pauses.mean() == pytest.approx(1 / 50, rel=0.1)
     assert (pauses.std() / pauses.mean()) ** 2 == pytest.approx(1 / burstiness, rel=0.15), "gamma: the less, the burstier"
 
 
 def test_arrivals_at_once() -> None:
-    assert {ask.at for ask in with_arrivals([Ask([1], 1, 5.0)] * 3, rate=float("inf"))} == {None}
+    assert {request.at for request in with_arrivals([BenchRequest([1], 1, 5.0)] * 3, rate=float("inf"))} == {None}
     for bad in ({"rate": 0.0}, {"rate": -1.0}, {"rate": 1.0, "burstiness": 0.0}):
         with pytest.raises(InvalidArgument, match="must be above 0"):
-            with_arrivals([Ask([1], 1)], **bad)
+            with_arrivals([BenchRequest([1], 1)], **bad)
 
 
 def test_sharegpt(tmp_path: Path) -> None:
@@ -61,11 +63,11 @@ def test_sharegpt(tmp_path: Path) -> None:
 
     found = sharegpt_turns(file, 10)
     assert sorted(found) == sorted(turns)
-    assert {(ask.prompt, ask.output) for ask in sharegpt_asks(found, 5, tokens)} == {("a b c d e", 4), ("b c d e f g", 5)}
-    assert len(sharegpt_asks(found, 5, tokens)) == 5
-    assert {ask.output for ask in sharegpt_asks(found, 5, tokens, output_len=2)} == {2}
+    assert {(request.prompt, request.output) for request in sharegpt_requests(found, 5, tokens)} == {("a b c d e", 4), ("b c d e f g", 5)}
+    assert len(sharegpt_requests(found, 5, tokens)) == 5
+    assert {request.output for request in sharegpt_requests(found, 5, tokens, output_len=2)} == {2}
     with pytest.raises(InvalidArgument, match="no conversation"):
-        sharegpt_asks(found, 5, lambda text: 5000)
+        sharegpt_requests(found, 5, lambda text: 5000)
     file.write_text("[1]")
     with pytest.raises(InvalidArgument, match="must be a ShareGPT file"):
         sharegpt_turns(file, 1)
@@ -75,19 +77,19 @@ def test_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 1000 * i, "input_length": 5 + i, "output_length": 2 + i, "hash_ids": [i]} for i in range(3)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [(len(ask.prompt), ask.output, ask.at) for ask in trace_asks(file, 2)] == [(5, 2, 0.0), (6, 3, 1.0)]
+    assert [(len(request.prompt), request.output, request.at) for request in trace_requests(file, 2)] == [(5, 2, 0.0), (6, 3, 1.0)]
 
 
 # --- what is measured -------------------------------------------------------------------------------
 
 
 def test_latencies() -> None:
-    one = Answered(1.0, [1.5, 1.6, 2.0], [1, 1, 2], prompt_tokens=10)
+    one = ClientRecord(1.0, [1.5, 1.6, 2.0], [1, 1, 2], prompt_tokens=10)
     assert (one.ttft, one.e2el, one.output_tokens) == (0.5, 1.0, 4)
     assert one.tpot == pytest.approx(0.5 / 3) and one.itl == pytest.approx([0.1, 0.2, 0.2])
-    single = Answered(0.0, [0.25], [1], prompt_tokens=3)
+    single = ClientRecord(0.0, [0.25], [1], prompt_tokens=3)
     assert single.tpot is None and single.itl == []
-    result = Result([one, single, Answered(0.0, error="gone")], 2.0, {"ttft": 300.0, "tpot": 100.0}, (50, 99), ("ttft", "tpot", "e2el"))
+    result = Result([one, single, ClientRecord(0.0, error="gone")], 2.0, {"ttft": 300.0, "tpot": 100.0}, (50, 99), ("ttft", "tpot", "e2el"))
     facts = result.to_dict()
     assert (facts["completed"], facts["failed"], facts["total_input_tokens"], facts["total_output_tokens"]) == (2, 1, 13, 5)
     assert (facts["request_throughput"], facts["output_throughput"], facts["request_goodput"]) == (1.0, 2.5, 0.5)
@@ -100,7 +102,7 @@ def test_latencies() -> None:
 
 
 def test_a_plot(tmp_path: Path) -> None:
-    result = Result([Answered(0.0, [0.5, 0.6], [1, 2])], 1.0)
+    result = Result([ClientRecord(0.0, [0.5, 0.6], [1, 2])], 1.0)
     result.save_plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(InvalidArgument, match=r"plot=.*cannot be written"):
@@ -113,13 +115,13 @@ class Counting:
     def __init__(self) -> None:
         self.running = self.most = 0
 
-    async def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
+    async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            if ask.prompt[0] == 13:
+            if request.prompt[0] == 13:
                 raise JengineError("refused")
-            for _ in range(ask.output):
+            for _ in range(request.output):
                 await asyncio.sleep(0.001)
                 yield 1, 0
         finally:
@@ -134,14 +136,14 @@ class Counting:
 
 def test_driving() -> None:
     endpoint, ended = Counting(), []
-    asks = [Ask([i, 5], 2) for i in range(20)]
-    answers, seconds = asyncio.run(drive(endpoint, asks, max_concurrency=4, done=lambda: ended.append(1)))
+    requests = [BenchRequest([i, 5], 2) for i in range(20)]
+    answers, seconds = asyncio.run(drive(endpoint, requests, max_concurrency=4, done=lambda: ended.append(1)))
     assert endpoint.most == 4 and len(ended) == 20 and endpoint.running == 0
     assert [bool(answer.error) for answer in answers] == [i == 13 for i in range(20)] and "refused" in answers[13].error
     assert all(
         answer.tokens == [1, 1] and answer.prompt_tokens == 2 and answer.times[-1] <= seconds for answer in answers if not answer.error
     )
-    timed, _ = asyncio.run(drive(Counting(), [Ask([1], 1, 0.0), Ask([1], 1, 0.05)]))
+    timed, _ = asyncio.run(drive(Counting(), [BenchRequest([1], 1, 0.0), BenchRequest([1], 1, 0.05)]))
     assert [answer.due for answer in timed] == [0.0, 0.05] and timed[1].times[0] > 0.05
 
 

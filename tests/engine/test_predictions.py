@@ -10,7 +10,7 @@ import pytest
 from jengine import LLM, InvalidArgument, SamplingParams
 from jengine.request import Request
 from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.expectations import asked_of
+from jengine.scheduling.expectations import hypothetical
 from tests.engine.running import SMALL
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -39,9 +39,9 @@ def test_a_prediction_knows_what_runs_and_what_is_cached(llm: LLM, monkeypatch: 
     prompt, params = [*range(2, 62)], GREEDY.clone(max_tokens=4, ignore_eos=True)
     scheduler, request = llm.engine.scheduler, Request(request_id="new", prompt_token_ids=prompt, params=params)
     (idle,) = llm.predict([prompt], params)
-    assert asked_of(scheduler, request).cached == 0
+    assert hypothetical(scheduler, request).cached == 0
     llm.generate(prompt, params, use_tqdm=False)
-    assert asked_of(scheduler, request).cached == 48
+    assert hypothetical(scheduler, request).cached == 48
     streams = [
         llm.stream([7 + i] * 8, params.clone(max_tokens=40)) for i in range(scheduler.max_num_seqs)
     ]  # it has to wait for one of them

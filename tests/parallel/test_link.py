@@ -81,7 +81,7 @@ def test_calls_arrive_as_they_were_made(words: queue.Queue[np.ndarray]) -> None:
         Call("count", None, np.ones(515, np.int32)),
         Call("forget"),
     ]
-    threading.Thread(target=lambda: [leader.tell(encode(call)) for call in calls]).start()
+    threading.Thread(target=lambda: [leader.broadcast(encode(call)) for call in calls]).start()
     for call in calls:
         heard = decode(followers[0].heard())
         assert heard[:2] == call[:2]

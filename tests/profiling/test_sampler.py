@@ -16,7 +16,7 @@ import pytest
 
 from jengine.profiling import heap
 from jengine.profiling.garbage import Collections
-from jengine.profiling.locks import wanted_lock
+from jengine.profiling.locks import awaited_lock
 from jengine.profiling.proc import call_now
 from jengine.profiling.resident import python_objects, resident_parts
 from jengine.profiling.sampler import Sampler
@@ -108,7 +108,7 @@ def test_to_wait_for_news_is_to_wait_for_no_lock() -> None:
 
 def test_what_is_no_lock() -> None:
     def waits(path: str = "x") -> str:
-        return wanted_lock(sys._getframe())
+        return awaited_lock(sys._getframe())
 
     assert waits() == ""
     with pytest.raises(FileNotFoundError), open("/nowhere/at all"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from jengine.request import Request, SamplingParams
-from jengine.updates import Beam, Found, TokenLogprobs
+from jengine.updates import Beam, ScoredToken, TokenLogprobs
 from tests.golden.beam_rule import beam_search
 
 VOCAB = 50
@@ -19,15 +19,15 @@ def next_token(seed: int, sample: int, tokens: list[int], params: SamplingParams
     return token
 
 
-def found_after(tokens: list[int], seed: int, sample: int, width: int, temperature: float) -> Found:
+def found_after(tokens: list[int], seed: int, sample: int, width: int, temperature: float) -> ScoredToken:
     """2 x width candidates, and a sampled token, which may be another one."""
     draw = random.Random(hash((seed, *tokens)))
     likely = draw.sample(range(VOCAB), 2 * width + 1)
     values = sorted([-draw.uniform(0.1, 1.0) for _ in likely], reverse=True)
     top = list(zip(likely[:-1], values[:-1], strict=True))
     if temperature and random.Random(hash((seed, sample, *tokens))).random() < 0.5:
-        return Found(likely[-1], TokenLogprobs(-0.05, 1, top))  # more than any other has, so that it matters
-    return Found(likely[0], TokenLogprobs(values[0], 1, top))
+        return ScoredToken(likely[-1], TokenLogprobs(-0.05, 1, top))  # more than any other has, so that it matters
+    return ScoredToken(likely[0], TokenLogprobs(values[0], 1, top))
 
 
 def beams_alone(request: Request, seed: int, max_model_len: int) -> list[Beam]:

@@ -24,7 +24,7 @@ from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
 from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, ScoreKey, sampler_variant
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
-from jengine.updates import Found
+from jengine.updates import ScoredToken
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.host_memory import Content, HostMemory
 from tests.scheduling.state_memory import StateMemory
@@ -67,7 +67,7 @@ class StrictDevice:
         self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
         self.host = HostMemory(self._page, self._set_page)
 
-    def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, Found]]:
+    def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, ScoredToken]]:
         """Runs a plan. Returns the tokens of every sample, and the candidates of beams."""
         rows = self._check_size(plan)
         self._take_updates(plan)
@@ -263,7 +263,7 @@ class Loop:
         self.sequences: list[Sequence] = []
         self.outputs: dict[Sequence, list[int]] = {}
         self.ended: dict[Sequence, list[int]] = {}  # with the output it had when it ended
-        self.dispatched: list[tuple[StepPlan, list[list[int]], dict[int, Found]]] = []
+        self.dispatched: list[tuple[StepPlan, list[list[int]], dict[int, ScoredToken]]] = []
         self.admitted: list[int] = []  # seeds, in the order of the slot resets
         self._coming: list[TableKey] = []
         self.last: StepPlan  # the newest plan

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.composition import BatchInvariant
-from jengine.scheduling.expectations import Asked, expect
+from jengine.scheduling.expectations import Hypothetical, expect
 from jengine.scheduling.work import Work
 from jengine.table.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms, by_use, first_needed
@@ -90,8 +90,8 @@ def test_what_is_expected_counts_prompts_and_rows_as_steps_of_their_own():
     one = loop()
     one.add(PROMPT, max_tokens=20, **NO_END)
     one.step(ahead=0)
-    (alone,) = expect(loop().scheduler, [Asked(len(PROMPT), 20)])
-    (beside,) = expect(one.scheduler, [Asked(len(PROMPT), 20)])
+    (alone,) = expect(loop().scheduler, [Hypothetical(len(PROMPT), 20)])
+    (beside,) = expect(one.scheduler, [Hypothetical(len(PROMPT), 20)])
     tiles, rows = (one.scheduler._seconds(*size, Work(), 1) for size in ((0, 1), (1, 0)))
     assert one.scheduler._seconds(1, 1, Work(), 1) == pytest.approx(tiles + rows)
     assert 4 * tiles <= alone.first_token < beside.first_token < beside.last_token

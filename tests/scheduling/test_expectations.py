@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jengine.request import Request
-from jengine.scheduling.expectations import Asked, expect
+from jengine.scheduling.expectations import Hypothetical, expect
 from jengine.scheduling.forecast import Job, together
 from jengine.simulation.replay import EngineShape
 from jengine.simulation.times import StepTimes
@@ -22,7 +22,7 @@ class Asking(VirtualEngine):
         request = super()._request(row)
         if row == len(self.trace) - 1:
             self.came = self.now
-            (self.expected,) = expect(self.scheduler, [Asked(len(request.prompt_token_ids), request.params.max_tokens)])
+            (self.expected,) = expect(self.scheduler, [Hypothetical(len(request.prompt_token_ids), request.params.max_tokens)])
         return request
 
 
@@ -58,14 +58,16 @@ def test_few_pages_make_it_wait():
 
 def test_several_are_expected_one_behind_the_other():
     scheduler = make_shape(max_num_seqs=2).scheduler()
-    first, second, third = expect(scheduler, [Asked(30, 50)] * 3)
+    first, second, third = expect(scheduler, [Hypothetical(30, 50)] * 3)
     assert first.first_token <= second.first_token < first.last_token < third.first_token
     assert scheduler.snapshot() == ([], [])
 
 
 def test_cached_tokens_and_samples_count():
     scheduler = make_shape(max_num_seqs=4).scheduler()
-    ((cold,), (hit,), (several,)) = (expect(scheduler, [asked]) for asked in (Asked(100, 9), Asked(100, 9, cached=96), Asked(100, 9, 5)))
+    ((cold,), (hit,), (several,)) = (
+        expect(scheduler, [asked]) for asked in (Hypothetical(100, 9), Hypothetical(100, 9, cached=96), Hypothetical(100, 9, 5))
+    )
     assert hit.first_token < 0.5 * cold.first_token
     assert several.last_token > 1.5 * cold.last_token  # the fifth waits for one of the four rows
 

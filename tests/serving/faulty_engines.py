@@ -10,24 +10,24 @@ from typing import Any
 
 import jengine
 from jengine import InvalidArgument, Request, Tokenizer
-from jengine.serving.engines import Made, mock_engine
+from jengine.serving.engines import WarmEngine, mock_engine
 from jengine.serving.mock_engine import MockEngine
 from jengine.serving.wire import EngineInfo
 
 FACTS = EngineInfo(tokenizer_folder=None, dtype="", devices="")
 
 
-def refuses(error: str, text: str) -> Made:
+def refuses(error: str, text: str) -> WarmEngine:
     """Raises an error at the start."""
     raise InvalidArgument("max_model_len", 10**30, text) if error == "InvalidArgument" else getattr(jengine, error, RuntimeError)(text)
 
 
-def exits(code: int) -> Made:
+def exits(code: int) -> WarmEngine:
     """Exits without an error message."""
     os._exit(code)
 
 
-def starts_slowly(mark: str) -> Made:
+def starts_slowly(mark: str) -> WarmEngine:
     """Creates a file when it starts, and does not finish within a test."""
     Path(mark).write_text(str(os.getpid()))
     time.sleep(3600)
@@ -43,8 +43,8 @@ class Babbling(MockEngine):
         return super().step()
 
 
-def babbles(**options: Any) -> Made:
-    return Made(Babbling(**options), None, FACTS)
+def babbles(**options: Any) -> WarmEngine:
+    return WarmEngine(Babbling(**options), None, FACTS)
 
 
 class Picky(MockEngine):
@@ -56,11 +56,11 @@ class Picky(MockEngine):
             raise OverflowError("too odd a number")
 
 
-def picky(**options: Any) -> Made:
-    return Made(Picky(**options), None, FACTS)
+def picky(**options: Any) -> WarmEngine:
+    return WarmEngine(Picky(**options), None, FACTS)
 
 
-def starts_once(mark: str, **options: Any) -> Made:
+def starts_once(mark: str, **options: Any) -> WarmEngine:
     """The mock engine, unless the file exists."""
     if Path(mark).exists():
         raise OSError("the device is not free yet")
@@ -75,18 +75,18 @@ class NoVocabulary(Tokenizer):
         raise OSError("the vocabulary is gone")
 
 
-def cannot_mask(tokenizer_folder: str, **options: Any) -> Made:
+def cannot_mask(tokenizer_folder: str, **options: Any) -> WarmEngine:
     made = mock_engine(tokenizer_folder, **options)
     return made._replace(tokenizer=NoVocabulary.load(Path(tokenizer_folder)))
 
 
-def starts_late(seconds: float) -> Made:
+def starts_late(seconds: float) -> WarmEngine:
     """The mock engine, after a delay."""
     time.sleep(seconds)
     return mock_engine()
 
 
-def slow_but_known(seconds: float) -> Made:
+def slow_but_known(seconds: float) -> WarmEngine:
     """Its warm-up has measured the duration of a step."""
     made = mock_engine(seconds=seconds)
     return made._replace(info=EngineInfo(tokenizer_folder=None, dtype="", devices="", longest_step=seconds))

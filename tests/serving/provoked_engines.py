@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from jengine.serving.engines import Made, model_engine
+from jengine.serving.engines import WarmEngine, model_engine
 
 OBJECTS = 400_000  # that the garbage collector has to look at
 LINES, EVERY = 4000, 40  # of the log, and after how many steps
@@ -58,7 +58,7 @@ def collect_for_ever() -> None:
         time.sleep(0.25)
 
 
-def provoked(causes: list[str], **options: Any) -> Made:
+def provoked(causes: list[str], **options: Any) -> WarmEngine:
     """causes: of gc, log, lock."""
     made = model_engine(**options)
     return made._replace(engine=Provoked(made.engine, causes))  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ from jengine.serving.wire import (
     frame,
     requests_of,
 )
-from jengine.updates import Found
+from jengine.updates import ScoredToken
 
 WIDE = st.integers(0, 10**30)
 TEXT = st.text(st.characters(), min_size=1, max_size=20)  # lone surrogates too
@@ -88,7 +88,7 @@ UPDATES = st.builds(
 DECISIONS = st.lists(st.tuples(ID, COUNT), max_size=2).map(tuple)
 GROUPS = st.lists(ID, max_size=2).map(tuple)
 SCORES = st.builds(PromptScores, ID, TOKEN, st.lists(TOKEN), st.lists(LOGPROBS, max_size=3))
-FOUND = st.none() | st.lists(st.builds(Found, TOKEN, LOGPROBS), max_size=2)
+FOUND = st.none() | st.lists(st.builds(ScoredToken, TOKEN, LOGPROBS), max_size=2)
 BEAMS = st.lists(st.builds(Beam, st.lists(TOKEN), st.floats(-1e9, 0), REASONS.filter(bool), FOUND), max_size=3)
 THREE = st.tuples(COUNT, COUNT, COUNT)
 HOST = {name: COUNT for name in Load._fields if name.startswith("host_")}

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from jengine.errors import ModelError
 from jengine.text import gguf_tokenizer as read
 from jengine.text.tokenizer import Tokenizer as Loaded
-from jengine.text.tokenizer import holds_tokenizer
+from jengine.text.tokenizer import has_tokenizer
 from tests.checkpoints.gguf_models import write_gguf
 from tests.text.conftest import byte_fallback, byte_level
 
@@ -45,7 +45,7 @@ def described(tokenizer: Tokenizer, kind: str, **fields: Any) -> dict[str, Any]:
 
 def loaded(file: Path, fields: dict[str, Any]) -> Loaded:
     write_gguf(file, "llama_tied", tokenizer=fields)
-    assert holds_tokenizer(file)
+    assert has_tokenizer(file)
     return Loaded.load(file)
 
 
