@@ -4,15 +4,16 @@ A dense product has a single group. A thread block computes a block of rows and 
 Each warpgroup loads packed words and unpacks them in its registers as an operand of the tensor cores
 (`int4_registers.py`). So weights are read once per block of rows and never stored unpacked. Unpacked numbers are
 exact. The kernel multiplies the sum over inputs with a common scale by that scale in float32, and the offset by
-the sum of these inputs, so no weight is rounded.
+the sum of these inputs, so no weight is rounded. In blocks of few rows, the tensor cores compute these sums, too, as a
+product with ones. They would take as long as the product itself, so for more rows XLA computes them.
 
-Words and inputs are copied tile by tile. Scales, offsets and sums of inputs are copied in chunks of four groups,
+Words and inputs are copied tile by tile. Scales, offsets and XLA's sums of inputs are copied in chunks of four groups,
 which may span several tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,29 +111,30 @@ def _products(
     x = jnp.pad(x, ((0, 0), (0, chunks * chunk * TILE - size)))
     each = -(-chunks // splits)
     splits = -(-chunks // each)
-    by_chunk = 4 * SCALES * (outs if weight.offset is None else 2 * outs + block)  # bytes of scales, offsets and sums
+    offsets, given_sums = weight.offset is not None, weight.offset is not None and block > TWO_BLOCKS
+    by_chunk = 4 * SCALES * (outs + offsets * outs + given_sums * block)  # bytes of scales, offsets and sums
     by_tile = outs * WORDS * 4 + block * TILE * x.dtype.itemsize + by_chunk // chunk
     shared = SHARED[block > TWO_BLOCKS] - by_chunk - outs * block * jnp.dtype(dtype).itemsize
     stages = min(STAGES, shared // by_tile)
     places = stages // chunk + 1  # chunks in flight
-    sums = None
-    if weight.offset is not None:
-        sums = x.astype(jnp.float32).reshape(len(x), -1, weight.group).sum(-1).T  # [groups, places]
     line = partial(plgpu.SMEM, dtype=jnp.float32)
     scratch = {
         "x_smem": tiled((stages, block, TILE), x.dtype, min(weight.group, COLUMNS)),
         "w_smem": tiled((stages, outs, WORDS), jnp.dtype("int32"), WORDS),
         "scale_smem": line((places, outs, SCALES)),
-        "offset_smem": None if sums is None else line((places, outs, SCALES)),
-        "sums_smem": None if sums is None else line((places, SCALES, block)),
+        "offset_smem": line((places, outs, SCALES)) if offsets else None,
+        "sums_smem": line((places, SCALES, block)) if given_sums else None,
         "a_smem": None if operand_in_registers else tiled((warpgroups, ROWS, TILE), x.dtype, min(weight.group, COLUMNS)),
+        "ones_smem": None if operand_in_registers else tiled((warpgroups, ROWS, COLUMNS), x.dtype, min(weight.group, COLUMNS)),
         "out_smem": plgpu.SMEM((warpgroups, block, ROWS), jnp.dtype(dtype)),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        "scale_full": plgpu.Barrier(num_arrivals=1 if sums is None else 3, num_barriers=places),
+        "scale_full": plgpu.Barrier(num_arrivals=1 + offsets + given_sums, num_barriers=places),
         "scale_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=places),
     }
-    more = [] if sums is None else [weight.offset, sums]
+    more = [weight.offset] if offsets else []
+    if given_sums:
+        more.append(x.astype(jnp.float32).reshape(len(x), -1, weight.group).sum(-1).T)  # [groups, places]
     y: jax.Array = plgpu.kernel(
         partial(_kernel, each=each, group_size=weight.group, kind=weight.kind),
         out_type=jax.ShapeDtypeStruct((splits, -(-len(x) // GRID) * GRID, out), dtype),
@@ -149,8 +151,8 @@ def _products(
 
 def _kernel(
     x_ref: Any, w_ref: Any, scale_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, *refs: Any,
-    x_smem: Any, w_smem: Any, scale_smem: Any, offset_smem: Any = None, sums_smem: Any = None, a_smem: Any = None, out_smem: Any,
-    full: Any, free: Any, scale_full: Any, scale_free: Any, each: int, group_size: int, kind: str,
+    x_smem: Any, w_smem: Any, scale_smem: Any, offset_smem: Any = None, sums_smem: Any = None, a_smem: Any = None, ones_smem: Any = None,
+    out_smem: Any, full: Any, free: Any, scale_full: Any, scale_free: Any, each: int, group_size: int, kind: str,
 ) -> None:  # fmt: skip
     *more_refs, out_ref = refs  # offsets and sums
     stages, block, _ = x_smem.shape
@@ -167,6 +169,13 @@ def _kernel(
         if block >= COLUMNS and warpgroups == 2:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
         in_registers = a_smem is None
+        ones: Any = jnp.ones((ROWS, piece), x_smem.dtype)
+        if in_registers:
+            ones = plgpu.layout_cast(ones, plgpu.Layout.WGMMA)
+        else:
+            ones_smem[warpgroup, :, :piece] = ones
+            plgpu.commit_smem()
+            ones = ones_smem.at[warpgroup, :, pl.ds(0, piece)]
 
         def operand(words: Any, first: int) -> Any:
             """Unpacked weights of a piece of a tile, as an operand of the tensor cores."""
@@ -178,14 +187,14 @@ def _kernel(
             plgpu.commit_smem()
             return place
 
-        def sums_of(words: Any, slot: Any, some: Sequence[int]) -> list[jax.Array]:
-            """Unscaled sums over some of a tile's groups, [64, block] each."""
+        def products_of(slot: Any, some: Sequence[int], operand: Callable[[int], Any]) -> list[jax.Array]:
+            """Products of some of a tile's groups with operands for their inputs, [64, block] each."""
 
             def multiply(*sums: Any) -> list[jax.Array]:
                 for group, acc in zip(some, sums, strict=True):
                     for first in range(group * group_size, (group + 1) * group_size, piece):
                         columns = x_smem.at[slot, :, pl.ds(first, piece)]
-                        plgpu.wgmma(acc, operand(words, first), columns.transpose((1, 0)))
+                        plgpu.wgmma(acc, operand(first), columns.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
                 return [acc[...] for acc in sums]
 
@@ -200,9 +209,11 @@ def _kernel(
                 line = jnp.where(jnp.broadcast_to(inside == tile, line.shape), lines[tile], line)
             return lax.broadcast_in_dim(line, (ROWS, block), [0])
 
-        def along_rows(place: Any, column: Any) -> jax.Array:
-            """Sums of the rows' inputs, broadcast to [64, block]."""
-            line = plgpu.load(sums_smem.at[place, column], layout=plgpu.Layout.WGMMA.reduce(0))
+        def sums_of(slot: Any, place: Any, inside: Any, group: int) -> jax.Array:
+            """Sums of the rows' inputs in one of a tile's groups, the same for all outputs, [64, block]."""
+            if sums_smem is None:
+                return products_of(slot, [group], lambda first: ones)[0]
+            line = plgpu.load(sums_smem.at[place, inside * in_tile + group], layout=plgpu.Layout.WGMMA.reduce(0))
             return lax.broadcast_in_dim(line, (ROWS, block), [1])
 
         def fold(step: jax.Array, total: jax.Array) -> jax.Array:
@@ -212,10 +223,10 @@ def _kernel(
             pl.when(inside == 0)(partial(plgpu.barrier_wait, scale_full.at[place]))
             for begin in range(0, in_tile, at_once):
                 some = range(begin, begin + at_once)
-                for group, y in zip(some, sums_of(words, slot, some), strict=True):
+                for group, y in zip(some, products_of(slot, some, partial(operand, words)), strict=True):
                     total += y * (of_outputs(scale_smem, place, inside, group) * factor(kind))
                     if offset_smem is not None:
-                        total += of_outputs(offset_smem, place, inside, group) * along_rows(place, inside * in_tile + group)
+                        total += of_outputs(offset_smem, place, inside, group) * sums_of(slot, place, inside, group)
             if not in_registers:  # on a GPU the barrier orders these loads before the next copy; the interpreter needs a fence
                 plgpu.commit_smem()
             plgpu.barrier_arrive(free.at[slot])
@@ -247,9 +258,9 @@ def _kernel(
             pl.when(at >= places)(partial(plgpu.barrier_wait, scale_free.at[place]))
             plgpu.copy_gmem_to_smem(scale_ref.at[group, outs, columns], scale_smem.at[place], scale_full.at[place])
             if offset_smem is not None:
-                offset_ref, sums_ref = more_refs
-                plgpu.copy_gmem_to_smem(offset_ref.at[group, outs, columns], offset_smem.at[place], scale_full.at[place])
-                plgpu.copy_gmem_to_smem(sums_ref.at[columns, rows], sums_smem.at[place], scale_full.at[place])
+                plgpu.copy_gmem_to_smem(more_refs[0].at[group, outs, columns], offset_smem.at[place], scale_full.at[place])
+            if sums_smem is not None:
+                plgpu.copy_gmem_to_smem(more_refs[1].at[columns, rows], sums_smem.at[place], scale_full.at[place])
 
         @pl.loop(0, chunks * chunk)
         def _(i: jax.Array) -> None:
