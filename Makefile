@@ -20,7 +20,7 @@ PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolve
 MAKEFLAGS += --jobs=2  # environments are made side by side
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-full lint format docs goldens goldens-vllm support compare protos clean
+.PHONY: help setup demo serve-demo test test-lowest test-full lint format docs goldens goldens-vllm support compare protos clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,8 +53,10 @@ $(LOWEST): pyproject.toml constraints.txt tools/lowest.py | $(STAMP)
 	@.venv-lowest/bin/python -m pip install --disable-pip-version-check --quiet -r .venv-lowest/requirements.txt
 	@touch $@
 
-test: lint $(TESTED) $(LOWEST) ## check style and types, run the tests (minutes)
+test: lint test-lowest $(TESTED) ## check style and types, run the tests (minutes)
 	$(PYTEST)
+
+test-lowest: $(LOWEST) # beside mypy, which has one thread
 	$(TEST_LOWEST)
 
 test-full: lint $(TESTED) ## the same with the long tests

@@ -35,7 +35,7 @@ class KernelFacts:
         name: the kernel's name.
         registers: registers per thread.
         spilled: bytes that a thread spills from registers to memory, stores and loads.
-        shared: bytes of shared memory per block, without barriers.
+        shared: bytes of shared memory per block.
         products: number of matrix instructions in its machine code.
         in_flight: products of warpgroups that are issued before the first of them is awaited, at most; 0 on Ampere.
         serialized: the compiler waits after each product of a warpgroup, because it could not prove its registers unused.
@@ -101,10 +101,14 @@ def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, do
         args: trees of arrays or abstract arrays.
         donate: positions of donated arguments.
     """
+    return _lower_for(device, function, *args, donate=donate).compile()
+
+
+def _lower_for(device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
     whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
     with jax.default_device(device):  # Mosaic uses this device's compute capability for the target
-        return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
+        return jax.jit(function, donate_argnums=donate).lower(*placed)
 
 
 def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -> tuple[list[KernelFacts], jax.stages.Compiled]:
@@ -113,30 +117,24 @@ def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -
     Returns:
         Facts about each Mosaic kernel, and the program. Kernels that this process has compiled before are missing: Mosaic reuses them.
     """
+    lowered = _lower_for(device, function, *args)  # nothing is dumped here: Mosaic's constraints as text would take most of the time
     with tempfile.TemporaryDirectory() as folder, _dumped(folder):
-        compiled = compile_for(device, function, *args)
-        reports, resources = (_by_kernel(Path(folder), suffix) for suffix in (".ptxas", ".resources.txt"))
-        pairs = [pair for name, files in reports.items() for pair in zip(files, resources[name], strict=True)]
-        return [_read(*pair, device) for pair in pairs], compiled
+        compiled = lowered.compile()
+        return [_read(report, device) for report in sorted(Path(folder).glob("*.ptxas"), key=_name_and_number)], compiled
 
 
-def _by_kernel(folder: Path, suffix: str) -> dict[str, list[Path]]:
-    """Files NAME_NUMBER with this suffix, by name and in order. Mosaic counts lowered kernels for some suffixes and compiled kernels for
-    others, so numbers of one kernel may differ."""
-    files: dict[str, list[tuple[int, Path]]] = {}
-    for file in folder.glob(f"*{suffix}"):
-        name, number = file.name.removesuffix(suffix).rsplit("_", 1)
-        files.setdefault(name, []).append((int(number), file))
-    return {name: [file for _, file in sorted(files[name])] for name in sorted(files)}
+def _name_and_number(file: Path) -> tuple[str, int]:
+    """Of a file NAME_NUMBER.ptxas. Kernels of one name are numbered as they are compiled."""
+    name, number = file.stem.rsplit("_", 1)
+    return name, int(number)
 
 
-def _read(report: Path, lowered: Path, device: jax.Device) -> KernelFacts:
-    text, resources = report.read_text(), lowered.read_text()
+def _read(report: Path, device: jax.Device) -> KernelFacts:
+    text = report.read_text()
     capability = "sm_" + device.compute_capability.replace(".", "")
     if not re.search(rf"for '{capability}a?'", text):
         raise RuntimeError(f"{device.device_kind}: compiled for another compute capability, the first of this process")
     [registers] = re.findall(r"Used (\d+) registers", text)
-    [shared] = re.findall(r"smem_scratch_bytes=(\d+)", resources)
     [spills] = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     code = report.with_suffix(".sass_ctrl").read_text()
     products, copies = (len(re.findall(rf"\b{name}\b", code)) for name in ("[HQI]G?MMA", "LDGSTS"))
@@ -147,7 +145,7 @@ def _read(report: Path, lowered: Path, device: jax.Device) -> KernelFacts:
         name=report.stem,
         registers=int(registers),
         spilled=sum(map(int, spills)),
-        shared=int(shared),
+        shared=_shared(report.with_suffix(".mlir-passes.log")),
         products=products,
         in_flight=_in_flight(code),
         serialized="wgmma.mma_async instructions are serialized" in text,
@@ -156,6 +154,18 @@ def _read(report: Path, lowered: Path, device: jax.Device) -> KernelFacts:
         bulk_copies=len(bulk),
         misaligned=misaligned,
     )
+
+
+def _shared(passes: Path) -> int:
+    """Bytes of shared memory that a kernel is launched with, from its module before the first pass."""
+    constants: dict[str, int] = {}
+    with passes.open() as lines:
+        for line in lines:
+            if constant := re.match(r"\s*(%\w+) = arith\.constant (\d+) : i32", line):
+                constants[constant[1]] = int(constant[2])
+            if launch := re.search(r"dynamic_shared_memory_size (%\w+)", line):
+                return constants[launch[1]]
+    raise RuntimeError(f"{passes.name} has no launch")
 
 
 def _in_flight(code: str) -> int:

@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,13 @@ def elsewhere(check: Callable[..., None], *args: Any) -> None:
         pool.submit(check, *args).result()
 
 
+@pytest.fixture(scope="module")
+def on_hopper() -> Iterator[Callable[..., None]]:
+    """The same in one process for all checks, which thus imports and starts once."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda check, *args: pool.submit(check, *args).result()
+
+
 QWEN3_30B_A3B = {
     **VARIANTS["qwen3_moe"],
     **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
@@ -117,8 +124,8 @@ def check_experts_on_hopper(quantization: str | None) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8", "fp8"))])
-def test_on_hopper_experts_take_what_their_rows_take(quantization: str | None) -> None:
-    elsewhere(check_experts_on_hopper, quantization)
+def test_on_hopper_experts_take_what_their_rows_take(on_hopper: Callable[..., None], quantization: str | None) -> None:
+    on_hopper(check_experts_on_hopper, quantization)
 
 
 def check_four_bit_experts_on_hopper() -> None:
@@ -144,8 +151,8 @@ def check_four_bit_experts_on_hopper() -> None:
 
 
 @pytest.mark.full
-def test_on_hopper_four_bit_experts_are_not_dequantized() -> None:
-    elsewhere(check_four_bit_experts_on_hopper)
+def test_on_hopper_four_bit_experts_are_not_dequantized(on_hopper: Callable[..., None]) -> None:
+    on_hopper(check_four_bit_experts_on_hopper)
 
 
 def check_batch_invariant_on_hopper() -> None:
@@ -157,14 +164,14 @@ def check_batch_invariant_on_hopper() -> None:
 
 
 @pytest.mark.full
-def test_batch_invariant_programs_compile_without_nondeterministic_operations() -> None:
+def test_batch_invariant_programs_compile_without_nondeterministic_operations(on_hopper: Callable[..., None]) -> None:
     """XLA rejects operations without a deterministic form."""
-    elsewhere(check_batch_invariant_on_hopper)
+    on_hopper(check_batch_invariant_on_hopper)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
-    elsewhere(check_on_hopper, devices)
+def test_on_hopper_kernels_do_all_that_touches_the_cache(on_hopper: Callable[..., None], devices: int) -> None:
+    on_hopper(check_on_hopper, devices)
 
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192}  # Llama 3.1 8B's
@@ -176,9 +183,9 @@ def check_launches(devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
-def test_a_step_is_one_command_buffer(devices: int) -> None:
+def test_a_step_is_one_command_buffer(on_hopper: Callable[..., None], devices: int) -> None:
     """With collectives, beside which XLA would launch every kernel alone otherwise."""
-    elsewhere(check_launches, devices)
+    on_hopper(check_launches, devices)
 
 
 KERNELS = {TrunkKey(8, 0): 9, TrunkKey(8, 1): 11}  # of a dense layer
@@ -203,8 +210,8 @@ def check_layer(model: dict[str, Any], more: int) -> None:
         pytest.param("olmo2", 4, marks=pytest.mark.full),  # a norm over all heads, in XLA
     ],
 )
-def test_a_dense_layer_is_few_kernels(variant: str, more: int) -> None:
-    elsewhere(check_layer, VARIANTS[variant], more)
+def test_a_dense_layer_is_few_kernels(on_hopper: Callable[..., None], variant: str, more: int) -> None:
+    on_hopper(check_layer, VARIANTS[variant], more)
 
 
 DEEPSEEK_V3 = {**VARIANTS["deepseek_v3"], "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -236,8 +243,8 @@ def check_latent_on_hopper() -> None:
 
 
 @pytest.mark.full
-def test_on_hopper_latent_attention_reads_the_tokens_that_rows_have() -> None:
-    elsewhere(check_latent_on_hopper)
+def test_on_hopper_latent_attention_reads_the_tokens_that_rows_have(on_hopper: Callable[..., None]) -> None:
+    on_hopper(check_latent_on_hopper)
 
 
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}  # as DeepSeek's and Qwen3's
@@ -274,8 +281,10 @@ def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | N
         pytest.param([*KERNELS], 9, "w8a8", marks=pytest.mark.full),  # and transformed, as all inputs
     ],
 )
-def test_an_eight_bit_layer_is_few_kernels_and_copies_no_weight(keys: list[TrunkKey], more: int, quantization: str | None) -> None:
-    elsewhere(check_eight_bit_layer, keys, more, quantization)
+def test_an_eight_bit_layer_is_few_kernels_and_copies_no_weight(
+    on_hopper: Callable[..., None], keys: list[TrunkKey], more: int, quantization: str | None
+) -> None:
+    on_hopper(check_eight_bit_layer, keys, more, quantization)
 
 
 def test_what_the_environment_says_of_command_buffers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +307,8 @@ def check_bursts_on_hopper() -> None:
 
 
 @pytest.mark.full
-def test_bursts_on_hopper_copy_no_cache() -> None:
-    elsewhere(check_bursts_on_hopper)
+def test_bursts_on_hopper_copy_no_cache(on_hopper: Callable[..., None]) -> None:
+    on_hopper(check_bursts_on_hopper)
 
 
 def check_states_on_hopper(devices: int) -> None:
@@ -316,8 +325,8 @@ def check_states_on_hopper(devices: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
-def test_states_on_hopper_are_updated_in_place(devices: int) -> None:
-    elsewhere(check_states_on_hopper, devices)
+def test_states_on_hopper_are_updated_in_place(on_hopper: Callable[..., None], devices: int) -> None:
+    on_hopper(check_states_on_hopper, devices)
 
 
 def check_without_hopper(target: str, kv_cache_dtype: str | None) -> None:

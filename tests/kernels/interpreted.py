@@ -7,7 +7,8 @@ where the product reads what is not there yet. jax 0.11.2 also fails where a bar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,16 +28,26 @@ RACES = plgpu.InterpretGPUParams(detect_races=True)  # fresh memory is NaN
 HOPPER = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=8))
 
 
+@contextmanager
+def quickly_compiled() -> Iterator[None]:
+    """XLA compiles with few optimizations here."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 def interpret(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
     """function(*args, **how), whose kernels have interpret=RACES, for a Hopper GPU; it fails if a kernel races."""
     interpret_pallas_call.reset_gpu_interpret_mode_state()  # an earlier failure leaves some
-    with jax.sharding.use_abstract_mesh(HOPPER), semaphores_model.interpreted():
+    with jax.sharding.use_abstract_mesh(HOPPER), semaphores_model.interpreted(), quickly_compiled():
         out = jax.block_until_ready(function(*args, **how))
     assert not interpret_pallas_call.get_races().races_found, "races_found"
     return out
 
 
-class Cache(NamedTuple):
+class Cache(NamedTuple):  # made and changed in numpy: XLA would compile each operation for each shape
     k: jax.Array  # [num_pages, kv_heads, page_size, head_dim]
     v: jax.Array
     tables: jax.Array  # [rows, width]
@@ -44,7 +55,8 @@ class Cache(NamedTuple):
 
     def clean(self) -> Cache:
         """The values in float32, with zeros instead of NaN."""
-        return self._replace(k=jnp.nan_to_num(self.k.astype(jnp.float32)), v=jnp.nan_to_num(self.v.astype(jnp.float32)))
+        k, v = (jnp.asarray(np.nan_to_num(np.asarray(pages, np.float32))) for pages in self[:2])
+        return self._replace(k=k, v=v)
 
 
 def cache(
@@ -105,5 +117,7 @@ def only_what_is_seen(
     named = np.where(seen.reshape(*tables.shape, page_size).any(-1), tables, num_pages)
     if behind is not None:
         named = np.where(tokens[page_size - 1 :: page_size] < starts, behind, named)
-    k, v = (jnp.where(used[:, None, :, None], pages, jnp.nan) for pages in (paged.k, paged.v))
-    return paged._replace(k=k, v=v, tables=jnp.asarray(named, jnp.int32))
+    k, v = np.array(paged.k), np.array(paged.v)
+    for pages in (k, v):
+        pages.swapaxes(1, 2)[~used] = np.nan
+    return paged._replace(k=jnp.asarray(k), v=jnp.asarray(v), tables=jnp.asarray(named, jnp.int32))

@@ -42,9 +42,6 @@ if os.environ.get("JAX_PLATFORMS") != "cpu":
     pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
 
 
-BARRIERS = 512  # bytes, which `KernelFacts.shared` leaves out
-
-
 def some(cases: dict[str, Case], *names: str) -> list[Any]:
     """The others are long tests, since each compiles for seconds."""
     assert {*names} <= {*cases}
@@ -56,7 +53,7 @@ def all_compiled_for_h200(case: Case) -> tuple[list[KernelFacts], jax.stages.Com
     function, args = case
     kernels, compiled = kernel_facts(device("h200"), function, *args)
     for facts in kernels:
-        assert facts.shared <= facts.most_shared - BARRIERS
+        assert facts.shared <= facts.most_shared
         assert facts.bulk_copies > 0 and facts.misaligned == ()
     return kernels, compiled
 

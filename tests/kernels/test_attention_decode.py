@@ -51,15 +51,16 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int,
     clean = paged.clean()
     if kind:
         (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
-    q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
+    q = jnp.asarray(np.random.default_rng(7).normal(size=(len(lengths), kv_heads * group, head_dim)), dtype)
     ways = with_sinks(ways, kv_heads * group)
     how: Ways = {"kv_heads": kv_heads, "blocks": abs(blocks), "window": ways.get("window")}
-    work = even_work(paged.lengths, **how) if blocks > 0 else fixed_work(paged.lengths, tokens=paged.tables.shape[1] * page_size, **how)
+    divide = partial(even_work, **how) if blocks > 0 else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
+    work = jax.jit(divide)(paged.lengths)
     run = jax.jit(partial(paged_attention_decode, **ways, work=work, operand_in_registers=False, interpret=RACES))
     got = np.asarray(interpret(run, q, *paged), np.float32)
     if ways is WINDOW:  # what is behind it changes no bit
         np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole), np.float32))
-    want = np.asarray(reference.paged_attention_decode(q.astype(jnp.float32), *clean, **ways))
+    want = np.asarray(jax.jit(partial(reference.paged_attention_decode, **ways))(q.astype(jnp.float32), *clean))
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
     rounding = float(jnp.finfo(dtype).eps) / 2
     allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.v).max())) + 1e-5

@@ -32,13 +32,14 @@ def check(rank: int, position: int, heads: int, page_size: int, blocks: int, dty
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, LONGEST, 129]
     paged = cache(lengths, -(-LONGEST // page_size), 1, page_size, rank + position, dtype, seed=page_size)
     clean = paged.clean()
-    q = jax.random.normal(jax.random.key(7), (len(lengths), heads, rank + position)).astype(dtype)
+    q = jnp.asarray(np.random.default_rng(7).normal(size=(len(lengths), heads, rank + position)), dtype)
     how: dict[str, Any] = {"kv_heads": head_blocks(heads)[0], "blocks": abs(blocks)}
-    work = even_work(paged.lengths, **how) if blocks > 0 else fixed_work(paged.lengths, tokens=paged.tables.shape[1] * page_size, **how)
+    divide = partial(even_work, **how) if blocks > 0 else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
+    work = jax.jit(divide)(paged.lengths)
     run = jax.jit(partial(latent_attention_decode, rank=rank, scale=0.1, work=work, in_place=False, interpret=RACES))
     got = np.asarray(interpret(run, q, paged.k, paged.tables, paged.lengths), np.float32)
     args = q.astype(jnp.float32), clean.k, clean.k, paged.tables, paged.lengths
-    want = np.asarray(reference.paged_attention_decode(*args, scale=0.1))[..., :rank]
+    want = np.asarray(jax.jit(partial(reference.paged_attention_decode, scale=0.1))(*args))[..., :rank]
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
     rounding = float(jnp.finfo(dtype).eps) / 2
     allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.k).max())) + 1e-5

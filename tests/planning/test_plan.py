@@ -17,7 +17,7 @@ from jengine import cli
 from jengine.config import EngineConfig
 from jengine.engine.start import start_engine
 from jengine.errors import InvalidArgument
-from jengine.execution import programs
+from jengine.execution import programs, truncation
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, program_keys, running
@@ -37,6 +37,14 @@ DATA = Path(__file__).parent.parent / "data"
 GIB = 1 << 30
 TINY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 64}
 LLAMAS = [("8b", 1), ("70b", 8)]  # and on how many devices
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_samplers() -> Iterator[None]:
+    """The search for thresholds as a loop: unrolled, it takes most of a table's time. test_gpu_samplers.py compiles it as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(truncation, "by_digits", truncation.by_bits)
+        yield
 
 
 @pytest.fixture(scope="module")
