@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from tests.compiling import QUICK_PROCESS
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -36,7 +39,8 @@ def install_cell(path: Path) -> str:
 def run(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Each code cell's outputs."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(path.parent)}}).execute()
+    client = NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(path.parent)}})
+    client.execute(env={**os.environ, **QUICK_PROCESS})
     return {cell["id"]: cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"}
 
 
@@ -130,6 +134,7 @@ def test_batching_runs() -> None:
     assert shown["end"] == [{"text/plain": "0"}]
 
 
+@pytest.mark.full
 def test_costs_runs() -> None:
     cells = run(ROOT / "notebooks" / "03_costs.ipynb")
     shown = data_of(cells)

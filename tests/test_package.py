@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiling import QUICK_PROCESS
+
 ROOT = Path(__file__).parent.parent
 PYTHONS = "3.14", "3.13", "3.12"  # in order of preference
 PACKAGES = "jengine", "pallas_kernels"
@@ -95,7 +97,8 @@ def test_the_client_has_a_public_name(bin: Path, home: Path) -> None:
 
 
 def test_the_command_generates(bin: Path, home: Path) -> None:
-    done = run(bin / "jengine", "generate", "demo", "def f(", "--max-tokens=8", *TABLE, cwd=home, JENGINE_CACHE_DIR=str(home / "cache"))
+    variables = {"JENGINE_CACHE_DIR": str(home / "cache"), **QUICK_PROCESS}
+    done = run(bin / "jengine", "generate", "demo", "def f(", "--max-tokens=8", *TABLE, cwd=home, **variables)
     assert done.stdout.strip()
     [line] = done.stderr.splitlines()  # the statistics; no warning, no bar
     assert line.startswith("8 tokens, ")

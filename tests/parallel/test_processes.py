@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jengine import LLM, EngineConfig, InvalidArgument, follow, start_engine
+from tests.compiling import QUICK_PROCESS, quickly
 from tests.parallel.processes import OPTIONS, PROMPTS, answers
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,7 +26,7 @@ SECONDS = 5.0  # in which every request ends after a process did
 def two(folder: Path, act: str) -> Iterator[list[subprocess.Popen[str]]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **QUICK_PROCESS}
     commands = [[sys.executable, "-m", "tests.parallel.processes", str(folder), port, process, act] for process in "01"]
     started = [subprocess.Popen(c, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
     try:
@@ -47,7 +48,8 @@ def line(process: subprocess.Popen[str], start: str) -> str:
 
 def test_they_give_the_tokens_of_one(text_model: Path) -> None:
     """Hits, copied pages, updates of slots, and pages that went to the host and came back among their steps."""
-    tokens, hits, calls, swapped = answers(LLM(text_model, progress=False, **OPTIONS))
+    with quickly(), LLM(text_model, progress=False, **OPTIONS) as llm:
+        tokens, hits, calls, swapped = answers(llm)
     assert len(tokens) == 5 * len(PROMPTS) + 6 and hits > 100 and min(calls["copy"], calls["update"]) > 0 and swapped
     with two(text_model, "answers") as processes:
         assert json.loads(line(processes[0], "[[")) == [tokens, hits, calls, True]

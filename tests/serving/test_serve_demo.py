@@ -21,18 +21,22 @@ from pydantic import BaseModel
 
 from jengine import LLM, SamplingParams
 from jengine.serving.client import Client, Retries, ServerError
+from tests.compiling import quickly
 from tests.serving.leaks import wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, process
 
 PROMPTS = ["def fibonacci(n):", "import re\n", "class Stack:\n    def push(self, x):", "été = "]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+TABLE = {"max_num_seqs": 8, "max_num_batched_tokens": 72}  # smaller than the default: its programs are compiled here
+TABLE_FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in TABLE.items()]
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """This engine also compiles the programs that the server will load."""
-    llm = LLM("demo", progress=False, max_num_seqs=8)  # a smaller table than the default: CI compiles it
-    assert llm.wait_until_compiled()
+    with quickly():
+        llm = LLM("demo", progress=False, **TABLE)
+        assert llm.wait_until_compiled()
     return llm
 
 
@@ -44,7 +48,7 @@ def expected(llm: LLM) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(expected: list[str]) -> Iterator[ServerProcess]:
-    flags = ["--port=0", "--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0", "--client-chat-templates", "--max-num-seqs=8"]
+    flags = ["--port=0", "--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0", "--client-chat-templates", *TABLE_FLAGS]
     with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server:
         assert server.wait_until_ready().group(1, 3) == ("demo", "0")
         assert "it/s" not in server.log and "%|" not in server.log, "progress bars are for terminals"
@@ -67,7 +71,7 @@ def test_chat_is_that_without_a_server(server: ServerProcess, expected: list[str
         subprocess.run(
             [sys.executable, "-m", "jengine.cli", "chat", *where, *flags], input=lines, capture_output=True, text=True, check=True
         )
-        for where in ([f"--server={server.address}"], ["demo", "--quiet"])
+        for where in ([f"--server={server.address}"], ["demo", "--quiet", *TABLE_FLAGS])
     ]
     assert done[0].stdout == done[1].stdout and done[0].stdout.startswith(expected[0])
     assert done[0].stderr.startswith("The model has no chat template: it continues the text that you begin.\n")
