@@ -7,7 +7,7 @@ comma := ,
 STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 # Tests compile for GPUs that are not there. Where CUDA is installed for one that is, that will do.
 TESTED := $(if $(findstring cuda,$(EXTRAS)),$(STAMP),$(STAMP)-aot)
-INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)" || echo "$(PYTHON) -m pip install --disable-pip-version-check") \
+INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)" || echo "$(PYTHON) -m pip install --disable-pip-version-check --no-compile") \
 	--quiet --constraint constraints.txt --editable
 PYTEST = $(PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 JOBS ?= 2
@@ -50,7 +50,7 @@ serve-demo: setup ## serve the embedded model over gRPC; `jengine chat --server 
 
 $(LOWEST): pyproject.toml constraints.txt tools/lowest.py | $(STAMP)
 	@$(PYTHON) -m venv --clear .venv-lowest && $(PYTHON) tools/lowest.py >.venv-lowest/requirements.txt
-	@.venv-lowest/bin/python -m pip install --disable-pip-version-check --quiet -r .venv-lowest/requirements.txt
+	@.venv-lowest/bin/python -m pip install --disable-pip-version-check --no-compile --quiet -r .venv-lowest/requirements.txt
 	@touch $@
 
 test: lint test-lowest $(TESTED) ## check style and types, run the tests (minutes)
