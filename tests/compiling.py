@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
 from jengine.execution.programs import CompilerOptions
 
 QUICK: CompilerOptions = {"xla_backend_optimization_level": "0"}  # compiles in 60 % of the time; not for comparisons of bits
+
+
+@contextmanager
+def quickly_compiled(quickly: bool = True) -> Iterator[None]:
+    """XLA compiles with few optimizations here, or with all: the same operations, fusions and buffers, but slower code."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
