@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
-import pytest
+import jax
 
-from jengine.execution import programs
 from jengine.execution.programs import CompilerOptions
 
 QUICK: CompilerOptions = {"xla_backend_optimization_level": "0"}  # compiles in 60 % of the time; not for comparisons of bits
@@ -16,8 +14,11 @@ QUICK_PROCESS = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # the same 
 
 
 @contextmanager
-def quickly() -> Iterator[None]:
-    """Engines that start in this context compile their programs with few optimizations."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "compile_all", partial(programs.compile_all, options=QUICK))
+def quickly_compiled(quickly: bool = True) -> Iterator[None]:
+    """XLA compiles with few optimizations here, or with all: the same operations, fusions and buffers, but slower code."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    try:
         yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)

@@ -59,6 +59,18 @@ def no_new_variables() -> Iterator[None]:
         del os.environ[name]
 
 
+@pytest.fixture(scope="module")
+def quickly() -> Iterator[None]:
+    """For a module whose programs need not be fast. Later modules compile their own."""
+    import jax
+
+    from tests.compiling import quickly_compiled
+
+    with quickly_compiled():
+        yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model with a byte-level tokenizer, and as many tokens as that has.."""

@@ -15,9 +15,16 @@ from pallas_kernels.qkv import HeadNorm, Qkv, QkvProduct
 from pallas_kernels.quantized import dequantize, is_quantized, movable, quantize
 from tests.kernels.interpreted import more_scales, with_sinks
 
+pytestmark = pytest.mark.usefixtures("quickly")
 NUM_PAGES, WIDTH = 40, 7
 WAYS = [{}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20}, {"window": 80, "soft_cap": 2.0}, {"window": 1000}]
 ALSO = [*WAYS, {"window": 20, "sinks": True, "slopes": True}]
+
+
+def in_turn(cases, forms):
+    """Each case in every second form, beginning with the first or the second in turn; the rest are long tests."""
+    rest = pytest.mark.full
+    return [pytest.param(*case, *form, marks=[rest] * ((i + j) % 2)) for i, case in enumerate(cases) for j, form in enumerate(forms)]
 
 
 def cache(rng, kv_heads, page_size, head_dim, dtype):
@@ -45,9 +52,11 @@ def poisoned(pages, tables, page_size, starts, ends):
     return replace(pages, values=put(pages.values, 0x7F), scale=put(pages.scale, jnp.nan))
 
 
-@pytest.mark.parametrize("pages", [0, WIDTH])
-@pytest.mark.parametrize(("shape", "how"), [*(((6, 1, 24, 16), how) for how in ALSO), ((4, 2, 64, 16), {}), ((3, 3, 32, 64), {})])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+SHAPES = [*(((6, 1, 24, 16), how) for how in ALSO), ((4, 2, 64, 16), {}), ((3, 3, 32, 64), {})]
+FORMS = [(0, "float32"), (0, "bfloat16"), (WIDTH, "bfloat16"), (WIDTH, "float32")]
+
+
+@pytest.mark.parametrize(("shape", "how", "pages", "dtype"), in_turn(SHAPES, FORMS))
 def test_decode_matches_reference(shape, how, pages, dtype):
     heads, kv_heads, head_dim, page_size = shape
     rng = np.random.default_rng(0)
@@ -66,8 +75,10 @@ def test_decode_matches_reference(shape, how, pages, dtype):
     assert not np.any(np.asarray(got[0]))
 
 
-@pytest.mark.parametrize("pages", [0, WIDTH])
-@pytest.mark.parametrize(("tile", "page_size", "how"), [*((64, 16, how) for how in ALSO), (8, 16, {}), (64, 64, {})])
+TILES = [*((64, 16, how) for how in ALSO), (8, 16, {}), (64, 64, {})]
+
+
+@pytest.mark.parametrize(("tile", "page_size", "how", "pages"), in_turn(TILES, [(0,), (WIDTH,)]))
 def test_prefill_matches_reference(tile, page_size, pages, how):
     rng = np.random.default_rng(1)
     clean = cache(rng, 2, page_size, 32, "float32")
@@ -185,9 +196,10 @@ def test_pages_are_copied_with_their_scales(kind):
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[8:], old[8:]), got, (k, v))
 
 
-@pytest.mark.parametrize("pages", [0, WIDTH])
-@pytest.mark.parametrize("how", WAYS[:4])
-@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+EIGHT_BITS = [("int8", 0), ("int8", WIDTH), ("float8_e4m3fn", WIDTH), ("float8_e4m3fn", 0)]
+
+
+@pytest.mark.parametrize(("how", "kind", "pages"), in_turn([(how,) for how in WAYS[:4]], EIGHT_BITS))
 def test_eight_bit_caches_match_reference(kind, how, pages):
     """NaN scales and values of tokens that no query attends to do not change the result."""
     rng = np.random.default_rng(5)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jengine import LLM, EngineConfig, InvalidArgument, follow, start_engine
-from tests.compiling import QUICK_PROCESS, quickly
+from tests.compiling import QUICK_PROCESS, quickly_compiled
 from tests.parallel.processes import OPTIONS, PROMPTS, answers
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,7 +48,7 @@ def line(process: subprocess.Popen[str], start: str) -> str:
 
 def test_they_give_the_tokens_of_one(text_model: Path) -> None:
     """Hits, copied pages, updates of slots, and pages that went to the host and came back among their steps."""
-    with quickly(), LLM(text_model, progress=False, **OPTIONS) as llm:
+    with quickly_compiled(), LLM(text_model, progress=False, **OPTIONS) as llm:
         tokens, hits, calls, swapped = answers(llm)
     assert len(tokens) == 5 * len(PROMPTS) + 6 and hits > 100 and min(calls["copy"], calls["update"]) > 0 and swapped
     with two(text_model, "answers") as processes:

@@ -17,7 +17,7 @@ from jengine import cli
 from jengine.config import EngineConfig
 from jengine.engine.start import start_engine
 from jengine.errors import InvalidArgument
-from jengine.execution import programs, truncation
+from jengine.execution import programs, sampler, truncation
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, program_keys, running
@@ -33,6 +33,7 @@ pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip i
 if os.environ.get("JAX_PLATFORMS") != "cpu":
     pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("quickly")
 DATA = Path(__file__).parent.parent / "data"
 GIB = 1 << 30
 TINY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 64}
@@ -41,9 +42,11 @@ LLAMAS = [("8b", 1), ("70b", 8)]  # and on how many devices
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_samplers() -> Iterator[None]:
-    """The search for thresholds as a loop: unrolled, it takes most of a table's time. test_gpu_samplers.py compiles it as it is."""
+    """The search for thresholds as a loop, and numbers that are not random: unrolled, these take most of a table's time.
+    test_gpu_samplers.py compiles them as they are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(truncation, "by_digits", truncation.by_bits)
+        patch.setattr(sampler, "uniform", lambda sampling, positions: (sampling.seed_low + positions) % 4 / 4)
         yield
 
 

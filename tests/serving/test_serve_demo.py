@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from jengine import LLM, SamplingParams
 from jengine.serving.client import Client, Retries, ServerError
-from tests.compiling import quickly
+from tests.compiling import quickly_compiled
 from tests.serving.leaks import wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, process
 
@@ -34,7 +34,7 @@ TABLE_FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in TABLE.it
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """This engine also compiles the programs that the server will load."""
-    with quickly():
+    with quickly_compiled():
         llm = LLM("demo", progress=False, **TABLE)
         assert llm.wait_until_compiled()
     return llm
