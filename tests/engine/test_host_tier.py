@@ -149,7 +149,7 @@ def test_load(sharing: Sharing) -> None:
 
 def test_batch_invariant_bits(make_engine: Callable[..., Engine]) -> None:
     """A prompt's pages come back for a tile's end alone; generated tokens are repeated in rows."""
-    engine = make_engine(whole=True, dtype="bfloat16", swap_space=SPACE, **OPTIONS)
+    engine = make_engine(optimized=True, dtype="bfloat16", swap_space=SPACE, **OPTIONS)
     prefer_fetching(engine)
     prompts = [some(90 + i, seed=i) for i in range(4)]
     alone = [answer(engine, prompt) for prompt in prompts]

@@ -23,6 +23,8 @@ from jengine.execution.programs import Built, first_keys
 from jengine.execution.runner import Runner
 from jengine.request import SamplingParams
 from jengine.table.program_table import TrunkKey
+from tests.compiling import compile_quickly
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Work, prompts, run
 from tests.golden.weights import write_model
 
@@ -35,6 +37,7 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._open, self._arrived = threading.Semaphore(0), threading.Semaphore(0)
+        compile_quickly(patch)
         compile_all = programs_module.compile_all
 
         def gated(*args: Any, background: bool = False, **options: Any) -> Iterator[Built]:
@@ -73,7 +76,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Engine:
-    return start(model)
+    with on_demand():
+        return start(model)
 
 
 def work() -> list[Work]:

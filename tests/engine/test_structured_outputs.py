@@ -27,7 +27,8 @@ BEYOND = {"regex": "(.{0,200}a.{0,200}b.{0,200}){5}"}  # llguidance takes it, an
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("demo", progress=False)
+    with on_demand():
+        return LLM("demo", progress=False)
 
 
 def params(structure: Structure, seed: int, temperature: float) -> SamplingParams:
