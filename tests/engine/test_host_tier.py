@@ -19,8 +19,9 @@ from tests.engine.sharing import Sharing, cached, mixed, params
 from tests.engine.test_sharing import some, whole
 
 SPACE = 0.05  # GiB
-CASES = [("llama_gqa", {}), ("gemma2", {})]
+CASES = [("gemma2", {})]  # full attention and windows
 REST = [
+    ("llama_gqa", {}),
     ("gemma2", {"kv_cache_dtype": "int8"}),
     ("qwen2_window", {}),
     ("llama_gqa", {"kv_cache_dtype": "fp8"}),
