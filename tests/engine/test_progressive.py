@@ -32,12 +32,18 @@ OPTIONS = {**SMALL, "max_num_seqs": 16, "max_num_batched_tokens": 80, "max_model
 PATIENCE = 300.0  # seconds, of a busy machine
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        compile_quickly(patch)
+        yield
+
+
 class Gate:
     """Lets a given number of background compilations proceed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._open, self._arrived = threading.Semaphore(0), threading.Semaphore(0)
-        compile_quickly(patch)
         compile_all = programs_module.compile_all
 
         def gated(*args: Any, background: bool = False, **options: Any) -> Iterator[Built]:
