@@ -201,9 +201,9 @@ def test_bars_are_for_people(
     at_terminal: int, notebook: int, show: int, drawn: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(at_terminal))
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    if notebook:
-        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    from ipykernel.kernelapp import IPKernelApp  # which any process may import
+
+    monkeypatch.setattr(IPKernelApp, "initialized", lambda: bool(notebook))
     assert list(progress_bar([1, 2], show=bool(show), desc="counting")) == [1, 2]
     assert ("counting" in capsys.readouterr().err) == drawn
 

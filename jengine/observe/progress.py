@@ -18,5 +18,10 @@ def progress_bar(iterable: Any = None, *, show: bool, **options: Any) -> Any:
         show: whether to show it, if stderr is a terminal or a notebook's.
         options: options of tqdm.
     """
-    watched = sys.stderr.isatty() or "ipykernel" in sys.modules
-    return tqdm(iterable, disable=not (show and watched), leave=False, **options)
+    return tqdm(iterable, disable=not (show and (sys.stderr.isatty() or _in_notebook())), leave=False, **options)
+
+
+def _in_notebook() -> bool:
+    """Whether this is a notebook's process; others may have imported ipykernel too."""
+    kernel: Any = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and bool(kernel.IPKernelApp.initialized())

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine.checkpoints import load, load_calibrated, read_config, read_text, resolve
+from jengine import cli
+from jengine.checkpoints import conversion, load, load_calibrated, read_config, read_text, resolve
 from jengine.checkpoints.calibration import _moments
 from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
@@ -22,6 +23,7 @@ from pallas_kernels.gptq import DAMPING, gptq
 from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4, dequantize_int4, pack, quantize_int4
 from pallas_kernels.quantized import Quantized, is_quantized
+from tests.checkpoints.test_quantized_conversion import VARIANT, declared, restored, same
 from tests.golden.weights import max_model_len, write_model
 from tests.models.test_quantization import logits
 from tests.text.conftest import byte_level, write
@@ -101,6 +103,24 @@ def test_a_calibrated_model_is_nearer_on_such_text(variant: str, tmp_path: Path)
     assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves) and isinstance(params["embed"], Quantized)
     errors = [np.abs(logits(*of, text[0]) - want).mean() for of in ((calibrated, params), (calibrated, rounded))]
     assert errors[0] < (1.0 if variant == "mixtral" else 0.9) * errors[1]
+
+
+def test_calibrated_parameters_are_as_calibrated_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    write_model(folder, VARIANT)
+    config = read_config(folder)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
+    monkeypatch.setattr(conversion, "read_text", lambda file, tokenizer: tokens)
+    monkeypatch.setattr(conversion, "Tokenizer", SimpleNamespace(load=lambda folder: None))
+    out = tmp_path / "out"
+    cli.main(["convert", str(folder), str(out), "--quantization", "int4", "--calibration-data", "text", "--quiet"])
+    model = declared(config, quantization="int4", calibrated=True)
+    params = restored(out)
+    same(params, load_calibrated(folder, model, make_mesh(1), tokens, progress=False))
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves)
+    loaded, direct = declared(read_config(out)), model
+    assert (loaded.weights, loaded.params) == (direct.weights, direct.params) and loaded.weights == "int4, groups of 128, calibrated"
 
 
 def test_transformed_weights_stand_for_what_they_did() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from jengine import cli
-from jengine.checkpoints import conversion, convert, load, load_calibrated, read_config
+from jengine.checkpoints import convert, load, read_config
 from jengine.checkpoints.orbax import by_name
 from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
@@ -57,22 +55,6 @@ def same(ours: Params, theirs: Params) -> None:
 def test_parameters_are_as_quantized_on_load(kind: str, group: int, folder: Path, tmp_path: Path) -> None:
     out = convert(str(folder), tmp_path / "out", quantization=kind, quantization_group_size=group, progress=False)  # type: ignore[arg-type]
     same(restored(out), load(folder, declared(read_config(folder), quantization=kind, group_size=group), make_mesh(1), progress=False))
-
-
-def test_calibrated_parameters_are_as_calibrated_at_the_start(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read_config(folder)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
-    monkeypatch.setattr(conversion, "read_text", lambda file, tokenizer: tokens)
-    monkeypatch.setattr(conversion, "Tokenizer", SimpleNamespace(load=lambda folder: None))
-    out = tmp_path / "out"
-    cli.main(["convert", str(folder), str(out), "--quantization", "int4", "--calibration-data", "text", "--quiet"])
-    model = declared(config, quantization="int4", calibrated=True)
-    params = restored(out)
-    same(params, load_calibrated(folder, model, make_mesh(1), tokens, progress=False))
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves)
-    loaded, direct = declared(read_config(out)), model
-    assert (loaded.weights, loaded.params) == (direct.weights, direct.params) and loaded.weights == "int4, groups of 128, calibrated"
 
 
 @pytest.mark.parametrize(("variant", "eight"), [("llama_tied", {"embed", "qkv", "down"}), ("gpt2", {"embed", "qkv", "down"})])

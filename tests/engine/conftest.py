@@ -41,7 +41,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
 
 @pytest.fixture(scope="module")
 def engine(make_engine: Callable[..., Engine]) -> Engine:
-    return make_engine(whole=True)
+    return make_engine()
 
 
 @pytest.fixture(scope="module")

@@ -67,19 +67,40 @@ class OnDemand(Programs):
         return self._programs[key]
 
     def _obtained(self, key: Key) -> Any:
-        """Loads the program, or compiles and saves it, in a folder for this text."""
+        """Loads the program, or compiles and saves it, in a folder for its text.
+
+        Another file names this folder by the spec and the key, so that no process lowers the program only to find it.
+        """
+        name = hashlib.sha256(f"{self._names} {key} {self.options}".encode()).hexdigest()
+        known = cache_root() / "known" / name[:24]
+        with suppress(FileNotFoundError, UntrustedProgram):
+            return self._loaded(known.read_text())
+        digest, program = self._by_text(key)
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(digest)
+        return program
+
+    def _loaded(self, digest: str) -> Any:
+        store = _store(digest)
+        return store.load_one(NAME, store.manifest().programs, self._devices)
+
+    def _by_text(self, key: Key) -> tuple[str, Any]:
         lowered = lower(self.spec, key)
         identity = {name: self._identity[name] for name in ("processor", "mesh", "jax", "jaxlib", "kernels", "source")}
         text = f"{identity} {self.options} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        store = ProgramStore(cache_root() / "programs" / f"{digest[:24]}-0")
+        digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         with suppress(UntrustedProgram):  # there is none
-            return store.load_one(NAME, store.manifest().programs, self._devices)
+            return digest, self._loaded(digest)
         with announced():
             program = lowered.compile(compiler_options=self.options)
+        store = _store(digest)
         store.add(NAME, program)
         store.finish(self._identity, {})
-        return program
+        return digest, program
+
+
+def _store(digest: str) -> ProgramStore:
+    return ProgramStore(cache_root() / "programs" / f"{digest}-0")
 
 
 class Quick(OnDemand):

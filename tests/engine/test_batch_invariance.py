@@ -28,18 +28,18 @@ FULL = [
 
 def test_whatever_runs_beside_it(make_engine: Callable[..., Engine]) -> None:
     """tests/parallel does this in float32, on two devices."""
-    check_invariance(make_engine(whole=True, dtype="bfloat16", **OPTIONS), 30)
+    check_invariance(make_engine(optimized=True, dtype="bfloat16", **OPTIONS), 30)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("variant", "options"), FULL)
 def test_two_hundred_requests(variant: str, options: dict[str, Any], make_engine: Callable[..., Engine]) -> None:
-    check_invariance(make_engine(variant, whole=True, **{**OPTIONS, **options}), 200, seed=1)
+    check_invariance(make_engine(variant, optimized=True, **{**OPTIONS, **options}), 200, seed=1)
 
 
 def test_where_a_resumed_sequence_is_prefilled_bits_differ(make_engine: Callable[..., Engine]) -> None:
     """Without one of the rules, tiles compute tokens that rows had generated. This shows that the tests above can fail."""
-    engine = make_engine(whole=True, dtype="bfloat16", **OPTIONS)
+    engine = make_engine(optimized=True, dtype="bfloat16", **OPTIONS)
     engine.scheduler.composition.prefilled = lambda sequence: len(sequence.tokens)  # type: ignore[method-assign]
     observed, work = Observed(engine), random_work(30, vocab=96, seed=0)
     alone = [answer for one in work for answer in observed.answers([one])]
@@ -50,7 +50,7 @@ def test_where_a_resumed_sequence_is_prefilled_bits_differ(make_engine: Callable
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_it_bits_differ(dtype: str, make_engine: Callable[..., Engine]) -> None:
     """For at least one dtype: on many processors, products never depend on the number of rows."""
-    observed = Observed(make_engine(whole=True, dtype=dtype, **{**OPTIONS, "batch_invariant": False}))
+    observed = Observed(make_engine(optimized=True, dtype=dtype, **{**OPTIONS, "batch_invariant": False}))
     work = random_work(30, vocab=96, seed=0)
     alone = [answer for one in work for answer in observed.answers([one])]
     together = [observed.answers(work, at_once=32), preempted(observed, work), observed.answers(work, at_once=7, warm=True)]

@@ -40,7 +40,7 @@ def llms(text_model: Path) -> list[LLM]:
     """An engine with single steps, and one with bursts."""
     options: dict[str, Any] = {**SMALL, "max_model_len": 192, "progress": False}
     with on_demand():
-        return [LLM(text_model, **options), LLM(text_model, **{**options, "max_num_batched_tokens": 72, "num_scheduler_steps": 8})]
+        return [LLM(text_model, **options), LLM(text_model, **options, num_scheduler_steps=8)]
 
 
 @pytest.mark.parametrize(("how", "overlap"), [(8, True), ("auto", False)])

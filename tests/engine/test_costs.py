@@ -18,14 +18,15 @@ from jengine.config import EngineConfig
 from jengine.engine import start as start_module
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
-from jengine.execution.cache_folders import cache_root, folder_name, measured_costs
+from jengine.execution.cache_folders import measured_costs
 from jengine.execution.runner import InFlight, StepResult
 from jengine.observe.cost_report import CostReport
 from jengine.scheduling.costs import FIRST, StepCosts
+from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL, prompts, run
 from tests.test_display import Visible
 
-OPTIONS: dict[str, Any] = {**SMALL, "max_model_len": 192}
+OPTIONS: dict[str, Any] = {**SMALL, "max_num_batched_tokens": 72, "max_model_len": 192}
 
 
 def start(model: Path, **options: Any) -> Engine:
@@ -35,15 +36,10 @@ def start(model: Path, **options: Any) -> Engine:
 @pytest.fixture(scope="module")
 def saved(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with the programs of all tests and measured costs."""
-    shared, cache = cache_root(), tmp_path_factory.mktemp("costs")
-    spec = start(text_model).runner.spec  # type: ignore[attr-defined]
-    for part in "products", "dtypes", f"programs/{folder_name(spec.fingerprint(), spec.num_pages)}":
-        if (shared / part).exists():
-            shutil.copytree(shared / part, cache / part)
-    engine, started = start_engine(EngineConfig.of(str(text_model), {**OPTIONS, "cache_dir": cache}), progress=False)
-    assert started.programs_compiled == 0
-    engine.close()
-    return Path(cache)
+    cache: Path = tmp_path_factory.mktemp("costs")
+    with quickly_compiled():
+        start(text_model, cache_dir=cache).close()
+    return cache
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from jengine.api.prompts import POOLED
 from jengine.api.reranking import judgement, judging_prompts
 from jengine.engine.engine import Engine
 from jengine.updates import Pooled, TokenUpdate
+from tests.engine.on_demand import on_demand
 from tests.golden import embedding_models
 from tests.golden.embedding_models import SIZE, write_embedder, write_reranker
 from tests.text.conftest import byte_level, write
@@ -28,7 +29,6 @@ OPTIONS: dict[str, Any] = {  # a step has one tile, so long prompts take several
     "num_pages": 60,
     "max_model_len": LENGTH,
     "embeddings": True,  # of all, so that they share programs
-    "warm_up": "progressive",
 }
 CASES = embedding_models.read()
 PROMPTS: list[Any] = [case.prompt for case in CASES]
@@ -41,9 +41,8 @@ def make_llm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
 
     def make(write_folder: Callable[..., Path], **fields: Any) -> LLM:
         folder = write_folder(tmp_path_factory.mktemp("model"), **fields)
-        llm = LLM(write(byte_level(), folder), progress=False, **OPTIONS)
-        llm.engine.close()  # the first programs serve any request: no others are compiled
-        return llm
+        with on_demand():
+            return LLM(write(byte_level(), folder), progress=False, **OPTIONS)
 
     return make
 

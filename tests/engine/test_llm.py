@@ -374,7 +374,7 @@ def test_bad_options(options: dict[str, Any], limit: str, folder: Path) -> None:
 
 def test_unreadable_models(folder: Path, tmp_path: Path) -> None:
     def refused(path: Path | str, reason: str, **options: Any) -> None:
-        with pytest.raises(ModelError, match=reason) as caught:
+        with pytest.raises(ModelError, match=reason) as caught, on_demand():
             LLM(path, progress=False, **OPTIONS, **options)
         assert caught.value.file is not None
 

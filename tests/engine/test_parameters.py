@@ -122,7 +122,7 @@ def check_combinations(llm: LLM, replay: Replay, examples: int) -> None:
 
 
 def test_combinations(llm: LLM, replay: Replay) -> None:
-    check_combinations(llm, replay, examples=80)
+    check_combinations(llm, replay, examples=50)
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from jengine import LLM, InvalidArgument, SamplingParams
 from jengine.request import Request
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.expectations import hypothetical
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -18,7 +19,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.fixture(scope="module")
 def llm(text_model: Path) -> LLM:
-    return LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    with on_demand():
+        return LLM(text_model, progress=False, **SMALL, max_model_len=192)
 
 
 def test_predictions_of_prompts_and_lengths(llm: LLM) -> None:

@@ -23,11 +23,15 @@ from jengine.execution.programs import Built, first_keys
 from jengine.execution.runner import Runner
 from jengine.request import SamplingParams
 from jengine.table.program_table import TrunkKey
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Work, prompts, run
 from tests.golden.weights import write_model
 
 OPTIONS = {**SMALL, "max_num_seqs": 16, "max_num_batched_tokens": 80, "max_model_len": 192}
 PATIENCE = 300.0  # seconds, of a busy machine
+
+
+pytestmark = pytest.mark.usefixtures("quickly")
 
 
 class Gate:
@@ -73,7 +77,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Engine:
-    return start(model)
+    with on_demand():
+        return start(model)
 
 
 def work() -> list[Work]:

@@ -17,6 +17,7 @@ from tests.engine.test_golden import assert_equal
 from tests.golden.weights import Golden
 
 VARIANT, TILE = "qwen3_next", 64
+FULL = 3  # of params: its sampler alone is compiled, as states do not depend on what is sampled how
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 4 + 64}  # chunks of one tile
 
 
@@ -45,14 +46,14 @@ def test_preempted_at_any_time(sharing: Sharing) -> None:
         if next(step) % 7 == 6 and scheduler.num_running > 1:
             scheduler._preempt(victim(scheduler._running))
 
-    sharing.check([(prompt, params(i, max_tokens=30)) for i, prompt in enumerate(prompts(5, vocab=64, longest=140, seed=4))], preempt)
+    sharing.check([(prompt, params(FULL, max_tokens=30)) for prompt in prompts(5, vocab=64, longest=140, seed=4)], preempt)
     assert scheduler.num_preemptions > 3 and scheduler.blocks.hit_pages["state"] > 0
 
 
 def test_samples_begin_with_one_state(sharing: Sharing) -> None:
     [prompt] = prompts(1, vocab=64, longest=100, seed=5)
     sharing.fresh()
-    [answers] = sharing.check([(prompt, params(1, n=4))])
+    [answers] = sharing.check([(prompt, params(FULL, n=4))])
     assert cached(answers) == [0] + [len(prompt)] * 3 and len({tuple(answer.tokens) for answer in answers}) == 4
 
 

@@ -19,7 +19,7 @@ from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, limit_pages
 from tests.engine.structures import Structure, structures
 
-COUNT = 200
+COUNT = 100
 PROMPT = '[1, 2]\n{"a":"b","c":null}\n{"d":[true]}\n'
 PLAIN = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 BEYOND = {"regex": "(.{0,200}a.{0,200}b.{0,200}){5}"}  # llguidance takes it, and gives up after some tokens
@@ -27,7 +27,8 @@ BEYOND = {"regex": "(.{0,200}a.{0,200}b.{0,200}){5}"}  # llguidance takes it, an
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("demo", progress=False)
+    with on_demand():
+        return LLM("demo", progress=False, **{**SMALL, "num_pages": 400}, max_model_len=400)
 
 
 def params(structure: Structure, seed: int, temperature: float) -> SamplingParams:

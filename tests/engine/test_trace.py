@@ -12,6 +12,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, Trace, explain
 from jengine.engine.engine import Engine
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, prompts, run
 
 OPTIONS = {**SMALL, "max_model_len": 192}
@@ -19,7 +20,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
 def test_steps_and_requests(text_model: Path, tmp_path: Path) -> None:
-    with LLM(text_model, progress=False, **OPTIONS) as llm:
+    with on_demand(), LLM(text_model, progress=False, **OPTIONS) as llm:
         llm.generate(["The quick brown fox"] * 8 + ["jumps" * 30], PARAMS, use_tqdm=False)
         trace = llm.trace()
         costs = llm.costs()
@@ -66,7 +67,9 @@ def test_masks_have_a_stage(engine: Engine) -> None:
 
 def test_an_async_llm_tells_too(text_model: Path) -> None:
     async def main() -> None:
-        async with AsyncLLM(text_model, progress=False, **OPTIONS) as llm:
+        with on_demand():
+            llm = AsyncLLM(text_model, progress=False, **OPTIONS)
+        async with llm:
             async for _ in llm.generate("The quick", PARAMS):
                 pass
             trace = await llm.trace()

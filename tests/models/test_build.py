@@ -18,6 +18,7 @@ from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import rotate
 from tests.golden.weights import VARIANTS, tensor_shapes
 from tests.models.dense import DenseCausal
+from tests.models.test_golden import CASES
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -90,7 +91,7 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     assert max(np.size(constant) for constant in program.consts) <= 12  # one frequency per pair of channels; norms' epsilons
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CASES)
 def test_narrow_activations_stay_narrow(variant: str) -> None:
     model = build(model_config(VARIANTS[variant]), "bfloat16", 64)
 

@@ -60,6 +60,9 @@ FURTHER |= {"falcon_7b", "falcon_11b", "falcon_serial", "qwen3_next_mixed", "qwe
 FURTHER |= {"gemma3n_text", "gemma4_text", "exaone4_full", "llama4_text"}
 FURTHER |= {"cohere", "cohere2_wide", "granitemoe_ties", "minimax_ties", "olmoe_ties", "phimoe_ties", "qwen2_moe_ties"}
 FURTHER |= {"phimoe_longrope_inside", "phimoe_longrope_beyond", "minimax_m1", "minimax_text_01"}
+FURTHER |= {"llama_mha", "llama_mqa", "llama_tied", "llama_attention_bias", "llama_head_dim", "rope_dynamic_inside", "rope_yarn"}
+FURTHER |= {"rope_yarn_mscale", "qwen3_untied", "qwen2_untied", "qwen2_tied", "mistral_head_dim", "phi3_window", "phi3_longrope_inside"}
+FURTHER |= {"gemma", "gemma3", "opt_125m", "opt_1.3b", "qwen3_moe", "ernie4_5", "cohere_norms"}
 # of families that have another variant here
 CASES = [pytest.param(variant, marks=pytest.mark.full) if variant in FURTHER else variant for variant in VARIANTS]
 

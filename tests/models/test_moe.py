@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from flax import nnx
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models.moe import Experts
+from tests.compiling import QUICK
 from tests.golden.weights import VARIANTS
 
 HIDDEN, FFN = 16, 24
@@ -20,6 +23,11 @@ HIDDEN, FFN = 16, 24
 def experts(count: int) -> Experts:
     config = dataclasses.replace(model_config(VARIANTS["mixtral"]), num_experts=count, hidden_size=HIDDEN, expert_size=FFN)
     return Experts(config, jnp.float32, "mlp", ("w1", "w3", "w2"))
+
+
+@functools.cache
+def compiled(form: str, count: int) -> Callable[..., jax.Array]:
+    return jax.jit(getattr(experts(count), form), compiler_options=QUICK)
 
 
 @pytest.mark.parametrize("form", ["by_block", "by_group"])
@@ -32,7 +40,7 @@ def test_each_row_goes_through_its_expert(form: str, count: int, rows: int, spre
     )
     of = {"even": rng.integers(0, count, rows), "one": np.full(rows, count - 1), "ends": rng.choice([0, count - 1], rows)}
     chosen = of[spread]
-    got = jax.jit(getattr(experts(count), form))(x, chosen[:, None], gate_up, down)[:, 0]
+    got = compiled(form, count)(x, chosen[:, None], gate_up, down)[:, 0]
     for i, expert in enumerate(chosen):
         gate, up = gate_up[expert, :, 0] @ x[i], gate_up[expert, :, 1] @ x[i]
         np.testing.assert_allclose(got[i], down[expert] @ (gate / (1 + np.exp(-gate)) * up), atol=2e-4)

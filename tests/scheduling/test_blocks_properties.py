@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -202,5 +203,10 @@ class BlocksMachine(RuleBasedStateMachine):
                 assert self.blocks.tier.used == 0, "a host page is lost"
 
 
-BlocksMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=40)
+BlocksMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
 TestBlocks = BlocksMachine.TestCase
+
+
+@pytest.mark.full
+class TestMoreBlocks(BlocksMachine.TestCase):
+    settings = settings(max_examples=1000, stateful_step_count=40)

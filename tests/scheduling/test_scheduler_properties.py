@@ -203,8 +203,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.loop.drain(ahead=1)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
+SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 TestScheduler = SchedulerMachine.TestCase
+
+
+@pytest.mark.full
+class TestMoreScheduler(SchedulerMachine.TestCase):
+    settings = settings(max_examples=500, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
