@@ -14,6 +14,7 @@ from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.errors import InvalidArgument
 from jengine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, limit_pages, prompts, run
 from tests.golden.weights import write_model
 
@@ -204,7 +205,8 @@ def with_eos(eos: int, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     write_model(folder, "llama_gqa")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [eos, VOCAB - 1]}))
-    return start_engine(EngineConfig.of(str(folder), {"max_model_len": 192, **SMALL}), progress=False)[0]
+    with on_demand():
+        return start_engine(EngineConfig.of(str(folder), {"max_model_len": 192, **SMALL}), progress=False)[0]
 
 
 def test_end_of_sequence(eos: int, with_eos: Engine, engine: Engine) -> None:
