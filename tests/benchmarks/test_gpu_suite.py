@@ -23,6 +23,7 @@ from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
 from pallas_kernels import dispatch, latent_dispatch, product_dispatch, timing
 
+pytestmark = pytest.mark.usefixtures("quickly")
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 
 

@@ -48,7 +48,10 @@ LARGE = 4096  # bytes of a constant; rotary frequencies are smaller
 
 @pytest.fixture(
     scope="module",
-    params=[*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in [*QUANTIZED, *({"variant": v} for v in OTHERS)])],
+    params=[
+        *CASES[1:],
+        *(pytest.param(case, marks=pytest.mark.full) for case in [CASES[0], *QUANTIZED, *({"variant": v} for v in OTHERS)]),
+    ],
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def programs(request: pytest.FixtureRequest) -> tuple[ExecutionSpec, Programs]:

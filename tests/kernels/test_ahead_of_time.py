@@ -196,7 +196,13 @@ def test_the_interpreted_form_compiles_too(case: Case) -> None:
     assert facts.products > 0
 
 
-MOVES = "64 tokens", "64 tokens, normed, rotated in part, head dim 64, int8", "4096 tokens, rotated, fp8", "pages of 64", "pages of 128, fp8"
+MOVES = (
+    "64 tokens",
+    "64 tokens, normed, rotated in part, head dim 64, int8",
+    "4096 tokens, rotated, fp8",
+    "pages of 64",
+    "pages of 128, fp8",
+)
 
 
 @pytest.mark.parametrize("case", some(WRITES | COPIES, *MOVES))

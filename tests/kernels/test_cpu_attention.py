@@ -190,8 +190,12 @@ def test_a_cpu_takes_it() -> None:
     assert "jengine_prefill" in compiled and "while" not in compiled
 
 
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("decode", [False, True])
+FORMS = [
+    pytest.param(name, decode, marks=[pytest.mark.full] * (i % 2 == decode)) for i, name in enumerate(SETS) for decode in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "decode"), FORMS)  # in turn; the others are long tests
 def test_no_instruction_is_compiled_that_a_processor_lacks(name: str, decode: bool) -> None:
     triple, features, plain, _, lacking = SETS[name]
     target = native.Target(triple, features=features)

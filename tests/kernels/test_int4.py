@@ -29,6 +29,15 @@ few = settings(max_examples=2, deadline=None, phases=[Phase.generate])  # each i
 shapes = st.tuples(st.integers(1, 70), st.integers(1, 400), st.one_of(st.integers(1, 9), st.integers(10, 150)))  # rows, inputs, outputs
 
 
+packing = jax.jit(pack, static_argnames=("group", "parts", "kind"))  # an operation alone would be compiled for each shape, too
+quantizing = jax.jit(quantize_int4, static_argnames=("group", "parts", "hadamard"))
+wide_values = jax.jit(dequantize)
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
+
+
 def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1, kind: str = "int4") -> tuple[Int4, np.ndarray[Any, Any]]:
     """Random quantized weights, whose inputs divide into groups, and their values."""
     rng = np.random.default_rng(size)
@@ -40,7 +49,7 @@ def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1, ki
     if low is not None:
         wide = wide + np.repeat(low.astype(np.float32), group, 1).astype(np.float64)
     given_low = None if low is None else jnp.asarray(low)
-    made = pack(jnp.asarray(numbers, jnp.int8), jnp.asarray(scale), given_low, group=group, parts=parts, kind=kind)
+    made = packing(jnp.asarray(numbers, jnp.int8), jnp.asarray(scale), given_low, group=group, parts=parts, kind=kind)
     return made, wide
 
 
@@ -58,7 +67,7 @@ def test_what_is_packed_is_found_again(size: int, group: int, parts: int, offset
     made, wide = packed(3, size, group, offset=offset, parts=parts, kind=kind)
     assert made.shape == (3, size) and made.values.shape == (3, parts * words(size // parts))
     assert made.scale.shape == (3, parts * groups(size // parts, group))
-    np.testing.assert_allclose(dequantize(made), wide, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(wide_values(made), wide, rtol=1e-6, atol=1e-6)
 
 
 def test_words_hold_neighbours_as_the_kernel_takes_them() -> None:
@@ -72,7 +81,7 @@ def test_a_part_is_what_a_device_has() -> None:
     """Each half of a split weight holds the values for that half of the inputs."""
     made, wide = packed(2, 320, 32, offset=True, parts=2)
     halves = [made.map(partial(lambda half, array: jnp.split(array, 2, axis=1)[half], half)) for half in range(2)]
-    np.testing.assert_allclose(np.concatenate([dequantize(half) for half in halves], 1), wide, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate([wide_values(half) for half in halves], 1), wide, rtol=1e-6, atol=1e-6)
 
 
 @settings(max_examples=20)
@@ -80,23 +89,23 @@ def test_a_part_is_what_a_device_has() -> None:
 def test_a_weight_is_near_what_it_stands_for(seed: int, size: int, magnitude: float) -> None:
     """The error is at most half a step of its group's range. Shrinking the range is never worse than plain rounding."""
     x = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 2 * size)) * 10.0**magnitude, jnp.float32)
-    made = jax.jit(quantize_int4, static_argnames=("group", "parts"))(x, group=32, parts=2)
+    made = quantizing(x, group=32, parts=2)
     assert made.shape == x.shape
-    error = np.asarray(dequantize(made)) - np.asarray(x)
+    error = np.asarray(wide_values(made)) - np.asarray(x)
     span = np.asarray(x).max(-1) - np.asarray(x).min(-1)
     assert np.all((error**2).mean(-1) <= (span / 15 / 2) ** 2 * 1.001 + 1e-12 * 10.0**magnitude)
 
 
 def test_constant_groups_are_exact() -> None:
     x = jnp.concatenate([jnp.full((2, 128), 3.25), jnp.zeros((2, 64))], 1)
-    np.testing.assert_allclose(dequantize(quantize_int4(x)), x, rtol=1e-6)
+    np.testing.assert_allclose(wide_values(quantizing(x)), x, rtol=1e-6)
 
 
 def test_indices_of_leading_axes() -> None:
     made, wide = packed(6, 64, 32, offset=True)
     stacked = made.map(lambda array: array.reshape(2, 3, -1))
     assert stacked.shape == (2, 3, 64) and stacked[...] is stacked
-    np.testing.assert_allclose(dequantize(stacked[1]), wide[3:], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(wide_values(stacked[1]), wide[3:], rtol=1e-6, atol=1e-6)
 
 
 def in_form(form: str, x: jax.Array, weight: Int4, dtype: str) -> np.ndarray[Any, Any]:
@@ -130,7 +139,7 @@ def test_the_kernel_is_the_exact_product_of_mxfp4(x_dtype: str) -> None:
 def check_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool, kind: str) -> None:
     rows, size, outs = shape
     weight, wide = packed(outs, -(-size // group) * group, group, offset=offset, kind=kind)
-    x = jax.random.normal(jax.random.key(rows), (rows, weight.shape[1])).astype(x_dtype)
+    x = normal((rows, weight.shape[1]), rows, x_dtype)
     want = np.asarray(x, np.float64) @ multiplied(wide, x_dtype).T
     got = in_form("kernel", x, weight, dtype)
     rounding = 2.0**-8 if dtype == "bfloat16" else 0
@@ -139,9 +148,9 @@ def check_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: 
 
 @pytest.mark.parametrize(("x_dtype", "block"), [("bfloat16", 512), *(pytest.param(*of, marks=pytest.mark.full) for of in FULL)])
 def test_inputs_are_transformed(block: int, x_dtype: str) -> None:
-    x = jax.random.normal(jax.random.key(1), (70, 2 * block)).astype(x_dtype)
-    weight = quantize_int4(jax.random.normal(jax.random.key(2), (9, 2 * block)), group=32, hadamard=block)
-    want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    x = normal((70, 2 * block), 1, x_dtype)
+    weight = quantizing(normal((9, 2 * block), 2), group=32, hadamard=block)
+    want = np.asarray(x, np.float64) @ np.asarray(wide_values(weight), np.float64).T
     for form in ("kernel", "xla"):
         for rows in (1, 70):
             got = in_form(form, x[:rows], weight, "float32")
@@ -150,9 +159,9 @@ def test_inputs_are_transformed(block: int, x_dtype: str) -> None:
 
 @pytest.mark.parametrize("size", [127, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 200))])
 def test_groups_that_are_not_full(size: int) -> None:
-    x = jax.random.normal(jax.random.key(1), (3, size))
-    weight = quantize_int4(jax.random.normal(jax.random.key(2), (9, size)))
-    want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    x = normal((3, size), 1)
+    weight = quantizing(normal((9, size), 2))
+    want = np.asarray(x, np.float64) @ np.asarray(wide_values(weight), np.float64).T
     for form in ("kernel", "xla"):
         np.testing.assert_allclose(in_form(form, x, weight, "float32"), want, rtol=1e-5, atol=1e-5)
 
@@ -160,7 +169,7 @@ def test_groups_that_are_not_full(size: int) -> None:
 @pytest.mark.parametrize("x_dtype", INPUTS)
 def test_a_row_is_the_same_alone_and_among_others(x_dtype: str) -> None:
     weight, _ = packed(37, 192, 32, offset=True)
-    x = jax.random.normal(jax.random.key(0), (71, 192)).astype(x_dtype)
+    x = normal((71, 192), 0, x_dtype)
     every = in_form("kernel", x, weight, "float32")
     for first, end in ((0, 1), (3, 5), (7, 15), (2, 71)):
         np.testing.assert_array_equal(in_form("kernel", x[first:end], weight, "float32"), every[first:end])
@@ -203,7 +212,7 @@ def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(native, "host", lambda: target)
     monkeypatch.setattr(cpu_products, "register", lambda known, make: calls.register(f"{known}_{name}", make))
     weight, wide = packed(9, 160, 32, offset=True)
-    x = jax.random.normal(jax.random.key(0), (5, 160)).astype("bfloat16")
+    x = normal((5, 160), 0, "bfloat16")
     lowered = jax.jit(lambda x, weight: product(x, weight, jnp.float32)).lower(x, weight)
     assert f"_{name}" in lowered.as_text()
     want = np.asarray(x, np.float64) @ wide.T

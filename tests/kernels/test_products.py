@@ -28,14 +28,22 @@ shapes = st.tuples(st.integers(1, 80), st.integers(1, 300), st.one_of(st.integer
 few = settings(max_examples=3, deadline=None, phases=[Phase.generate])  # each is compiled
 
 
+quantized = jax.jit(quantize, static_argnames=("dtype", "inputs", "hadamard"))
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> jax.Array:
+    """Random numbers, of numpy: XLA would compile their generation for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
+
+
 def arrays(rows: int, size: int, outs: int, x: str, kind: str, *, spread: bool = True) -> tuple[jax.Array, Any]:
     """spread: inputs of w8a8, in the largest blocks that divide them."""
-    inputs, weight = (jax.random.normal(jax.random.key(n), (count, size)) for n, count in ((rows, rows), (outs, outs)))
+    inputs, weight = normal((rows, size), rows, x), normal((outs, size), outs, kind if kind in INPUTS else "float32")
     if kind in INPUTS:
-        return inputs.astype(x), weight.astype(kind)
+        return inputs, weight
     stored = "float8_e4m3fn" if kind in ("float8_e4m3fn", "fp8 inputs") else "int8"
     hadamard = block_of(size) if kind == "w8a8" and spread else 1
-    return inputs.astype(x), quantize(weight, stored, inputs=kind in ("w8a8", "fp8 inputs"), hadamard=hadamard)
+    return inputs, quantized(weight, stored, inputs=kind in ("w8a8", "fp8 inputs"), hadamard=hadamard)
 
 
 def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
@@ -93,7 +101,7 @@ def test_transformed_rows_in_blocks_of_every_size(size: int, x_dtype: str) -> No
 
 
 def test_the_transform_spreads_outliers() -> None:
-    x, weight = (jax.random.normal(jax.random.key(n), (16, 512)) for n in range(2))
+    x, weight = (normal((16, 512), n) for n in range(2))
     x = x.at[:, 7].mul(50)
 
     def error(hadamard: int) -> float:
