@@ -23,9 +23,8 @@ VOLTA: Any = SimpleNamespace(device_kind="NVIDIA V100", compute_capability="7.0"
 
 
 def arrays(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
-    q, k, v = jax.random.key(0), jax.random.key(1), jax.random.key(2)
-    pages = (5, kv_heads, page_size, head_dim)
-    return jax.random.normal(q, (2, heads, head_dim), dtype), jax.random.normal(k, pages, dtype), jax.random.normal(v, pages, dtype)
+    rng, pages = np.random.default_rng(0), (5, kv_heads, page_size, head_dim)
+    return tuple(jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in ((2, heads, head_dim), pages, pages))
 
 
 @pytest.mark.parametrize(
