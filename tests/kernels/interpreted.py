@@ -37,6 +37,11 @@ def interpret(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
     return out
 
 
+def normal(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> jax.Array:
+    """Random numbers, of numpy: XLA would compile their generation for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
+
+
 class Cache(NamedTuple):  # made and changed in numpy: XLA would compile each operation for each shape
     k: jax.Array  # [num_pages, kv_heads, page_size, head_dim]
     v: jax.Array

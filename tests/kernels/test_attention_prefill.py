@@ -35,7 +35,11 @@ SMALL = [
     pytest.param(128, 2, 1, 64, 64, "bfloat16", SINKS, marks=pytest.mark.full),
     pytest.param(64, 1, 1, 128, 128, "float16", BOTH, marks=pytest.mark.full),
 ]
-EIGHT_BITS = [(64, "bfloat16", BOTH, "float8_e4m3fn"), pytest.param(128, "float16", WINDOW, "int8", marks=pytest.mark.full)]
+EIGHT_BITS = [
+    (64, "bfloat16", WINDOW, "float8_e4m3fn"),
+    pytest.param(64, "bfloat16", BOTH, "float8_e4m3fn", marks=pytest.mark.full),
+    pytest.param(128, "float16", WINDOW, "int8", marks=pytest.mark.full),
+]
 
 
 def tiles(tile: int, page_size: int) -> tuple[list[int], list[int]]:

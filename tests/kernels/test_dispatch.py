@@ -23,9 +23,8 @@ VOLTA: Any = SimpleNamespace(device_kind="NVIDIA V100", compute_capability="7.0"
 
 
 def arrays(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
-    q, k, v = jax.random.key(0), jax.random.key(1), jax.random.key(2)
-    pages = (5, kv_heads, page_size, head_dim)
-    return jax.random.normal(q, (2, heads, head_dim), dtype), jax.random.normal(k, pages, dtype), jax.random.normal(v, pages, dtype)
+    rng, pages = np.random.default_rng(0), (5, kv_heads, page_size, head_dim)
+    return tuple(jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in ((2, heads, head_dim), pages, pages))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
     given: dict[str, Any] = {}
     monkeypatch.setattr(attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
     k = arrays()[1]
-    work = dispatch.decode_work(k, jnp.asarray(LENGTHS), tokens=64, window=7, device=HOPPER)
+    work = jax.jit(partial(dispatch.decode_work, tokens=64, window=7, device=HOPPER))(k, jnp.asarray(LENGTHS))
     assert work is not None
     np.testing.assert_array_equal(run(impl=impl, device=HOPPER, work=work, soft_cap=4.0, pages=2), arrays()[0])
     assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "sinks": None, "work": work, "device": HOPPER}
@@ -163,7 +162,8 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
 def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
     k, lengths = arrays()[1], jnp.asarray(LENGTHS)
     assert dispatch.decode_work(k, lengths, tokens=64) is dispatch.decode_work(k, lengths, tokens=64, device=AMPERE) is None
-    even, fixed = (dispatch.decode_work(k, lengths, tokens=64, batch_invariant=fixed, device=HOPPER) for fixed in (False, True))
+    how: dict[str, Any] = {"tokens": 64, "device": HOPPER}
+    even, fixed = (jax.jit(partial(dispatch.decode_work, batch_invariant=fixed, **how))(k, lengths) for fixed in (False, True))
     assert even is not None and fixed is not None
     assert even.blocks == fixed.blocks == tuning.decode_blocks(str(k.dtype), k.shape[-1], HOPPER)
     assert len(even.joins) == even.blocks and len(fixed.joins) == len(lengths) * k.shape[1]

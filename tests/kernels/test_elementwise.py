@@ -17,6 +17,7 @@ from pallas_kernels import activations, dispatch, xla
 from pallas_kernels.activations import gated
 from pallas_kernels.cpu import calls, elementwise, native
 from pallas_kernels.qkv import QkvProduct, rms_norm
+from tests.kernels.interpreted import normal
 from tests.kernels.test_masked import SETS, X86, runs_here
 
 DTYPES = "bfloat16", "float32"
@@ -31,8 +32,8 @@ def close(got: jax.Array, exact: np.ndarray[Any, Any]) -> None:
 
 
 def rotation(tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
-    angles = jax.random.uniform(jax.random.key(pairs), (tokens, pairs), maxval=7.0)
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = np.random.default_rng(pairs).uniform(0, 7, (tokens, pairs)).astype(np.float32)
+    return jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> np.ndarray[Any, Any]:
@@ -49,7 +50,7 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> np.ndarray[Any, Any
     st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)), st.integers(1, 4), st.integers(16, 70), st.one_of(st.just(0), st.integers(16, 50))
 )
 def test_rotation(dtype: str, tokens: int, heads: int, pairs: int, rest: int) -> None:
-    x = jax.random.normal(jax.random.key(tokens), (tokens, heads, 2 * pairs + rest), dtype)
+    x = normal((tokens, heads, 2 * pairs + rest), tokens, dtype)
     cos, sin = rotation(tokens, pairs)
     got = jax.jit(elementwise.rotate)(x, cos, sin)
     wide = np.asarray(x, np.float64)
@@ -63,7 +64,7 @@ def test_rotation(dtype: str, tokens: int, heads: int, pairs: int, rest: int) ->
 def test_rotation_of_a_product(dtype: str) -> None:
     """Queries and keys are read in place; rows behind them are skipped. The bits are those of `rotate`."""
     for tokens, kv_heads, group, others, dim, pairs in (5, 2, 3, 1, 80, 24), (SHARED_ROWS, 1, 2, 2, 32, 16):
-        rows = jax.random.normal(jax.random.key(tokens), (tokens, kv_heads, group + 1 + others, dim)).astype(dtype)
+        rows = normal((tokens, kv_heads, group + 1 + others, dim), tokens, dtype)
         angles, want = rotation(tokens, pairs), QkvProduct(rows, group).split()
         q, k = elementwise.rotate_qkv(rows, group, *angles)
         np.testing.assert_array_equal(q, elementwise.rotate(want.q, *angles))
@@ -71,7 +72,7 @@ def test_rotation_of_a_product(dtype: str) -> None:
 
 
 def test_the_cache_gets_the_keys_of_a_product() -> None:
-    rows, angles = jax.random.normal(jax.random.key(0), (3, 2, 4, 32)), rotation(3, 16)
+    rows, angles = normal((3, 2, 4, 32), 0), rotation(3, 16)
     pages, where = jnp.zeros((4, 2, 4, 32)), (jnp.arange(1, 4), jnp.arange(3))
     write = jax.jit(lambda rows: dispatch.kv_write(pages, pages, QkvProduct(rows, 2), *where, rows=2, rotation=angles)).lower(rows)
     assert "jengine_rotate_qkv" in write.as_text()
@@ -86,7 +87,7 @@ def test_the_cache_gets_the_keys_of_a_product() -> None:
 def test_rotations_that_no_kernel_takes_are_xla_s() -> None:
     for dtype, dim, pairs in ("float16", 64, 32), ("float32", 16, 8), ("float32", 40, 16):
         assert elementwise.why_no_rotation(dtype, dim, pairs) is not None
-        x, angles = jax.random.normal(jax.random.key(0), (3, 2, dim), dtype), rotation(3, pairs)
+        x, angles = normal((3, 2, dim), 0, dtype), rotation(3, pairs)
         np.testing.assert_array_equal(dispatch.rotate(x, angles), xla.rotate(x, angles))
     assert elementwise.why_no_rotation("bfloat16", 64, 32) is None
 
@@ -102,7 +103,7 @@ def activated(activation: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @few
 @given(st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)), st.integers(16, 130))
 def test_gates(dtype: str, activation: str, rows: int, size: int) -> None:
-    gate_up = (8 * jax.random.normal(jax.random.key(size), (rows, size, 2))).astype(dtype)
+    gate_up = (8 * normal((rows, size, 2), size)).astype(dtype)
     wide = np.asarray(gate_up, np.float64)
     close(jax.jit(gated, static_argnums=1)(gate_up, activation), activated(activation, wide[..., 0]) * wide[..., 1])
 
@@ -117,7 +118,7 @@ def test_gates_of_extreme_numbers(activation: str) -> None:
 
 def test_gates_that_no_kernel_takes_are_xla_s() -> None:
     for dtype, size, activation in ("float16", 64, "silu"), ("float32", 3, "silu"), ("float32", 64, "relu"), ("float32", 64, "gelu"):
-        gate_up = jax.random.normal(jax.random.key(0), (2, size, 2), dtype)
+        gate_up = normal((2, size, 2), 0, dtype)
         wide = gate_up.astype(jnp.float32)
         want = (activations.ACTIVATIONS[activation](wide[..., 0]) * wide[..., 1]).astype(dtype)
         np.testing.assert_allclose(gated(gate_up, activation), want, rtol=2e-3 if dtype == "float16" else 1e-6)
@@ -132,8 +133,8 @@ def normed(x: Any, weight: Any, eps: float, offset: float) -> np.ndarray[Any, An
 @few
 @given(st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)), st.integers(16, 400), st.sampled_from([0.0, 1.0]))
 def test_norms(dtype: str, rows: int, size: int, offset: float) -> None:
-    x = (3 * jax.random.normal(jax.random.key(size), (rows, 2, size))).astype(dtype)
-    weight = jax.random.uniform(jax.random.key(1), (size,)).astype(dtype)
+    x = (3 * normal((rows, 2, size), size)).astype(dtype)
+    weight = jnp.asarray(np.random.default_rng(1).uniform(size=size).astype(dtype))
     got = jax.jit(rms_norm, static_argnums=(2, 3))(x, weight, 0.5, offset)
     close(got, normed(x, weight, 0.5, offset))
     np.testing.assert_array_equal(got[:1], elementwise.rms_norm(x[:1], weight, 0.5, offset))  # a row's bits do not depend on others
@@ -141,7 +142,7 @@ def test_norms(dtype: str, rows: int, size: int, offset: float) -> None:
 
 def test_norms_that_no_kernel_takes_are_xla_s() -> None:
     for dtype, other, size in ("float16", "float16", 64), ("bfloat16", "float32", 64), ("float32", "float32", 8):
-        x, weight = jax.random.normal(jax.random.key(0), (2, size), dtype), jnp.full(size, 2.0, other)
+        x, weight = normal((2, size), 0, dtype), jnp.full(size, 2.0, other)
         assert elementwise.why_no_norm(x, weight) is not None
         np.testing.assert_allclose(np.asarray(rms_norm(x, weight, 0.1), np.float64), normed(x, weight, 0.1, 0.0), rtol=1e-2)
     assert "jengine_norm" in jax.jit(rms_norm, static_argnums=2).lower(jnp.ones((2, 16)), jnp.ones(16), 0.1).as_text()
@@ -155,13 +156,13 @@ def test_results_without_features(name: str, dtype: str, monkeypatch: pytest.Mon
         pytest.skip(f"this processor lacks {name}")
     monkeypatch.setattr(native, "host", lambda: target)
     monkeypatch.setattr(elementwise, "register", lambda known, make: calls.register(f"{known}_{name}", make))
-    x, angles = jax.random.normal(jax.random.key(1), (5, 3, 80), dtype), rotation(5, 24)
+    x, angles = normal((5, 3, 80), 1, dtype), rotation(5, 24)
     np.testing.assert_allclose(np.asarray(elementwise.rotate(x, *angles), np.float64), rotated(x, *angles), rtol=2.0**-8, atol=1e-5)
-    gate_up = jax.random.normal(jax.random.key(2), (3, 21, 2), dtype)
+    gate_up = normal((3, 21, 2), 2, dtype)
     wide = np.asarray(gate_up, np.float64)
     for activation in "silu", "gelu_tanh":
         close(elementwise.gated(gate_up, activation), activated(activation, wide[..., 0]) * wide[..., 1])
-    x, weight = jax.random.normal(jax.random.key(3), (3, 37), dtype), jnp.linspace(0.5, 2.0, 37, dtype=dtype)
+    x, weight = normal((3, 37), 3, dtype), jnp.linspace(0.5, 2.0, 37, dtype=dtype)
     close(elementwise.rms_norm(x, weight, 0.1, 1.0), normed(x, weight, 0.1, 1.0))
 
 

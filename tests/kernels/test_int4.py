@@ -22,6 +22,7 @@ from pallas_kernels.cpu.kinds import INPUTS
 from pallas_kernels.int4 import E2M1, GROUPS, HIGHEST, KINDS, LOWEST, Int4, groups, pack, quantize_int4, words
 from pallas_kernels.products import form_key, product, using
 from pallas_kernels.quantized import dequantize
+from tests.kernels.interpreted import normal
 from tests.kernels.test_masked import SETS, runs_here
 
 FULL = [("bfloat16", 2), ("bfloat16", 64), ("bfloat16", 192), ("float32", 2), ("float32", 288), ("float32", 512)]
@@ -32,10 +33,6 @@ shapes = st.tuples(st.integers(1, 70), st.integers(1, 400), st.one_of(st.integer
 packing = jax.jit(pack, static_argnames=("group", "parts", "kind"))  # an operation alone would be compiled for each shape, too
 quantizing = jax.jit(quantize_int4, static_argnames=("group", "parts", "hadamard"))
 wide_values = jax.jit(dequantize)
-
-
-def normal(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
 def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1, kind: str = "int4") -> tuple[Int4, np.ndarray[Any, Any]]:

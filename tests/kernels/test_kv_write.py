@@ -58,7 +58,7 @@ def check(
     given = (more_scales(old), more_scales(old), *args[2:]) if isinstance(old, Quantized) else args
     queries, got = interpret(run, *given, rotation=rotation)
     got = [replace(pages, scale=pages.scale[:, :kv_heads]) if isinstance(pages, Quantized) else pages for pages in got]
-    wanted_queries, wanted = reference.kv_write(*args, rows=rows, rotation=rotation)
+    wanted_queries, wanted = jax.jit(partial(reference.kv_write, rows=rows))(*args, rotation=rotation)
     plain = rotation is None and norm is None
     assert [len(part) for part in queries] == [min(rows, tokens), tokens - min(rows, tokens)]
     compare(*(np.concatenate(part).astype(np.float32)[real] for part in (queries, wanted_queries)), dtype, exact=plain)

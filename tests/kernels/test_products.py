@@ -21,6 +21,7 @@ from pallas_kernels.hadamard import block_of, gain, transform
 from pallas_kernels.products import ROW_CLASSES, form_key, product, using
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 from tests.compiling import quickly_compiled
+from tests.kernels.interpreted import normal
 
 ROOT = Path(__file__).parents[2]
 KINDS = (*WEIGHTS, "w8a8", "fp8 inputs")
@@ -29,11 +30,6 @@ few = settings(max_examples=3, deadline=None, phases=[Phase.generate])  # each i
 
 
 quantized = jax.jit(quantize, static_argnames=("dtype", "inputs", "hadamard"))
-
-
-def normal(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> jax.Array:
-    """Random numbers, of numpy: XLA would compile their generation for each shape."""
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
 def arrays(rows: int, size: int, outs: int, x: str, kind: str, *, spread: bool = True) -> tuple[jax.Array, Any]:
