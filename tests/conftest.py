@@ -30,18 +30,18 @@ settings.load_profile("jengine")
 
 # Files that take longest. They come first, so that no process of a parallel run is left with one of them at the end.
 LONGEST = (
-    "tests/planning/test_plan.py",
-    "tests/execution/test_gpu_programs.py",
     "tests/kernels/test_ahead_of_time.py",
-    "tests/kernels/test_cpu_attention.py",
+    "tests/execution/test_gpu_programs.py",
+    "tests/parallel/test_processes.py",
     "tests/test_notebook.py",
     "tests/kernels/test_attention_decode.py",
-    "tests/kernels/test_products.py",
-    "tests/kernels/test_int4.py",
-    "tests/parallel/test_processes.py",
-    "tests/serving/test_serve_demo.py",
+    "tests/planning/test_plan.py",
+    "tests/test_package.py",
+    "tests/test_paged_attention.py",
     "tests/engine/test_independence.py",
-    "tests/engine/test_start.py",
+    "tests/serving/test_serve_demo.py",
+    "tests/models/test_golden.py",
+    "tests/parallel/test_many_devices.py",
 )
 
 
