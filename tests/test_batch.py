@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingPara
 from jengine.commands import batch, batch_order
 from jengine.commands.batch_files import OutputFile
 from jengine.request import CompletionOutput, RequestOutput
+from tests.compiling import QUICK_PROCESS
 from tests.engine.running import SMALL
 
 OPTIONS = {**SMALL, "max_model_len": 192}
@@ -51,7 +53,8 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     flags = [*FLAGS, "--max-tokens=100", "--temperature=0", "--ignore-eos"]
     arguments = [sys.executable, "-m", "jengine.cli", *command(text_model, files, *flags)]
 
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE) as process:
+    environment = {**os.environ, **QUICK_PROCESS}
+    with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 120
         while not target.exists() or target.read_bytes().count(b"\n") < 20:
             assert process.poll() is None and time.monotonic() < deadline
@@ -62,7 +65,7 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     before = target.read_bytes().count(b"\n")
     assert 15 < before < 120, "it had answered everything before it was killed"
 
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     assert "the last line was incomplete and is answered again" in done.stderr
     assert f"\n{120 - before} of 120 lines answered; " in done.stderr and "tokens/s" in done.stderr
     answers = records(target)
@@ -70,7 +73,7 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     assert all(len(answer["outputs"][0]["token_ids"]) == 100 for answer in answers)
 
     content = target.read_bytes()
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == "nothing to do: 120 lines answered before\n" and target.read_bytes() == content
 
 

@@ -123,6 +123,7 @@ def test_quickstart_runs() -> None:
     assert shown["end"] == [{"text/plain": "0"}]
 
 
+@pytest.mark.full
 def test_batching_runs() -> None:
     cells = run(ROOT / "notebooks" / "02_batching.ipynb")
     shown = data_of(cells)

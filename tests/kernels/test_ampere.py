@@ -137,7 +137,7 @@ def check_compiled(target: str, names: Sequence[str]) -> None:
         assert facts.products > 0 and facts.copies > 0, name
 
 
-@pytest.mark.parametrize("target", AMPERE)
+@pytest.mark.parametrize("target", [pytest.param(target, marks=[pytest.mark.full] if target == "l4" else []) for target in AMPERE])
 def test_a_kernel_spills_nothing_and_fits(target: str) -> None:
     check_compiled(target, FEW)
 
