@@ -102,7 +102,7 @@ def wait(rounds: int) -> dict[str, list[float]]:
         took["alone"] += [step(scheduler)[0] for _ in range(4)]
         add(scheduler, "waits", prompt[: SHARED * PAGE_SIZE] + rng.integers(2, 32000, TOKENS - SHARED * PAGE_SIZE).tolist(), 16)
         took["waiting"] += [step(scheduler)[0] for _ in range(8)]
-        assert scheduler.num_waiting == 1
+        assert scheduler.registry.num_waiting == 1
     return took
 
 

@@ -56,7 +56,7 @@ class Bench:
         tokens, start = -rows, 0.0
         while self.engine.has_work:
             tokens += len(self.engine.step())
-            if not start and tokens >= 0 and not self.engine.scheduler.num_waiting:
+            if not start and tokens >= 0 and not self.engine.scheduler.registry.num_waiting:
                 tokens, start = 0, time.perf_counter()
         return tokens / (time.perf_counter() - start)
 

@@ -87,19 +87,19 @@ class Load:
         while time.monotonic() < end:
             if time.monotonic() > until:
                 wanted, until = rng.choice((1, 2, 4, 8, 16, 24, 32)), time.monotonic() + rng.uniform(0.3, 1.5)
-            while engine.scheduler.num_running + engine.scheduler.num_waiting < wanted:
+            while engine.scheduler.registry.num_running + engine.scheduler.registry.num_waiting < wanted:
                 engine.add(self._request())
             engine.step()
         return costs.steps[first:]
 
     def drain(self) -> None:
-        for sequence in [*self.engine.scheduler._by_number.values()]:
+        for sequence in [*self.engine.scheduler.registry.by_number.values()]:
             self.engine.end(sequence.request_id, "abort")
         while self.engine.has_work:
             self.engine.step()
 
     def _request(self) -> Request:
-        rng, most = self.random, min(self.engine.scheduler.sequence.max_model_len, LONGEST)
+        rng, most = self.random, min(self.engine.scheduler.limits.max_model_len, LONGEST)
         prompt = int(most ** rng.uniform(0.2, 0.9))
         params = replace(rng.choice(KINDS), max_tokens=min(int(most ** rng.uniform(0.4, 0.8)), most - prompt))
         tokens = [rng.randrange(2, self.engine.model.vocab_size) for _ in range(prompt)]
@@ -170,9 +170,9 @@ def measure(name: str, seconds: float, slow: float) -> dict[str, Any]:
     engine, _ = start_engine(EngineConfig.of(model, {"warm_up": "all", "enable_prefix_caching": False}))
     costs = Watched(engine.scheduler.table)  # as at a first start
     begun = time.perf_counter()
-    measure_costs(engine.runner, engine.scheduler.ready, costs, progress=False)  # type: ignore[arg-type]
+    measure_costs(engine.runner, engine.scheduler.predictor.ready, costs, progress=False)  # type: ignore[arg-type]
     measuring = time.perf_counter() - begun
-    engine.scheduler.costs = costs
+    engine.scheduler.predictor.costs = costs
     load = Load(engine)
     first = load.run(costs, seconds / 3)
     later = load.run(costs, seconds)

@@ -140,7 +140,7 @@ def main() -> None:
 
     found = in_turn(1 if options.quick else options.rounds, run)
     equal = sum(one == other for one, other in zip(talks[False], talks[True], strict=True))
-    costs = bench.engine.scheduler.costs
+    costs = bench.engine.scheduler.predictor.costs
     print(f"\n{CONVERSATIONS} conversations, {AT_ONCE} at once, {bench.turns} turns of {QUESTION} + {ANSWER} tokens after {OPENING};")
     print(f"the device holds {bench.held} of them. Later turns:")
     for on, runs in found.items():

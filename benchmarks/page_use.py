@@ -118,7 +118,7 @@ def _unused(prompts: tuple[int, int], outputs: tuple[int, int], page_size: int, 
         plan = scheduler.schedule()
         assert plan is not None
         reserved += scheduler.blocks.owned * page_size
-        sequences = [scheduler.running(number) for number in scheduler.blocks.numbers]
+        sequences = [scheduler.registry.by_number.get(number) for number in scheduler.blocks.numbers]
         used += sum(sequence.num_computed for sequence in sequences if sequence is not None)
         known += sum(max(len(sequence.tokens), sequence.num_computed) for sequence in sequences if sequence is not None)
         running += len(sequences)

@@ -136,9 +136,9 @@ def outcome(sequences: list[Sequence], ended: dict[Sequence, float], scheduler: 
         tokens=sum(len(sequence.tokens) - sequence.prompt_len for sequence in done),
         latencies=sorted(ended[sequence] - sequence.arrival for sequence in done),
         in_target=met / len(sequences),
-        preemptions=scheduler.num_preemptions,
-        rejected=scheduler.goodput.rejected,
-        decisions=dict(scheduler.decisions),
+        preemptions=scheduler.registry.num_preemptions,
+        rejected=scheduler.acceptance.goodput.rejected,
+        decisions=dict(scheduler.admission.decisions),
         steps=steps,
     )
 
@@ -283,11 +283,11 @@ def started(quick: bool) -> Iterator[Engine]:
 
 def real_batching(engine: Engine, count: int) -> dict[str, Any]:
     work = workload(count)
-    bound = sum(asked.output for asked in work) / least_seconds(engine.scheduler.costs, work)
+    bound = sum(asked.output for asked in work) / least_seconds(engine.scheduler.predictor.costs, work)
     results: dict[str, Any] = {"requests": count, "bound_tokens_per_second": round(bound, 1)}
     for mode in ("continuous", "dynamic", "static"):
         got = run_engine(engine, work, batching=mode)
-        predicted = replay(engine.scheduler.costs, work, batching=mode)
+        predicted = replay(engine.scheduler.predictor.costs, work, batching=mode)
         results[mode] = {
             "tokens_per_second": round(got.tokens / got.seconds, 1),
             "predicted": round(predicted.tokens / predicted.seconds, 1),
@@ -298,7 +298,7 @@ def real_batching(engine: Engine, count: int) -> dict[str, Any]:
 
 
 def real_latency(engine: Engine, count: int) -> dict[str, Any]:
-    costs = engine.scheduler.costs
+    costs = engine.scheduler.predictor.costs
     targets = targets_of(costs, TPOT["tight"])
     capacity = 200 / replay(costs, workload(200)).seconds
     work = workload(count, LOADS[1] * capacity, seed=1)
@@ -376,7 +376,7 @@ def main() -> None:
     elif not options.host:
         if options.costs is None:
             with started(options.quick) as engine:
-                costs = engine.scheduler.costs
+                costs = engine.scheduler.predictor.costs
         else:
             costs = StepCosts.from_json(options.costs.read_bytes())
         for name, run in VIRTUAL.items():

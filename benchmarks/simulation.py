@@ -115,12 +115,12 @@ def shape_of(engine: Engine) -> EngineShape:
     scheduler = engine.scheduler
     return EngineShape(
         table=scheduler.table,
-        costs=frozen(scheduler.costs),
-        page_size=scheduler.page_size,
+        costs=frozen(scheduler.predictor.costs),
+        page_size=scheduler.blocks.page_size,
         num_pages=scheduler.blocks.capacity + 1,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=scheduler.sequence.max_model_len,
+        max_num_seqs=scheduler.registry.max_num_seqs,
+        max_num_batched_tokens=scheduler.predictor.max_num_batched_tokens,
+        max_model_len=scheduler.limits.max_model_len,
         groups=scheduler.blocks.groups,
         overlap=engine.overlap,
         options={"prefix_caching": scheduler.blocks.prefix_caching, "options": scheduler.options},
@@ -157,7 +157,7 @@ def fidelity(model: str, loads: Sequence[float] = LOADS) -> dict[str, Any]:
         trace = made_trace(rng, rate, MEASURE, *laws)
         shape = shape_of(engine)
         predicted = seconds_of(trace, shape)
-        with watched(engine.scheduler.costs, shape.costs) as steps:
+        with watched(engine.scheduler.predictor.costs, shape.costs) as steps:
             measured = drive(engine, trace, rng)
         result: dict[str, Any] = {
             "goal": GOAL,

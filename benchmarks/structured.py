@@ -98,10 +98,10 @@ def measure(engine: Engine, tokenizer: Tokenizer, params: Callable[..., Sampling
     prompt = tokenizer.encode(PROMPT)
     for i, one in enumerate(each):
         engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=one, mask=masks[i]))
-    while engine.scheduler.num_waiting:
+    while engine.scheduler.registry.num_waiting:
         engine.step()
     steps = []
-    while engine.scheduler.num_running == ROWS:
+    while engine.scheduler.registry.num_running == ROWS:
         begin = time.perf_counter()
         engine.step()
         steps.append(time.perf_counter() - begin)

@@ -67,7 +67,7 @@ class VirtualEngine:
             return False
         while len(self._flying) > (self.ahead if plan is not None else 0):
             self.now, done = self._flying.popleft()
-            for _, sequence, _ in scheduler.collect(done, [[self._token(scheduler.running(s.seq))] for s in done.samples]):
+            for _, sequence, _ in scheduler.collect(done, [[self._token(scheduler.registry.by_number.get(s.seq))] for s in done.samples]):
                 if sequence.finish_reason is not None:
                     self.ended[sequence] = self.now
         return True
@@ -77,5 +77,5 @@ class VirtualEngine:
         return END if ends else TOKEN
 
     def note_rejected(self, scheduler: Scheduler) -> None:
-        self.ended |= dict.fromkeys(scheduler.rejected, self.now)
-        scheduler.rejected.clear()
+        self.ended |= dict.fromkeys(scheduler.acceptance.rejected, self.now)
+        scheduler.acceptance.rejected.clear()

@@ -269,9 +269,9 @@ class LLM(Embeddings, BeamSearches):
             "programs": self.started.programs,
             "compiles_since_start": self.engine.compiles_since_start,
             "start_seconds": dict(self.started.seconds),
-            "preemptions": self.engine.scheduler.num_preemptions,
-            "prefix_cache_queries": self.engine.scheduler.prefix_queries,
-            "prefix_cache_hits": self.engine.scheduler.prefix_hits,
+            "preemptions": self.engine.scheduler.registry.num_preemptions,
+            "prefix_cache_queries": self.engine.scheduler.prefixes.queries,
+            "prefix_cache_hits": self.engine.scheduler.prefixes.hits,
             "external_prefix_cache_queries": self.engine.load.host_queries,
             "external_prefix_cache_hits": self.engine.load.host_hits,
             "swapped_out_pages": self.engine.load.host_spilled,
@@ -297,8 +297,8 @@ class LLM(Embeddings, BeamSearches):
             ("numbers", started.dtype),
             ("devices", started.devices),
             ("programs", _programs(self.engine.load)),
-            ("cache", f"{counted(scheduler.blocks.capacity, 'page')} of {scheduler.page_size} tokens"),
-            ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
+            ("cache", f"{counted(scheduler.blocks.capacity, 'page')} of {scheduler.blocks.page_size} tokens"),
+            ("limits", f"{scheduler.registry.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
 
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:

@@ -33,12 +33,12 @@ from jengine.observe.totals import StepTotals
 from jengine.observe.trace import Trace
 from jengine.pooling import Embedder
 from jengine.request import FinishReason, Request
+from jengine.scheduling.acceptance import REJECTED
 from jengine.scheduling.expectations import Outlook
 from jengine.scheduling.options import StrategyName
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
-from jengine.scheduling.targets import REJECTED
 from jengine.seeds import prompt_seed
 from jengine.table.ready_programs import ReadyPrograms
 from jengine.text.mask_thread import MASK_SECONDS, MaskThread
@@ -114,8 +114,8 @@ class Engine:
         """Limits of requests that it can serve."""
         scheduler = self.scheduler
         return Limits(
-            sequence=scheduler.sequence,
-            max_num_seqs=scheduler.max_num_seqs,
+            sequence=scheduler.limits,
+            max_num_seqs=scheduler.registry.max_num_seqs,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
             strategies=scheduler.options.strategies,
@@ -142,7 +142,7 @@ class Engine:
             InvalidArgument: an id is in use. Nothing is queued in this case.
         """
         for request in requests:
-            self.scheduler.check_id(request.request_id)
+            self.scheduler.registry.check_id(request.request_id)
         self._outlook.came(len(requests[0].prompt_token_ids))
         first = requests[0]
         seed = self._seeds.getrandbits(64) if first.params.seed is None else prompt_seed(first.params.seed, first.prompt_token_ids)
@@ -152,7 +152,7 @@ class Engine:
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """Ends a request at the caller's wish (stop string, abort). Returns False if it has already ended."""
-        sequence = self.scheduler.find(request_id)
+        sequence = self.scheduler.registry.by_id.get(request_id)
         if sequence is not None:
             self.scheduler.finish(sequence, reason, stop_reason)
             self._note_ended()
@@ -160,7 +160,7 @@ class Engine:
 
     def costs(self) -> CostReport:
         """Step costs as measured so far. Thread-safe."""
-        return cost_report(self.scheduler.costs)
+        return cost_report(self.scheduler.predictor.costs)
 
     def trace(self, seconds: float | None = None) -> Trace:
         """Records of the last `seconds` seconds, or all that are kept. Thread-safe."""
@@ -186,7 +186,8 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached pages, so no later request finds one. Running requests keep theirs. Returns
         whether it was done."""
-        return self.scheduler.reset_prefix_cache()
+        self.scheduler.blocks.reset()
+        return True
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until all programs are ready or no more will be. Returns whether all
@@ -206,9 +207,9 @@ class Engine:
         """Dispatches the next step, then reads the previous one. Returns its updates."""
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
-        updates = self._read_all_but(0) if self.scheduler.awaits_beams else []
+        updates = self._read_all_but(0) if self.scheduler.searches.awaited else []
         now = time.perf_counter()
-        self._clock.planning(now, self.scheduler.costs)
+        self._clock.planning(now, self.scheduler.predictor.costs)
         self.records.turn(now)
         plan, swapping = self._plan()
         planned = time.perf_counter()
@@ -216,7 +217,7 @@ class Engine:
         updates += self._rejected()
         if plan is None:
             updates += self._read_all_but(0)
-            if not updates and self.scheduler.fetching:
+            if not updates and self.scheduler.registry.fetching:
                 self.runner.wait_for_staged()
             elif not updates:
                 self._wait_for_batch()
@@ -236,7 +237,7 @@ class Engine:
             masking = 0.0
             step = self.runner.dispatch(plan)
             now = time.perf_counter()
-            self._clock.dispatched(plan, now, self.scheduler.costs)
+            self._clock.dispatched(plan, now, self.scheduler.predictor.costs)
         record = self.records.dispatched(plan, planned, step.started, now, masking)
         counted = any([reset.counted is not None for reset in plan.resets])
         self._in_flight.append((record, not masked and not counted and not swapping, step))
@@ -257,11 +258,11 @@ class Engine:
 
     def set_strategy(self, strategy: StrategyName) -> None:
         """Takes effect at the next step; see EngineConfig.strategy. The strategy must be one that `limits` accepts."""
-        self.scheduler.set_strategy(strategy)
+        self.scheduler.admission.set_strategy(strategy)
 
     def _rejected(self) -> list[Update]:
         """Updates for requests that the scheduler has just rejected, since their targets cannot be met."""
-        rejected, self.scheduler.rejected = self.scheduler.rejected, []
+        rejected, self.scheduler.acceptance.rejected = self.scheduler.acceptance.rejected, []
         self._note_ended()
         return [Ended(sequence.request_id, "abort", REJECTED) for sequence in rejected]
 
@@ -278,7 +279,9 @@ class Engine:
             begun = time.perf_counter()
             result = self.runner.read(step)
             alone, now = result.scores is None and result.pooled is None, time.perf_counter()
-            device = self._clock.read(step.plan, step.started, now, self.scheduler.costs, waited=result.waited, counts=counts and alone)
+            device = self._clock.read(
+                step.plan, step.started, now, self.scheduler.predictor.costs, waited=result.waited, counts=counts and alone
+            )
             if result.scores is not None:
                 updates += self._prompt_scores(step.plan, result.scores)
             if result.pooled is not None:
@@ -294,7 +297,7 @@ class Engine:
         """Gives newly ready programs to the scheduler."""
         self._taken = programs.ready
         keys = (key for key in programs.keys[: self._taken] if not isinstance(key, str))
-        self.scheduler.ready = ReadyPrograms(self.scheduler.table, keys)
+        self.scheduler.predictor.ready = ReadyPrograms(self.scheduler.table, keys)
 
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
         """Returns the step's token mask (see logits.mask_words), and requests that end because their mask fails
@@ -307,7 +310,7 @@ class Engine:
 
     def _masked(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
         """Sampler rows that have a mask, with their sequences, if these have not ended."""
-        found = ((row, self.scheduler.running(sample.seq)) for row, sample in enumerate(plan.samples))
+        found = ((row, self.scheduler.registry.by_number.get(sample.seq)) for row, sample in enumerate(plan.samples))
         return [(row, sequence) for row, sequence in found if sequence is not None and sequence.request.mask is not None]
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
@@ -319,9 +322,9 @@ class Engine:
 
     def _note_ended(self) -> None:
         """Records finished requests."""
-        if self.scheduler.ended:
-            now, ended = time.perf_counter(), self.scheduler.ended
-            self.scheduler.ended = []
+        if self.scheduler.registry.ended:
+            now, ended = time.perf_counter(), self.scheduler.registry.ended
+            self.scheduler.registry.ended = []
             for sequence in ended:
                 self.records.ended(sequence, now)
                 if self._recorder is not None:
@@ -364,7 +367,7 @@ class Engine:
         out, table = [], self.scheduler.table
         for i, (number, offset, length) in enumerate(table.place(plan.spans).tiles):
             span = plan.spans[number]
-            targets, sequence = (span.targets or [])[offset : offset + length], self.scheduler.running(span.seq)
+            targets, sequence = (span.targets or [])[offset : offset + length], self.scheduler.registry.by_number.get(span.seq)
             if targets and sequence is not None:
                 count = sequence.request.params.prompt_logprobs
                 assert count is not None
@@ -376,6 +379,6 @@ class Engine:
         """Adds tiles' sums to those of their sequences, if these have not ended."""
         for i, (number, offset, length) in enumerate(self.scheduler.table.place(plan.spans).tiles):
             span = plan.spans[number]
-            sequence = self.scheduler.running(span.seq)
+            sequence = self.scheduler.registry.by_number.get(span.seq)
             if span.pool is not None and span.pool < offset + length and sequence is not None and sequence.pooled is not None:
                 sequence.pooled.add(span.start + max(span.pool, offset), span.start + offset + length, pooled[i])

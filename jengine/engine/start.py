@@ -144,7 +144,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         options=SchedulingOptions.of(config),
         costs=costs,
     )
-    scheduler.ready = ready
+    scheduler.predictor.ready = ready
     model = _with_eos_token(spec.model.config, started.tokenizer)
     coming = _others(programs, link, config) if len(keys) > started.programs_compiled + started.programs_loaded else None
     engine = Engine(

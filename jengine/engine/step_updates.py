@@ -26,8 +26,8 @@ def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenU
 def beam_candidates(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> dict[int, ScoredToken]:
     """Candidates of beams, by index of the sample."""
     got, found = result.logprobs, {}
-    for row, sample in enumerate(plan.samples if got is not None and scheduler.searching else ()):
-        sequence = scheduler.running(sample.seq)
+    for row, sample in enumerate(plan.samples if got is not None and scheduler.searches.running else ()):
+        sequence = scheduler.registry.by_number.get(sample.seq)
         if sequence is not None and sequence.request.beams is not None and got is not None:
             found[row] = ScoredToken(result.tokens[row][0], logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
     return found

@@ -89,11 +89,11 @@ class StepRecorder:
                 chunks.append((span.seq, span.start, span.length))
         tokens, size = sum([chunk[2] for chunk in chunks]), self._tile_size
         tiles = sum([-(-chunk[2] // size) for chunk in chunks])
-        decision, blocks, begun = scheduler.decision, scheduler.blocks, self._begun
+        decision, blocks, begun = scheduler.admission.decision, scheduler.blocks, self._begun
         reason = "" if decision is None or decision is self._decision else decision.reason
         self._decision = decision
         cached, owned, tier = blocks.cached, blocks.owned, blocks.tier
-        host = scheduler.costs.host_seconds(len(spans), trunk.tiles)
+        host = scheduler.predictor.costs.host_seconds(len(spans), trunk.tiles)
         number = self._number
         self._number += 1
         return StepRecord(
@@ -114,23 +114,23 @@ class StepRecorder:
             plan.seconds,
             host.plan,
             host.collect,
-            scheduler.costs.drift,
-            scheduler.num_running,
-            scheduler.num_waiting,
+            scheduler.predictor.costs.drift,
+            scheduler.registry.num_running,
+            scheduler.registry.num_waiting,
             blocks.capacity - owned - cached,
             cached,
             owned,
-            scheduler.num_preemptions,
-            scheduler.prefix_queries,
-            scheduler.prefix_hits,
+            scheduler.registry.num_preemptions,
+            scheduler.prefixes.queries,
+            scheduler.prefixes.hits,
             blocks.evictions,
-            scheduler.resumptions,
+            scheduler.prefixes.resumptions,
             0 if tier is None else tier.spilled,
             0 if tier is None else tier.fetched,
             compile_count(),
             compile_seconds(),
             self._pauses.seconds,
-            scheduler.strategy,
+            scheduler.admission.strategy,
             reason,
             plan.steps,
             self._cpu,
@@ -182,13 +182,13 @@ class StepRecorder:
     def trace(self, seconds: float | None = None) -> Trace:
         """The records of the last `seconds` seconds, or all that are kept."""
         scheduler, now = self._scheduler, time.perf_counter()
-        held = scheduler.blocks.held
-        live = [request_record(sequence, pages=held(sequence.number)) for sequences in scheduler.snapshot() for sequence in sequences]
+        held, (running, waiting) = scheduler.blocks.held, scheduler.registry.snapshot()
+        live = [request_record(sequence, pages=held(sequence.number)) for sequence in (*running, *waiting)]
         facts = EngineFacts(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=scheduler.sequence.max_model_len,
-            page_size=scheduler.page_size,
+            max_num_seqs=scheduler.registry.max_num_seqs,
+            max_num_batched_tokens=scheduler.predictor.max_num_batched_tokens,
+            max_model_len=scheduler.limits.max_model_len,
+            page_size=scheduler.blocks.page_size,
             pages=scheduler.blocks.capacity,
             overlap=self._overlap,
             prefix_caching=scheduler.blocks.prefix_caching,
@@ -197,7 +197,7 @@ class StepRecorder:
             taken=now,
             unix=time.time(),
             facts=facts,
-            costs=msgspec.Raw(scheduler.costs.to_json()),
+            costs=msgspec.Raw(scheduler.predictor.costs.to_json()),
             steps=[*self.steps],
             requests=[*self.requests, *live],
             pauses=[*self._pauses.longest],

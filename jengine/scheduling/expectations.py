@@ -43,9 +43,9 @@ class Outlook:
 
     def _typical(self) -> Hypothetical:
         scheduler = self._scheduler
-        longest = scheduler.sequence.max_model_len
+        longest = scheduler.limits.max_model_len
         prompt = min(max(round(self._prompt), 1), longest - 1)
-        return Hypothetical(prompt, max(scheduler.lengths.expected_rest(0, min(TYPICAL_OUTPUT, longest - prompt), TYPICAL), 1))
+        return Hypothetical(prompt, max(scheduler.acceptance.lengths.expected_rest(0, min(TYPICAL_OUTPUT, longest - prompt), TYPICAL), 1))
 
 
 class Hypothetical(NamedTuple):
@@ -68,7 +68,7 @@ def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Predictio
 
     The machine's load is assumed to stay as it is. Thread-safe.
     """
-    running, waiting = scheduler.snapshot()
+    running, waiting = scheduler.registry.snapshot()
     new: list[Job] = []
     for number, (prompt, output, samples, cached) in enumerate(requests):
         new.append(Job(min(cached, prompt - 1), prompt, output, 1, number))
@@ -80,7 +80,7 @@ def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Predictio
 
 def hypothetical(scheduler: Scheduler, request: Request, samples: int = 1) -> Hypothetical:
     """Describes a request: its cached pages now, and the typical output length if a stop token may end it."""
-    tokens, limit = request.prompt_token_ids, scheduler.sequence.max_len(request) - len(request.prompt_token_ids)
+    tokens, limit = request.prompt_token_ids, scheduler.limits.max_len(request) - len(request.prompt_token_ids)
     output = _rest(scheduler, request, 0, limit)
     cached = 0 if request.params.prompt_logprobs is not None else scheduler.blocks.match(tokens, request.cache_salt).tokens
     return Hypothetical(len(tokens), output, samples, cached)
@@ -90,7 +90,7 @@ def _rest(scheduler: Scheduler, request: Request, generated: int, limit: int) ->
     """Tokens that a request is expected to generate beyond those that it has, at most up to its limit."""
     params = request.params
     surely = params.ignore_eos and not params.stop and not params.stop_token_ids
-    return max(limit - generated if surely else scheduler.lengths.expected_rest(generated, limit, TYPICAL), 1)
+    return max(limit - generated if surely else scheduler.acceptance.lengths.expected_rest(generated, limit, TYPICAL), 1)
 
 
 def _jobs(scheduler: Scheduler, sequences: List[Sequence]) -> list[Job]:
@@ -105,7 +105,7 @@ def _job(scheduler: Scheduler, sequence: Sequence) -> Job:
 
 
 def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
-    costs, ready, table, blocks = scheduler.costs, scheduler.ready, scheduler.table, scheduler.blocks
+    costs, ready, table, blocks = scheduler.predictor.costs, scheduler.predictor.ready, scheduler.table, scheduler.blocks
     pages = blocks.pages_of(max([len(sequence.tokens) for sequence in running], default=1))
     variant = VARIANTS[max([sequence.variant_rank for sequence in running], default=0)]
     known: dict[tuple[int, int], tuple[float, float]] = {}  # (rows, tiles): seconds of the device without work, and of the host
@@ -121,11 +121,11 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
         return max(device + costs.drift * costs.slopes.seconds(work), host)
 
     return Machine(
-        max_rows=min(scheduler.max_num_seqs, ready.max_rows),
+        max_rows=min(scheduler.registry.max_num_seqs, ready.max_rows),
         tile_size=table.tile_size,
         tile_buckets=ready.tile_buckets,
-        max_tokens=scheduler.max_num_batched_tokens,
-        page_size=scheduler.page_size,
+        max_tokens=scheduler.predictor.max_num_batched_tokens,
+        page_size=scheduler.blocks.page_size,
         pages=blocks.capacity - blocks.owned,
         groups=len(blocks.groups),
         seconds=seconds,

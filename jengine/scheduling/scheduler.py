@@ -5,32 +5,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from itertools import chain, islice
 from types import MappingProxyType
 
+from jengine.request import FinishReason, Request
+from jengine.scheduling.acceptance import Acceptance, expect, note_first
+from jengine.scheduling.admission import Admission
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.blocks import BlockManager
-from jengine.scheduling.bursts import Bursts
 from jengine.scheduling.composition import BatchInvariant, Composition
 from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.draft import Draft
 from jengine.scheduling.options import SchedulingOptions
-from jengine.scheduling.pending import PendingTiles
-from jengine.scheduling.policy import victim
+from jengine.scheduling.plan_builder import PlanBuilder
+from jengine.scheduling.predictor import StepPredictor
+from jengine.scheduling.prefix_lookup import PrefixLookup
+from jengine.scheduling.prompt_cutter import PromptCutter
+from jengine.scheduling.registry import Registry
+from jengine.scheduling.rows import Rows
+from jengine.scheduling.rules.beam_searches import BeamSearches
+from jengine.scheduling.rules.bursts import Bursts
+from jengine.scheduling.rules.repeats import Repeats
+from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
-from jengine.scheduling.step_plan import Sample, Span, StepPlan, Swaps
-from jengine.scheduling.strategies import Situation, latency, throughput
+from jengine.scheduling.step_plan import StepPlan, Swaps
+from jengine.scheduling.timeline import Timeline
 from jengine.scheduling.work import Work, rows_work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, ProgramTable
+from jengine.table.ready_programs import ReadyPrograms
 from jengine.updates import ScoredToken
 
 NOTHING_FOUND: Mapping[int, ScoredToken] = MappingProxyType({})
 DEFAULTS = SchedulingOptions()
 
 
-class Scheduler(Bursts):
+class Scheduler:
     """Plans steps, each of which runs one program of the table, and collects the sampled tokens.
 
     Plans run on the device once each, in the order in which they were made, and are collected in that order. A
@@ -53,6 +62,20 @@ class Scheduler(Bursts):
         staged: maximum number of pages in flight between device and host, in each direction.
         options: order, batching and targets of requests.
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
+        predictor: class of the object that predicts steps.
+
+    Attributes:
+        registry: unfinished sequences.
+        limits: limits of one sequence.
+        predictor: looks up what steps cost, and the programs that are ready.
+        acceptance: targets of requests.
+        admission: the strategy, and how many requests run.
+        prefixes: the prefix cache's hits.
+        prompts: cuts prompts into tiles.
+        rows: the decode rows.
+        searches: beam searches.
+        timeline: when the device will have finished the planned steps.
+        rules: features that change what rows do.
     """
 
     def __init__(
@@ -72,39 +95,93 @@ class Scheduler(Bursts):
         options: SchedulingOptions = DEFAULTS,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
+        predictor: type[StepPredictor] = StepPredictor,
     ) -> None:
-        composition = BatchInvariant(table.tile_size, max_num_batched_tokens) if table.batch_invariant else Composition()
-        grid = composition.hit_grid(page_size)
-        super().__init__(
-            BlockManager(
-                page_size,
-                [num_pages, num_states] if num_states else [num_pages],
-                groups,
-                states=num_states > 0,
-                prefix_caching=prefix_caching,
-                hit_grid=grid,
-                host_pages=host_pages,
-                staged=staged,
-            ),
-            SequenceLimits(
-                max_model_len=max_model_len,
-                page_size=page_size,
-                pages=num_pages - 1,
-                windows=tuple(group.window for group in groups),
-                tile_size=table.tile_size,
-                recurrent=num_states > 0,
-            ),
-            table=table,
-            composition=composition,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            costs=StepCosts(table) if costs is None else costs,
-            clock=clock,
-            options=options,
+        self.table, self.options, self.clock = table, options, clock
+        costs = StepCosts(table) if costs is None else costs
+        self.composition = BatchInvariant(table.tile_size, max_num_batched_tokens) if table.batch_invariant else Composition()
+        self.blocks = BlockManager(
+            page_size,
+            [num_pages, num_states] if num_states else [num_pages],
+            groups,
+            states=num_states > 0,
+            prefix_caching=prefix_caching,
+            hit_grid=self.composition.hit_grid(page_size),
+            host_pages=host_pages,
+            staged=staged,
         )
-        self.page_size = page_size
-        self._rows: list[Sequence] = []  # of the last step
-        self._row_samples: list[Sample] = []  # samples of these rows
+        self.limits = SequenceLimits(
+            max_model_len=max_model_len,
+            page_size=page_size,
+            pages=num_pages - 1,
+            windows=tuple(group.window for group in groups),
+            tile_size=table.tile_size,
+            recurrent=num_states > 0,
+        )
+        self.timeline = Timeline()
+        self.registry = Registry(self.blocks, self.composition, max_num_seqs=max_num_seqs, options=options)
+        self.predictor = predictor(ReadyPrograms(table), costs, self.blocks, self.composition, max_num_batched_tokens)
+        self.acceptance = Acceptance(self.registry, self.limits, self.predictor)
+        self.admission = Admission(self.registry, self.limits, self.predictor, self.acceptance, self.timeline)
+        self.prefixes = PrefixLookup(self.blocks, self.limits, self.composition, self.predictor)
+        self.rows = Rows(self.registry, self.limits)
+        self.searches, repeats = BeamSearches(self.registry, self.rows), Repeats(self.registry)
+        self.prompts = PromptCutter(
+            self.registry, self.limits, self.composition, self.predictor, self.prefixes, self.rows, self.searches, repeats
+        )
+        self.rules: tuple[Rule, ...] = Bursts(self.registry, self.limits, self.predictor), repeats, self.searches
+        self.registry.rememberers = self.rows, self.prompts, *self.rules
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.registry.by_id)
+
+    def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...], family: int | None = None) -> Sequence:
+        """Queues a request that has passed SequenceLimits.validate.
+
+        As in vLLM, max_tokens is clipped to what fits into max_model_len.
+
+        Args:
+            family: number of the prompt's first sample; None for the first one.
+
+        Raises:
+            InvalidArgument: an unfinished request has its id. Nothing is queued in this case.
+        """
+        max_len = self.limits.max_len(request)
+        sequence = self.registry.add(request, seed=seed, max_len=max_len, eos_token_ids=eos_token_ids, family=family)
+        self.acceptance.set_targets(sequence, self.clock())
+        self.admission.queue(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence. If it has already ended, changes only the reason: its last token may also complete a
+        stop string."""
+        if sequence.state is not State.FINISHED and reason in ("stop", "length"):
+            self.acceptance.note_end(sequence, self.clock())
+        self.registry.finish(sequence, reason, stop_reason)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Ends a request. Returns None if no unfinished request has this id."""
+        sequence = self.registry.by_id.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, "abort")
+        return sequence
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    @property
+    def wakes_at(self) -> float:
+        """Time on the clock at which there may be work to schedule even if nothing is collected or added; inf: never."""
+        return self.admission.wakes_at
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds until the device has finished all planned steps."""
+        now = self.clock()
+        return max(self.timeline.start(now) - now, 0.0)
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step. Returns None if there is nothing to do until earlier steps are collected or
@@ -114,54 +191,62 @@ class Scheduler(Bursts):
         waiting ones. The strategy decides the number of tiles. If rows and tiles may not share a step, the plan
         holds one of the two; see `composition`.
         """
-        now, how = self.clock(), self.composition
-        self._land()
-        self._begin_step(now)
-        draft, rows, tiles, longest = Draft(), list[Sequence](), 0, 0
+        plan, how = PlanBuilder(self.clock()), self.composition
+        self.prompts.land()
+        self.admission.begin_step(plan.now)
         if how.prompts_first:
-            tiles, longest = self._add_tiles(draft, now, self._decoding(), 0)
-        if not tiles:
-            rows, longest = self._add_rows(draft)
-            if not (rows and how.apart):
-                tiles, longest = self._add_tiles(draft, now, rows, longest)
-        if not draft.spans:
+            self._add_tiles(plan, self.rows.decoding())
+        if not plan.tiles:
+            self.rows.add(plan)
+            if not (plan.rows and how.apart):
+                self._add_tiles(plan, plan.rows)
+        if not plan.spans:
             return None
-        how.note(len(rows), tiles)
-        steps = self._lengthen(draft, rows, longest) if self.table.steps > 1 and not tiles else 1
-        trunk = self.ready.trunk(len(rows), tiles, self._most_pages(longest, steps), len(draft.samples))
-        rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
-        sampler = self.ready.sampler(trunk, VARIANTS[rank]) if steps == 1 else self.table.sampler(trunk, VARIANTS[rank])
-        for sequence, span in zip(rows, draft.spans, strict=False):
-            if self.blocks.states is not None:
+        how.note(len(plan.rows), plan.tiles)
+        for rule in self.rules:
+            rule.lengthen(plan)
+        return self._finished(plan)
+
+    def _add_tiles(self, plan: PlanBuilder, rows: list[Sequence]) -> None:
+        """Adds as many prompt tiles as the strategy decides.
+
+        Args:
+            rows: decode rows of the step or, if it has none, those that wait for it.
+        """
+        prompts, running = self.prompts, len(self.registry.running)
+        prompts.admitting = self.admission.count()
+        begun = prompts.begun() if len(rows) < running else []
+        pending = prompts.pending(begun, (self.predictor.max_num_batched_tokens - len(rows)) // self.table.tile_size)
+        if pending.count:
+            work = plan.work if plan.spans else Work(*rows_work([s.num_computed for s in rows], self.limits.windows))
+            longest = max(plan.longest, pending.longest)
+            budget = self.admission.tiles(plan.now, rows, work, pending, longest, prompts.admitting)
+            plan.tiles = prompts.cut(plan, begun, budget)
+
+    def _finished(self, plan: PlanBuilder) -> StepPlan:
+        """Chooses programs, advances the rows' sequences, and predicts the step's duration."""
+        ready, costs, states, steps = self.predictor.ready, self.predictor.costs, self.blocks.states, plan.steps
+        pages = self.blocks.pages_of(self.limits.longest_after(plan.longest, steps))
+        trunk = ready.trunk(len(plan.rows), plan.tiles, pages, len(plan.samples))
+        variant = VARIANTS[max([sequence.variant_rank for sequence in plan.sampled], default=0)]
+        sampler = ready.sampler(trunk, variant) if steps == 1 else self.table.sampler(trunk, variant)
+        for sequence, span in zip(plan.rows, plan.spans, strict=False):
+            if states is not None:
                 known = min(len(sequence.tokens), sequence.num_computed)
-                end = span.start + span.length
-                span.states = self.blocks.states.row(span.seq, sequence.tokens, known, end, self.table.tile_size)
+                span.states = states.row(span.seq, sequence.tokens, known, span.start + span.length, self.table.tile_size)
             sequence.num_computed += span.length
             sequence.in_flight += span.length
             if span.length > 1 and sequence.has_target:
                 sequence.due += (span.length - 1) * sequence.tpot
-        if rows and self._repeating:
-            self._repeat(draft, rows)
-        if rows and self._searching:
-            self._suspend_beams(draft, rows)
-        plan = StepPlan(
-            trunk=trunk,
-            sampler=sampler,
-            spans=draft.spans,
-            samples=draft.samples,
-            resets=draft.resets,
-            table=draft.table,
-            copies=draft.copies,
-            work=draft.work,
-            steps=steps,
-        )
-        costs, work = self.costs, draft.work
-        seconds = costs.seconds(trunk, sampler, work) if steps == 1 else costs.burst_seconds(plan.burst, work)
+        if plan.rows:
+            for rule in self.rules:
+                rule.planned(plan)
+        built = plan.build(trunk, sampler)
+        built.seconds = costs.seconds(trunk, sampler, plan.work) if steps == 1 else costs.burst_seconds(built.burst, plan.work)
         if self.blocks.tier is not None:
-            seconds += costs.swap_seconds(*self.blocks.tier.planned)
-        plan.seconds = seconds
-        self._expect(draft.sampled, len(rows), self._timeline.plan(now, seconds))
-        return plan
+            built.seconds += costs.swap_seconds(*self.blocks.tier.planned)
+        expect(plan.sampled, len(plan.rows), self.timeline.plan(plan.now, built.seconds))
+        return built
 
     def take_swaps(self) -> Swaps | None:
         """Pages to move between device and host before the step that `schedule` has just planned, or None."""
@@ -187,8 +272,8 @@ class Scheduler(Bursts):
             search returns only its last token, when it ends.
         """
         collected = []
-        now, by_number, fair, prompts = self.clock(), self._by_number, self._fair, plan.trunk.tiles > 0
-        self._timeline.collect(now)
+        now, by_number, fair, prompts = self.clock(), self.registry.by_number, self.registry.fair, plan.trunk.tiles > 0
+        self.timeline.collect(now)
         for i, sample in enumerate(plan.samples):
             sequence = by_number.get(sample.seq)
             if sequence is None:
@@ -196,11 +281,13 @@ class Scheduler(Bursts):
             sequence.in_flight -= len(tokens[i])
             known = sequence.tokens
             if prompts and len(known) == sequence.prompt_len:
-                self._note_first(sequence, now)
+                note_first(sequence, now)
             if fair is not None:
                 fair.spend(sequence.client, len(tokens[i]))
             if sequence.searches:
-                if (leader := self._search(sequence, found.get(i))) is not None:
+                if (leader := self.searches.take(sequence, found.get(i))) is not None:
+                    self.finish(leader, leader.found[0].finish_reason)
+                    leader.tokens = [*leader.request.prompt_token_ids, *leader.found[0].tokens]
                     collected.append((i, leader, leader.tokens[-1]))
                 continue
             for token in tokens[i]:
@@ -215,109 +302,9 @@ class Scheduler(Bursts):
                     break
         return collected
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached pages. Returns True: no earlier computation will be reused."""
-        self.blocks.reset()
-        return True
-
-    def _add_rows(self, draft: Draft) -> tuple[list[Sequence], int]:
-        """Adds a row for every decoding sequence. Returns the sequences, and the length of the longest in tokens."""
-        rows = self._decode_rows(draft)
-        if rows != self._rows:  # most steps keep the rows; a sequence that changes its slot misses a step in between
-            self._rows, self._row_samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
-        draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
-        draft.samples = [*self._row_samples]
-        draft.sampled = [*rows]
-        positions = [s.num_computed for s in rows]
-        draft.work = Work(*rows_work(positions, self.sequence.windows))
-        return rows, max(positions, default=-1) + 1
-
-    def _suspend_beams(self, draft: Draft, rows: list[Sequence]) -> None:
-        """Makes rows of beams take their tokens from the host, and holds these beams until their successors are known."""
-        for span, sequence in zip(draft.spans, rows, strict=False):
-            if sequence.searches:
-                span.known, sequence.state = sequence.tokens[span.start], State.HELD
-
-    def _repeat(self, draft: Draft, rows: list[Sequence]) -> None:
-        """Rows that recompute tokens after a preemption read known tokens, and sample only after the last of these."""
-        for span, sequence in zip(draft.spans, rows, strict=True):
-            if sequence in self._repeating:
-                span.known = sequence.tokens[span.start]
-                if span.start + 1 == len(sequence.tokens):
-                    del self._repeating[sequence]
-                else:
-                    sequence.in_flight -= 1
-        left = [i for i, sequence in enumerate(rows) if sequence not in self._repeating]
-        draft.samples, draft.sampled = [draft.samples[i] for i in left], [draft.sampled[i] for i in left]
-
-    def _add_tiles(self, draft: Draft, now: float, rows: list[Sequence], longest: int) -> tuple[int, int]:
-        """Adds as many prompt tiles as the strategy decides. Returns (tiles, longest with these tiles).
-
-        Args:
-            rows: decode rows of the step or, if it has none, those that wait for it.
-            longest: length in tokens of the longest sequence in the plan so far.
-        """
-        self._admitting = self._admissible()
-        begun = [s for s in self._running if s.state is State.PREFILLING] if len(rows) < len(self._running) else []
-        pending = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
-        if not pending.count:
-            return 0, longest
-        before = len(draft.spans)
-        work = draft.work if before else Work(*rows_work([s.num_computed for s in rows], self.sequence.windows))
-        tiles = self._prefill(draft, begun, self._decide(now, rows, work, max(longest, pending.longest), pending))
-        return tiles, max([longest, *[span.start + span.length for span in draft.spans[before:]]])
-
-    def _decoding(self) -> list[Sequence]:
-        """Running sequences that need a row. A sequence whose last token is in flight finishes when that is collected."""
-        decoding = State.DECODING
-        return [s for s in self._running if s.state is decoding and s.num_computed < s.last_position]
-
-    def _decode_rows(self, draft: Draft) -> list[Sequence]:
-        """Sequences that decode in this step. Allocates pages for those that enter a new page, and copies shared pages.
-
-        Preempts the last sequence in the policy's order until there are enough pages. At the latest, this ends
-        with one running sequence, for which the pool was found large enough when it was added.
-        """
-        page_size, blocks = self.page_size, self.blocks
-        while True:
-            rows = self._decoding()
-            growing = [s for s in rows if s.num_computed % page_size == 0]
-            copying = [s for s in rows if s in self._sharing] if self._sharing else []
-            forked = [s for s in rows if s in self._forked] if self._forked else []
-            if not growing and not copying and not forked:
-                return rows
-            for sequence in growing:
-                blocks.pass_windows(sequence.number, sequence.num_computed)
-            wanted = blocks.copies((s.number, s.num_computed) for s in copying)
-            wanted.update(blocks.new_pages(len(growing)))
-            if blocks.available(wanted):
-                break
-            self._preempt(victim(self._running))
-        for sequence in copying:
-            copies, entries = blocks.unshare(sequence.number, sequence.num_computed)
-            draft.copies += copies
-            if sequence not in self._forked:
-                draft.enter(sequence.slot, entries)
-            del self._sharing[sequence]
-        for sequence in {**dict.fromkeys(growing), **dict.fromkeys(forked)}:
-            draft.enter(sequence.slot, blocks.grow(sequence.number, sequence.num_computed + 1))
-            self._forked.pop(sequence, None)
-        return rows
-
-    def _decide(self, now: float, rows: list[Sequence], work: Work, tokens: int, pending: PendingTiles) -> int:
-        """Number of pending tiles to run beside the decode rows, as the strategy decides.
-
-        Args:
-            work: work of the rows.
-            tokens: length of the longest sequence.
-        """
-        rank = max([s.variant_rank for s in chain(self._running, islice(self._waiting, max(self._admitting, 0)))])
-
-        def seconds(rows: int, tiles: int) -> float:
-            return self._seconds(rows, tiles, work._replace(attended=pending.attended(tiles)), tokens, rank)
-
-        outlook = self._outlook(self._timeline.start(now), rows) if self.strategy == "latency" else None
-        situation = Situation(len(rows), pending.count, self.table.tile_size, self.ready.tile_buckets, seconds, outlook)
-        self.decision = throughput(situation) if outlook is None else latency(situation)
-        self.decisions[f"{self.strategy}: {self.decision.reason}"] += 1
-        return self.decision.tiles
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page, slot and request is in exactly one place."""
+        self.registry.check_integrity()
+        self.rows.check_integrity()
+        for rule in self.rules:
+            rule.check_integrity()

@@ -65,6 +65,10 @@ class SequenceLimits:
         most = request.params.max_tokens
         return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
 
+    def longest_after(self, tokens: int, steps: int) -> int:
+        """Length of a sequence of this many tokens after a burst, or at its end if that comes first."""
+        return min(tokens + steps - 1, self.max_model_len)
+
     def _most_pages(self, request: Request, tokens: int) -> int:
         """Maximum pages of a request. In groups without a window, its beams share the whole pages of the prompt."""
         pages = self.most_pages(tokens)

@@ -14,8 +14,10 @@ from jengine.observe.progress import progress_bar
 from jengine.request import SamplingParams
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.registry import PreemptionNeeded
+from jengine.scheduling.scheduler import Scheduler
+from jengine.simulation.fast_forward import ConstantPredictor
 from jengine.simulation.outcome import Outcome, joined
-from jengine.simulation.replay_scheduler import Preempted, ReplayScheduler
 from jengine.simulation.times import StepTimes
 from jengine.simulation.trace import Trace
 from jengine.simulation.virtual_engine import VirtualEngine
@@ -41,9 +43,9 @@ class EngineShape:
     overlap: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
-    def scheduler(self, **options: Any) -> ReplayScheduler:
+    def scheduler(self, **options: Any) -> Scheduler:
         """Creates a scheduler. options: replace these fields."""
-        return ReplayScheduler(
+        return Scheduler(
             self.table,
             page_size=self.page_size,
             num_pages=self.num_pages,
@@ -52,6 +54,7 @@ class EngineShape:
             max_model_len=self.max_model_len,
             groups=self.groups,
             costs=self.costs,
+            predictor=ConstantPredictor,
             **{**self.options, **options},
         )
 
@@ -83,8 +86,8 @@ def replay(
                 # No two prompts have a common prefix, so only resumed sequences could find pages. If no
                 # preemptions occur, none need caching.
                 scheduler = shape.scheduler(prefix_caching=False)
-                scheduler.no_preemptions = True
-                with suppress(Preempted):
+                scheduler.registry.may_preempt = False
+                with suppress(PreemptionNeeded):
                     outcomes.append(VirtualEngine(scheduler, times, trace, own, **how).run())
                     continue
                 bar.n = done

@@ -11,10 +11,11 @@ import numpy as np
 
 from jengine.errors import InvalidArgument, JengineError
 from jengine.request import Request, SamplingParams
+from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work, rows_work
+from jengine.simulation.fast_forward import FastForward
 from jengine.simulation.outcome import Outcome, Sample
-from jengine.simulation.replay_scheduler import ReplayScheduler
 from jengine.simulation.times import StepTimes
 from jengine.simulation.trace import OUTPUT_TOKEN, Trace
 
@@ -48,7 +49,7 @@ class VirtualEngine:
 
     def __init__(
         self,
-        scheduler: ReplayScheduler,
+        scheduler: Scheduler,
         times: StepTimes,
         trace: Trace,
         rows: np.ndarray,
@@ -61,6 +62,7 @@ class VirtualEngine:
         self.scheduler, self.times, self.trace = scheduler, times, trace
         self.now = float(trace.arrivals[rows[0]] if len(rows) else trace.arrivals[0])
         self.outcome = Outcome.empty(len(trace), self.now)
+        self._steady = FastForward(scheduler)
         self.outcome.pages = scheduler.blocks.capacity
         scheduler.clock = lambda: self.now
         self._rows: list[int] = rows.tolist()
@@ -96,7 +98,7 @@ class VirtualEngine:
     def _sample(self) -> None:
         """Records a sample. If there are too many, drops every other one."""
         scheduler, samples = self.scheduler, self.outcome.samples
-        samples.append(Sample(self.now, scheduler.num_running, scheduler.num_waiting, scheduler.blocks.owned))
+        samples.append(Sample(self.now, scheduler.registry.num_running, scheduler.registry.num_waiting, scheduler.blocks.owned))
         if len(samples) >= 2 * SAMPLES:
             del samples[1::2]
             self._sample_every = (self.now - samples[0].seconds) / SAMPLES
@@ -108,7 +110,7 @@ class VirtualEngine:
             request = self._request(self._rows[self._taken])
             self._taken += 1
             try:
-                self.scheduler.sequence.validate(request, ())
+                self.scheduler.limits.validate(request, ())
             except InvalidArgument:
                 self.outcome.refused += 1
                 continue
@@ -136,8 +138,8 @@ class VirtualEngine:
         """Like engine.Engine.step. Returns the dispatched step."""
         scheduler, times = self.scheduler, self.times
         plan = scheduler.schedule()
-        if scheduler.rejected:
-            scheduler.rejected.clear()  # they are also among the ended sequences
+        if scheduler.acceptance.rejected:
+            scheduler.acceptance.rejected.clear()  # they are also among the ended sequences
             self._note_ended()
         if plan is None:
             if self._in_flight:
@@ -172,7 +174,7 @@ class VirtualEngine:
         while len(self._in_flight) > left:
             plan, done = self._in_flight.pop(0)
             self.now = max(self.now, done)
-            collected = self.scheduler.collect(plan, self._sampled(plan))
+            collected = self._steady.collect(plan, self._sampled(plan))
             self._host(self.times.host(len(plan.spans), plan.trunk.tiles).collect)
             if plan.trunk.tiles:  # samples of prompts, which follow those of the rows, are first tokens
                 for i, sequence, _ in reversed(collected):
@@ -180,7 +182,7 @@ class VirtualEngine:
                         break
                     if len(sequence.tokens) - sequence.prompt_len == 1:
                         self.outcome.first[int(sequence.request_id)] = self.now
-            if self.scheduler.ended:
+            if self.scheduler.registry.ended:
                 self._note_ended()
 
     def _sampled(self, plan: StepPlan) -> list[list[int]]:
@@ -190,7 +192,7 @@ class VirtualEngine:
 
     def _note_ended(self) -> None:
         outcome = self.outcome
-        for sequence in self.scheduler.ended:
+        for sequence in self.scheduler.registry.ended:
             row = int(sequence.request_id)
             outcome.preemptions[row], outcome.cached[row] = sequence.num_preemptions, sequence.num_cached
             if sequence.finish_reason == "length":
@@ -198,41 +200,41 @@ class VirtualEngine:
             else:
                 reason = str(sequence.stop_reason or sequence.finish_reason)
                 outcome.rejected[reason] = outcome.rejected.get(reason, 0) + 1
-        self._ended += len(self.scheduler.ended)
-        self.scheduler.ended.clear()
+        self._ended += len(self.scheduler.registry.ended)
+        self.scheduler.registry.ended.clear()
         if self._ended >= REPORTED:
             self._progress(self._ended)
             self._ended = 0
 
     def _skip(self, plan: StepPlan) -> None:
         """Runs steps that the scheduler would plan like the last one, `plan`. Computes only their differences."""
-        scheduler, times = self.scheduler, self.times
-        most = scheduler.steady_steps(ahead=len(self._in_flight))
+        scheduler, steady, times = self.scheduler, self._steady, self.times
+        most = steady.steps(ahead=len(self._in_flight))
         if most < SHORTEST:
             return
-        rows, size, windows = scheduler.steady_rows(), scheduler.page_size, scheduler.sequence.windows
+        rows, size, windows = steady.rows, scheduler.blocks.page_size, scheduler.limits.windows
         entering = defaultdict(list)  # rows by the number of steps after which they enter a page, modulo the page size
         for sequence in rows:
             entering[-sequence.num_computed % size].append(sequence)
         positions = [sequence.num_computed for sequence in rows]
         context, longest, whole = sum(positions), max(positions), all(window is None for window in windows)
-        admits, count, host = scheduler.admits, len(rows), times.host(len(rows), 0)
+        admits, count, host = steady.admits, len(rows), times.host(len(rows), 0)
         trunk, base, steps = plan.trunk, times.base(plan.trunk, plan.sampler), 0
         while steps < most:
             if self._arrivals[self._taken] <= self.now:
                 if admits:
                     break
                 self._take_arrivals()
-            if not scheduler.begin_steady_step(self.now, entering.get(steps % size), steps):
+            if not steady.begin(self.now, entering.get(steps % size), steps):
                 break
             steps, context, longest = steps + 1, context + count, longest + 1
             if trunk.pages:
-                trunk = scheduler.ready.trunk(count, 0, scheduler.blocks.pages_of(longest), count)
+                trunk = scheduler.predictor.ready.trunk(count, 0, scheduler.blocks.pages_of(longest), count)
                 base = times.base(trunk, plan.sampler)
             seconds = times.device(
                 base, Work(context, longest) if whole else Work(*rows_work([at + steps - 1 for at in positions], windows))
             )
-            scheduler.planned(self.now, seconds)
+            steady.planned(self.now, seconds)
             self._host(host.plan)
             self._device(seconds)
             if self._overlap:
@@ -240,9 +242,9 @@ class VirtualEngine:
             else:
                 read = self._free
             self.now = max(self.now, read)
-            scheduler.collected(self.now)
+            steady.collected(self.now)
             self._host(host.collect)
-        scheduler.advance(steps, None if self.trace.prefixes is None else self._tokens)
+        steady.advance(steps, None if self.trace.prefixes is None else self._tokens)
 
 
 def _known(column: np.ndarray | None, row: int) -> float | None:

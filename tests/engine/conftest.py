@@ -33,7 +33,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
         config = EngineConfig.of(str(folder), {"max_model_len": max_model_len(variant), **SMALL, **options})
         with nullcontext() if whole else on_demand(optimized=optimized):
             engine = start_engine(config, progress=False)[0]
-        engine.scheduler.costs = Estimates(engine.scheduler.table)
+        engine.scheduler.predictor.costs = Estimates(engine.scheduler.table)
         return engine
 
     return make

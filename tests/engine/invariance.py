@@ -130,17 +130,18 @@ def check_invariance(engine: Engine, count: int, *, vocab: int = 96, seed: int =
     assert observed.beside > min(16, count // 2)
     assert set(map(tuple, observed.chunks.values())) - cut_alone, "no prompt was cut in another way"
 
-    before = scheduler.prefix_hits
+    before = scheduler.prefixes.hits
     assert differences(observed.answers(work, at_once=7, seed=seed + 1, warm=True), alone) == 0
-    assert scheduler.prefix_hits - before > 16 * count, "little was found in the cache"
+    assert scheduler.prefixes.hits - before > 16 * count, "little was found in the cache"
 
-    before = scheduler.num_preemptions
+    before = scheduler.registry.num_preemptions
     assert differences(preempted(observed, work, seed=seed), alone) == 0
-    assert scheduler.num_preemptions - before >= count // 10 and observed.repeated > count // 2, "the pool was too large to force anything"
+    forced = scheduler.registry.num_preemptions - before
+    assert forced >= count // 10 and observed.repeated > count // 2, "the pool was too large to force anything"
     assert engine.compiles_since_start == 0
 
 
 def preempted(observed: Observed, work: List[Work], *, seed: int = 0) -> list[Answer]:
     """Runs the work in a pool hardly larger than the longest request needs."""
-    pages = 1 + observed.engine.scheduler.sequence.most_pages(LONGEST) * 9 // 8
+    pages = 1 + observed.engine.scheduler.limits.most_pages(LONGEST) * 9 // 8
     return observed.answers(work, at_once=31, seed=seed + 2, pages=pages)

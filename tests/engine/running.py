@@ -57,7 +57,7 @@ def limit_pages(engine: Engine, num_pages: int, num_states: int | None = None) -
         hit_grid=old.hit_grid,
         **tier,
     )
-    scheduler.sequence = dataclasses.replace(scheduler.sequence, pages=num_pages - 1)
+    scheduler.limits = dataclasses.replace(scheduler.limits, pages=num_pages - 1)
 
 
 @dataclass

@@ -72,13 +72,13 @@ class Sharing:
 
     def most_pages(self, tokens: int) -> int:
         """Maximum pages that a sequence holds until it has this many tokens."""
-        return self.engine.scheduler.sequence.most_pages(tokens)
+        return self.engine.scheduler.limits.most_pages(tokens)
 
     def fresh(self, pages: int | None = None) -> Engine:
         """The engine with an empty cache of this many pages, without the null page, and counts at zero."""
         engine, scheduler = self.engine, self.engine.scheduler
         limit_pages(engine, self.num_pages if pages is None else pages + 1)
-        scheduler.num_preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
+        scheduler.registry.num_preemptions = scheduler.prefixes.queries = scheduler.prefixes.hits = 0
         engine.records = StepRecorder(scheduler, overlap=engine.overlap)
         self.calls.clear()
         return engine

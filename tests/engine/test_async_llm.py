@@ -150,7 +150,7 @@ def test_leaving_the_iteration_frees_pages(fresh: AsyncLLM) -> None:
         with pytest.raises(KeyError):
             await leaves("raise")
         task = asyncio.create_task(leaves("never"))
-        while not fresh.backend.engine.scheduler.num_running:
+        while not fresh.backend.engine.scheduler.registry.num_running:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -200,7 +200,7 @@ def test_refused_before_it_is_queued(prompt: Any, options: dict[str, Any], field
             with pytest.raises(InvalidArgument) as refused:
                 await collect(llm, prompt, **options)
             assert refused.value.field == field
-            assert list(llm._handles) == ["taken"] and len(llm._live._live) == 1 and len(llm.backend.engine.scheduler._live) == 1
+            assert list(llm._handles) == ["taken"] and len(llm._live._live) == 1 and len(llm.backend.engine.scheduler.registry.by_id) == 1
         await llm.close()
         assert_idle(llm)
 

@@ -55,7 +55,7 @@ def test_close_while_requests_run(drain: float, reason: str) -> None:
     async def main() -> None:
         llm = counting(CountingRunner(0.003))
         tasks = [asyncio.create_task(collect(llm, TEXT, LONG)) for _ in range(12)]
-        while llm.backend.engine.scheduler.num_running < 8:
+        while llm.backend.engine.scheduler.registry.num_running < 8:
             await asyncio.sleep(0.001)
         closing = asyncio.create_task(llm.close(drain))
         await asyncio.sleep(0)

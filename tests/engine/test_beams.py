@@ -93,14 +93,14 @@ def test_a_family_that_is_preempted_finds_the_same(make_engine: Callable[..., En
     steps = itertools.count(1)
 
     def preempt() -> None:
-        running = [*engine.scheduler._running]
+        running = [*engine.scheduler.registry.running]
         if next(steps) in (5, 17, 18, 40) and running:
-            engine.scheduler._preempt(running[-1])
+            engine.scheduler.registry.preempt(running[-1])
             engine.scheduler.check_integrity()
 
     for found, expected in zip(search(engine, [(prompt, params) for prompt in prompts], preempt), alone, strict=True):
         assert_equal(found, [(beam.tokens, beam.cumulative, False) for beam in expected])
-    assert engine.scheduler.num_preemptions == 4 and engine.compiles_since_start == 0
+    assert engine.scheduler.registry.num_preemptions == 4 and engine.compiles_since_start == 0
 
 
 # Of users.

@@ -83,7 +83,7 @@ def test_a_later_start_measures_nothing_and_goes_on_from_what_was_refined(
     monkeypatch.setattr(start_module, "measure", None)
     measured = load(cache)
     engine = start(text_model, cache_dir=cache)
-    first = engine.scheduler.costs
+    first = engine.scheduler.predictor.costs
     assert first.to_json() == measured.to_json()
     generate(engine)
     assert load(cache).to_json() == measured.to_json(), "saved at the end only"
@@ -91,7 +91,7 @@ def test_a_later_start_measures_nothing_and_goes_on_from_what_was_refined(
     refined = load(cache)
     assert refined.to_json() == first.to_json() != measured.to_json()
     assert sum(cost.steps - FIRST for cost in refined.trunks.values()) > 20
-    assert start(text_model, cache_dir=cache).scheduler.costs.to_json() == refined.to_json()
+    assert start(text_model, cache_dir=cache).scheduler.predictor.costs.to_json() == refined.to_json()
 
 
 def test_an_engine_that_is_forgotten_saves_what_it_learned(text_model: Path, cache: Path, waiting: None) -> None:
@@ -104,7 +104,7 @@ def test_an_engine_that_is_forgotten_saves_what_it_learned(text_model: Path, cac
 def test_what_cannot_be_read_is_measured_again(text_model: Path, cache: Path) -> None:
     [file] = measured_costs(cache)
     file.write_bytes(b'{"trunks": 3}')
-    assert start(text_model, cache_dir=cache).scheduler.costs.measured
+    assert start(text_model, cache_dir=cache).scheduler.predictor.costs.measured
     assert {*load(cache).trunks} == {*load(cache).table.trunks()}
 
 
@@ -119,18 +119,18 @@ def test_what_was_cleared_stays_cleared(text_model: Path, cache: Path, waiting: 
 def test_steps_that_are_more_than_programs_do_not_count(text_model: Path, cache: Path, waiting: None) -> None:
     """Each step here has prompt log probabilities, counts for penalties, or masks."""
     engine = start(text_model, cache_dir=cache)
-    before = engine.scheduler.costs.to_json()
+    before = engine.scheduler.predictor.costs.to_json()
     params = {"max_tokens": 1, "temperature": 0.0}
     for more in {"prompt_logprobs": 1}, {"frequency_penalty": 0.5}, {"allowed_token_ids": [5, 6]}:
         run(engine, [([1, 2, 3], SamplingParams(**params, **more))])  # type: ignore[arg-type]
-    costs, after = engine.scheduler.costs, StepCosts.from_json(before)
+    costs, after = engine.scheduler.predictor.costs, StepCosts.from_json(before)
     assert (costs.trunks, costs.samplers, costs.slopes) == (after.trunks, after.samplers, after.slopes)
 
 
 def test_costs_can_be_looked_at(text_model: Path, cache: Path) -> None:
     with LLM(text_model, progress=False, cache_dir=cache, **OPTIONS) as llm:
         report = llm.costs()
-        costs = llm.engine.scheduler.costs
+        costs = llm.engine.scheduler.predictor.costs
     with pytest.raises(EngineDead):
         llm.costs()
     assert [trunk.program for trunk in report.trunks] == [str(key) for key in costs.table.trunks()]

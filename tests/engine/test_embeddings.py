@@ -121,9 +121,9 @@ def test_preempted(when: int, pooling: str, llm: LLM) -> None:
 
     def preempt(step: int) -> None:
         if step == when:
-            sequence = scheduler.find("a")
+            sequence = scheduler.registry.by_id.get("a")
             assert sequence is not None and sequence.num_computed == min(64 * when, 130)
-            scheduler._preempt(sequence)
+            scheduler.registry.preempt(sequence)
 
     (update,) = run(llm.engine, [embedding_request("a", CASES[-1].prompt, pooling)], preempt)["a"]
     assert isinstance(update, Pooled) and update.preemptions == 1

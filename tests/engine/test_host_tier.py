@@ -45,7 +45,7 @@ def sharing(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) 
 
 
 def prefer_fetching(engine: Engine) -> None:
-    engine.scheduler.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
+    engine.scheduler.predictor.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
 
 
 def tier_of(engine: Engine) -> HostTier:
@@ -105,13 +105,13 @@ def test_preempted_sequences_resume_from_the_host(sharing: Sharing) -> None:
     computed = []
     for swaps in (SwapCosts(0.0, 1e6, 0.0), SwapCosts(0.0, 0.0, 0.0)):
         engine = sharing.fresh(16 * len(sharing.groups))
-        engine.scheduler.costs.swaps = swaps
+        engine.scheduler.predictor.costs.swaps = swaps
         scheduler = engine.scheduler
-        scheduler.host_queries = scheduler.host_hits = scheduler.host_declined = 0
+        scheduler.prefixes.host_queries = scheduler.prefixes.host_hits = scheduler.prefixes.host_declined = 0
         sharing.check(work, lambda engine=engine: settled(engine))  # type: ignore[misc]
-        assert scheduler.num_preemptions > 2
-        computed.append(scheduler.prefix_queries - scheduler.prefix_hits - scheduler.host_hits)
-        assert (tier_of(engine).fetched > 0) == (scheduler.host_hits > 0) == (swaps.fetch == 0.0)
+        assert scheduler.registry.num_preemptions > 2
+        computed.append(scheduler.prefixes.queries - scheduler.prefixes.hits - scheduler.prefixes.host_hits)
+        assert (tier_of(engine).fetched > 0) == (scheduler.prefixes.host_hits > 0) == (swaps.fetch == 0.0)
     assert computed[1] < computed[0]
 
 
@@ -122,7 +122,7 @@ def test_nothing_is_compiled_and_steps_overlap(sharing: Sharing) -> None:
     work = mixed(60, vocab=96, seed=2, masks=False)
     found = run(engine, work)
     assert engine.compiles_since_start == compiles
-    assert tier_of(engine).fetched > 10 and engine.scheduler.num_preemptions > 0
+    assert tier_of(engine).fetched > 10 and engine.scheduler.registry.num_preemptions > 0
     overlapped, steps = overlapped_steps(engine)
     assert steps > 100 and overlapped >= 0.9 * steps
     assert [answer.tokens for answer in found] == [answer.tokens for answer in run(sharing.cold, [(p, how) for p, how, *_ in work])]
@@ -154,7 +154,7 @@ def test_batch_invariant_bits(make_engine: Callable[..., Engine]) -> None:
     prefer_fetching(engine)
     prompts = [some(90 + i, seed=i) for i in range(4)]
     alone = [answer(engine, prompt) for prompt in prompts]
-    limit_pages(engine, 1 + engine.scheduler.sequence.most_pages(110))
+    limit_pages(engine, 1 + engine.scheduler.limits.most_pages(110))
     for prompt in prompts:
         answer(engine, prompt)
     again = [answer(engine, prompt) for prompt in prompts]

@@ -44,7 +44,7 @@ def test_in_a_batch_of_32(alone: list[list[int]], make_engine: Callable[..., Eng
 
 def test_in_chunks_of_one_small_tile(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(optimized=True, **LARGER)
-    engine.scheduler.max_num_batched_tokens = 24  # one tile a step
+    engine.scheduler.predictor.max_num_batched_tokens = 24  # one tile a step
     assert [answer.tokens for answer in run(engine, WORK[16:])] == alone[16:]
     steps = len(engine.records.steps)
     assert steps > sum(-(-len(prompt) // 16) for prompt, _ in WORK[16:]), "prompts were not cut"
@@ -54,7 +54,7 @@ def test_preempted_and_resumed(alone: list[list[int]], make_engine: Callable[...
     engine = make_engine(optimized=True)
     limit_pages(engine, 18)
     assert [answer.tokens for answer in run(engine, WORK)] == alone
-    assert engine.scheduler.num_preemptions > 5, "the pool was too large to force anything"
+    assert engine.scheduler.registry.num_preemptions > 5, "the pool was too large to force anything"
 
 
 def test_without_overlap(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
@@ -91,14 +91,14 @@ def test_with_bursts_beams_and_a_host_tier(alone: list[list[int]], make_engine: 
     expected = {name: found for one in searches for name, found in answers([one]).items()}
     expected |= {f"{i}.0": list[object](tokens) for i, tokens in enumerate(alone)}
     limit_pages(engine, 26)
-    engine.scheduler.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
+    engine.scheduler.predictor.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
     for _ in range(2):
         requests = [request for i, work in enumerate(WORK) for request in requests_of(str(i), *work)]
         for number, one in enumerate(searches):
             requests.insert(9 * number + 3, one)
         assert answers(requests) == expected
     tier = engine.scheduler.blocks.tier
-    assert tier is not None and tier.fetched > 10 and engine.scheduler.num_preemptions > 5 and sum(bursts) > 10
+    assert tier is not None and tier.fetched > 10 and engine.scheduler.registry.num_preemptions > 5 and sum(bursts) > 10
     assert engine.compiles_since_start == 0
 
 

@@ -110,11 +110,11 @@ def vocabulary(engine: Engine) -> int:
 
 
 def test_pages_without_a_holder_are_not_read(engine: Engine) -> None:
-    pages = engine.scheduler.sequence.most_pages(191) + 2
+    pages = engine.scheduler.limits.most_pages(191) + 2
     poison, work, scheduler = Poison(engine), mixed(40, vocab=vocabulary(engine), seed=2, masks=True), engine.scheduler
-    preempted = scheduler.num_preemptions
+    preempted = scheduler.registry.num_preemptions
     expected = outputs(engine, work, pages, lambda: None)
-    assert scheduler.num_preemptions > preempted
+    assert scheduler.registry.num_preemptions > preempted
     assert outputs(engine, work, pages, poison) == expected
     assert poison.pages > 1000 and scheduler.blocks.evictions > 50
     assert (poison.states > 1000) == (scheduler.blocks.states is not None)
@@ -123,7 +123,7 @@ def test_pages_without_a_holder_are_not_read(engine: Engine) -> None:
 def test_nor_are_those_that_were_forgotten(engine: Engine) -> None:
     """Cached pages become free at once, including those before pages that running sequences hold."""
     pages, poison, work = (
-        engine.scheduler.sequence.most_pages(191) * 2,
+        engine.scheduler.limits.most_pages(191) * 2,
         Poison(engine),
         mixed(20, vocab=vocabulary(engine), seed=3, masks=True),
     )

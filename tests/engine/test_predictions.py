@@ -45,7 +45,7 @@ def test_a_prediction_knows_what_runs_and_what_is_cached(llm: LLM, monkeypatch: 
     llm.generate(prompt, params, use_tqdm=False)
     assert hypothetical(scheduler, request).cached == 48
     streams = [
-        llm.stream([7 + i] * 8, params.clone(max_tokens=40)) for i in range(scheduler.max_num_seqs)
+        llm.stream([7 + i] * 8, params.clone(max_tokens=40)) for i in range(scheduler.registry.max_num_seqs)
     ]  # it has to wait for one of them
     for stream in streams:
         next(stream)

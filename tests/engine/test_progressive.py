@@ -114,7 +114,7 @@ def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine,
     assert first == len(first_keys(engine.runner.spec)) < total  # type: ignore[attr-defined]
     assert not engine.wait_until_compiled(timeout=0.0)
     assert tokens(engine) == expected
-    assert engine.scheduler.ready.max_rows == 8 and engine.load.programs_ready == first
+    assert engine.scheduler.predictor.ready.max_rows == 8 and engine.load.programs_ready == first
     assert {str(step.trunk) for step in engine.records.steps} == {"trunk[8+0t]", "trunk[8+1t]"}
     for ready in range(first + 1, total, 8):
         gate.open(8)
@@ -123,8 +123,8 @@ def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine,
         assert tokens(engine) == expected
     gate.open()
     assert engine.wait_until_compiled(PATIENCE) and tokens(engine) == expected
-    assert engine.scheduler.ready.max_rows == 16 and engine.compiles_since_start == 0
-    assert {TrunkKey(16, 0), TrunkKey(16, 1)} <= {*engine.scheduler.costs.trunks}, "learned from steps"
+    assert engine.scheduler.predictor.ready.max_rows == 16 and engine.compiles_since_start == 0
+    assert {TrunkKey(16, 0), TrunkKey(16, 1)} <= {*engine.scheduler.predictor.costs.trunks}, "learned from steps"
     engine.close()
 
 
@@ -173,7 +173,7 @@ def test_a_compilation_that_fails_leaves_the_engine_with_the_others(
     monkeypatch.setattr(programs_module, "compile_all", failing)
     engine = start(model, warm_up="progressive", cache_dir=tmp_path)
     assert not engine.wait_until_compiled(PATIENCE)
-    assert tokens(engine) == tokens(whole) and engine.scheduler.ready.max_rows == 8
+    assert tokens(engine) == tokens(whole) and engine.scheduler.predictor.ready.max_rows == 8
     assert "the engine continues with the others: out of registers" in caplog.text
 
 

@@ -44,7 +44,7 @@ def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[
     short = make_engine(optimized=True, **options)
     limit_pages(short, 14)
     assert [len(answer.tokens) for answer in run(short, WORK)] == [24] * len(WORK)
-    assert short.scheduler.num_preemptions > 0
+    assert short.scheduler.registry.num_preemptions > 0
     assert short.compiles_since_start == 0
 
 

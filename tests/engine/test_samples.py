@@ -161,7 +161,7 @@ def test_a_stream_of_several(llm: LLM) -> None:
 def test_closing_a_stream_ends_all(llm: LLM) -> None:
     stream = llm.stream(TEXT, SamplingParams(**LONG))
     seen = [next(stream) for _ in range(5)][-1]
-    assert llm.engine.scheduler.num_running == 3
+    assert llm.engine.scheduler.registry.num_running == 3
     stream.close()
     assert seen.finished and ends(seen) == [("abort", None)] * 3
     assert not llm.engine.has_work and llm.engine.scheduler.blocks.owned == 0
@@ -253,7 +253,7 @@ def test_all_or_none_are_queued(llm: LLM) -> None:
     llm.engine.add(requests[2])
     with pytest.raises(InvalidArgument, match="not finished yet"):
         llm.engine.add(*requests)
-    assert llm.engine.scheduler.num_waiting == 1
+    assert llm.engine.scheduler.registry.num_waiting == 1
     assert llm.engine.end("mine/2", "abort") and not llm.engine.has_work
 
 

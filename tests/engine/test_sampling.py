@@ -277,7 +277,7 @@ def test_penalties_survive_preemption(make_engine: Callable[..., Engine]) -> Non
     limit_pages(tight, 18)
     work = [(prompt, wanted) for prompt in PROMPTS]
     assert [a.tokens for a in run(tight, work)] == [a.tokens for a in run(roomy, work)]
-    assert tight.scheduler.num_preemptions > 0
+    assert tight.scheduler.registry.num_preemptions > 0
 
 
 def test_prompt_logprobs(engine: Engine) -> None:

@@ -46,15 +46,15 @@ def test_prompts_that_begin_as_earlier_ones(sharing: Sharing) -> None:
     parts: list[Work] = [([*turns[3][0][:40], *some(length, length)], params(length)) for length in (1, 8, 9, 60)]
     assert cached([answer for [answer] in sharing.check(parts)]) == [32] * 4
     scheduler = engine.scheduler
-    assert scheduler.prefix_hits == sum(map(sum, (cached(found), cached(again), [32] * 4)))
-    assert scheduler.blocks.evictions == scheduler.num_preemptions == 0
+    assert scheduler.prefixes.hits == sum(map(sum, (cached(found), cached(again), [32] * 4)))
+    assert scheduler.blocks.evictions == scheduler.registry.num_preemptions == 0
 
 
 def test_those_that_come_together_compute_their_common_beginning_once(sharing: Sharing) -> None:
     engine, beginning = sharing.fresh(), some(50, seed=2)
     answers = sharing.check([([*beginning, *some(3 * i, seed=i)], params(i)) for i in range(8)])
     assert cached([answer for [answer] in answers]) == [0] + [48] * 7
-    assert engine.scheduler.prefix_hits == 48 * 7
+    assert engine.scheduler.prefixes.hits == 48 * 7
 
 
 def test_evicted_and_computed_again(sharing: Sharing) -> None:
@@ -66,7 +66,7 @@ def test_evicted_and_computed_again(sharing: Sharing) -> None:
         found += cached([answer for [answer] in sharing.check([work[i] for i in {*pair.tolist()}])])
     assert engine.scheduler.blocks.evictions > 20
     assert found.count(0) > 6, "nothing was computed again"
-    assert engine.scheduler.prefix_hits == sum(found) > 5 * PAGE
+    assert engine.scheduler.prefixes.hits == sum(found) > 5 * PAGE
 
 
 def test_samples_copy_the_page_that_their_prompt_ends_in(sharing: Sharing) -> None:
@@ -83,14 +83,14 @@ def test_samples_copy_the_page_that_their_prompt_ends_in(sharing: Sharing) -> No
     sharing.calls.clear()
     [answers] = sharing.check([(some(3 * PAGE, seed=5), params(1, n=4))])
     assert cached(answers) == [0] + [3 * PAGE] * 3 and not sharing.calls["copy"], "a whole page is not written again"
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.registry.num_preemptions == 0
     sharing.check([*work, *work[::-1]])
 
 
 def test_samples_are_preempted_with_their_pages_shared(sharing: Sharing) -> None:
     engine = sharing.fresh(12 * len(sharing.groups))
     sharing.check([(some(21 + i, seed=i), params(1 + i, n=4, max_tokens=60)) for i in range(3)])
-    assert engine.scheduler.num_preemptions > 3 and sharing.calls["pages copied"] > 3
+    assert engine.scheduler.registry.num_preemptions > 3 and sharing.calls["pages copied"] > 3
 
 
 def test_preempted_into_the_cache_and_resumed_from_there(sharing: Sharing) -> None:
@@ -99,22 +99,22 @@ def test_preempted_into_the_cache_and_resumed_from_there(sharing: Sharing) -> No
 
     def preempt() -> None:
         nonlocal expected
-        if next(step) % 8 == 7 and scheduler.num_running and not scheduler.num_waiting:
-            last = victim(scheduler._running)
-            scheduler._preempt(last)
+        if next(step) % 8 == 7 and scheduler.registry.num_running and not scheduler.registry.num_waiting:
+            last = victim(scheduler.registry.running)
+            scheduler.registry.preempt(last)
             known = len(last.tokens) + last.in_flight
             expected += whole(known) if known < last.max_len else 0
 
     answers = sharing.check([(some(30 + 5 * i, seed=i), params(i, max_tokens=40)) for i in range(4)], preempt)
     assert cached([answer for [answer] in answers]) == [0] * 4
-    assert scheduler.num_preemptions > 3 and scheduler.prefix_hits == expected > 0
+    assert scheduler.registry.num_preemptions > 3 and scheduler.prefixes.hits == expected > 0
 
 
 def test_preempted_in_a_pool_that_is_too_small(sharing: Sharing) -> None:
     scheduler = sharing.fresh(16 * len(sharing.groups)).scheduler
     sharing.check([(some(5 + i, seed=i), params(i, max_tokens=60)) for i in range(16)])
-    assert scheduler.num_preemptions > 2
-    assert scheduler.prefix_hits > 0 or sharing.windows, "what resumed found nothing"
+    assert scheduler.registry.num_preemptions > 2
+    assert scheduler.prefixes.hits > 0 or sharing.windows, "what resumed found nothing"
 
 
 def test_pages_behind_the_window_are_freed(sharing: Sharing) -> None:
@@ -168,7 +168,7 @@ def test_nothing_is_compiled_and_steps_overlap(sharing: Sharing) -> None:
     found = run(engine, work)
     assert engine.compiles_since_start == compiles
     scheduler = engine.scheduler
-    assert scheduler.num_preemptions > 5 and scheduler.blocks.evictions > 100 and scheduler.prefix_hits > 2000
+    assert scheduler.registry.num_preemptions > 5 and scheduler.blocks.evictions > 100 and scheduler.prefixes.hits > 2000
     assert sharing.calls["pages copied"] > 50 and sharing.calls["update"] > 20 and sharing.calls["score"] > 10
     overlapped, steps = overlapped_steps(engine)
     assert steps > 300 and overlapped >= 0.95 * steps

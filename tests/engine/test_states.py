@@ -43,11 +43,11 @@ def test_preempted_at_any_time(sharing: Sharing) -> None:
     scheduler, step = sharing.fresh().scheduler, itertools.count()
 
     def preempt() -> None:
-        if next(step) % 7 == 6 and scheduler.num_running > 1:
-            scheduler._preempt(victim(scheduler._running))
+        if next(step) % 7 == 6 and scheduler.registry.num_running > 1:
+            scheduler.registry.preempt(victim(scheduler.registry.running))
 
     sharing.check([(prompt, params(FULL, max_tokens=30)) for prompt in prompts(5, vocab=64, longest=140, seed=4)], preempt)
-    assert scheduler.num_preemptions > 3 and scheduler.blocks.hit_pages["state"] > 0
+    assert scheduler.registry.num_preemptions > 3 and scheduler.blocks.hit_pages["state"] > 0
 
 
 def test_samples_begin_with_one_state(sharing: Sharing) -> None:
@@ -67,7 +67,7 @@ def test_many_in_few_pages_and_states(sharing: Sharing) -> None:
         for i, (prompt, n) in enumerate(zip(prompts(24, vocab=64, longest=140), samples, strict=True))
     ]
     sharing.check([*work, *work[::-1]])
-    assert engine.scheduler.num_preemptions > 1 and engine.scheduler.blocks.evictions > 20
+    assert engine.scheduler.registry.num_preemptions > 1 and engine.scheduler.blocks.evictions > 20
 
 
 @pytest.mark.full

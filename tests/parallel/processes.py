@@ -46,9 +46,9 @@ def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str], bool]:
     first = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     turns = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5, 6] for out in first]
     outputs = [*first, *llm.generate(turns, GREEDY, use_tqdm=False), *llm.generate(PROMPTS, SAMPLES, use_tqdm=False)]
-    found = engine.scheduler.prefix_hits, Counter(calls)
+    found = engine.scheduler.prefixes.hits, Counter(calls)
     limit_pages(engine, 9)  # one request at a time
-    engine.scheduler.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
+    engine.scheduler.predictor.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
     outputs += [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(3) for prompt in (PROMPTS[1], [*range(90, 4, -1)])]
     return [one.token_ids for out in outputs for one in out.outputs], *found, min(calls["spill"], calls["stage"], calls["fill"]) > 0
 
@@ -80,7 +80,7 @@ def widened(llm: LLM, file: Path) -> list[tuple[int, int, int, bool]]:
         while file.exists() and engine.load.programs_ready < engine.load.programs:
             time.sleep(0.01)
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        found.append((engine.load.programs_ready, engine.load.programs, engine.scheduler.ready.max_rows, complete))
+        found.append((engine.load.programs_ready, engine.load.programs, engine.scheduler.predictor.ready.max_rows, complete))
         file.touch()
     return found
 

@@ -108,7 +108,8 @@ class Run:
     def go(self) -> str:
         """Runs all requests to their ends. Returns the digest."""
         draw, loop = self.draw, self.loop
-        actions: list[Callable[[], object]] = [self._abort, self._stop, self._change, self._reset, lambda: loop.get_more(draw.randint(1, 6))]
+        actions: list[Callable[[], object]] = [self._abort, self._stop, self._change, loop.scheduler.blocks.reset]
+        actions.append(lambda: loop.get_more(draw.randint(1, 6)))
         ahead = draw.randint(0, 2)
         while len(loop.sequences) < REQUESTS:
             for _ in range(draw.choice([0, 1, 1, 2, 5])):
@@ -122,9 +123,10 @@ class Run:
         for s in loop.sequences:
             self._add(f"{s.request_id} {s.output_token_ids} {s.found} {s.finish_reason} {s.stop_reason} {s.num_preemptions} {s.num_cached} "
                       f"{s.arrival} {s.scheduled} {s.first_token} {s.due} {s.late}")  # fmt: skip
-        self._add(f"{scheduler.num_preemptions} {scheduler.prefix_queries} {scheduler.prefix_hits} {scheduler.host_queries} "
-                  f"{scheduler.host_hits} {scheduler.host_declined} {scheduler.resumptions} {sorted(scheduler.decisions.items())} "
-                  f"{scheduler.goodput.met} {scheduler.goodput.missed} {scheduler.goodput.rejected}")  # fmt: skip
+        prefixes, goodput = scheduler.prefixes, scheduler.acceptance.goodput
+        self._add(f"{scheduler.registry.num_preemptions} {prefixes.queries} {prefixes.hits} {prefixes.host_queries} {prefixes.host_hits} "
+                  f"{prefixes.host_declined} {prefixes.resumptions} {sorted(scheduler.admission.decisions.items())} "
+                  f"{goodput.met} {goodput.missed} {goodput.rejected}")  # fmt: skip
         return self.digest.hexdigest()
 
     def _arrive(self) -> None:
@@ -135,7 +137,7 @@ class Run:
             prompt = [*known[: draw.randint(0, len(known))], *prompt][:longest]
         priority, salt, client = draw.randint(-1, 1), draw.choice([None, None, "a", "b"]), draw.choice(["a", "b", ""])
         if not self.states and draw.random() < 0.15:
-            width = min(draw.randint(1, 4), loop.scheduler.max_num_seqs)
+            width = min(draw.randint(1, 4), loop.scheduler.registry.max_num_seqs)
             params = BeamSearchParams(beam_width=width, max_tokens=draw.randint(1, 20), temperature=draw.choice([0.0, 0.0, 1.0]))
             with suppress(InvalidArgument):  # more pages than there are
                 loop.add_beams(prompt, params, priority, salt)
@@ -156,10 +158,7 @@ class Run:
             self.loop.stop_at_string(self.draw.choice(running))
 
     def _change(self) -> None:
-        self.loop.scheduler.set_strategy(self.draw.choice(self.strategies))  # type: ignore[arg-type]
-
-    def _reset(self) -> None:
-        self.loop.scheduler.reset_prefix_cache()
+        self.loop.scheduler.admission.set_strategy(self.draw.choice(self.strategies))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

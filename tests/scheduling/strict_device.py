@@ -277,7 +277,7 @@ class Loop:
         seed = len(self.sequences)
         request = Request(request_id=f"r{seed}", prompt_token_ids=prompt, params=sampling_of(params), priority=priority, beams=params,
                           cache_salt=salt, client=client)  # fmt: skip
-        self.scheduler.sequence.validate(request, EOS)
+        self.scheduler.limits.validate(request, EOS)
         sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS)
         self.sequences.append(sequence)
         self.outputs[sequence] = []
@@ -297,7 +297,7 @@ class Loop:
         for index in range(n):
             request = Request(request_id=f"r{seed}.{index}", prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,  # type: ignore[arg-type]
                               sample_index=index, cache_salt=salt, **(targets or {}))  # type: ignore[arg-type]  # fmt: skip
-            self.scheduler.sequence.validate(request, EOS)
+            self.scheduler.limits.validate(request, EOS)
             sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS, family=None if first is None else first.number)
             first = first or sequence
             self.sequences.append(sequence)
@@ -318,9 +318,9 @@ class Loop:
         del self._coming[:count]
 
     def _let_use(self, keys: list[TableKey]) -> None:
-        before = self.scheduler.ready.max_rows if len(keys) >= len(self.device.ready) else 0
-        self.scheduler.ready, self.device.ready = ReadyPrograms(self.scheduler.table, keys), {*keys}
-        assert self.scheduler.ready.max_rows >= before
+        before = self.scheduler.predictor.ready.max_rows if len(keys) >= len(self.device.ready) else 0
+        self.scheduler.predictor.ready, self.device.ready = ReadyPrograms(self.scheduler.table, keys), {*keys}
+        assert self.scheduler.predictor.ready.max_rows >= before
 
     def abort(self, sequence: Sequence) -> None:
         found = self.scheduler.abort(sequence.request_id)
@@ -343,7 +343,7 @@ class Loop:
         if plan is not None:
             self.last = plan
             self.admitted += [reset.seed for reset in plan.resets]
-            self.device.sequences.update({span.seq: self.scheduler.running(span.seq) for span in plan.spans})
+            self.device.sequences.update({span.seq: self.scheduler.registry.by_number.get(span.seq) for span in plan.spans})
             self.dispatched.append((plan, *self.device.run(plan)))
         self.check()
         self.exhausted |= self.scheduler.blocks.owned == self.scheduler.blocks.capacity
@@ -362,10 +362,10 @@ class Loop:
             if not self.scheduler.has_work:
                 break
             under_way = bool(self.dispatched)
-            rejected = len(self.scheduler.rejected)
-            assert self.step(ahead) or under_way or len(self.scheduler.rejected) > rejected or self.scheduler.fetching, (
-                "unfinished requests, and nothing to run or to wait for"
-            )
+            rejected = len(self.scheduler.acceptance.rejected)
+            assert (
+                self.step(ahead) or under_way or len(self.scheduler.acceptance.rejected) > rejected or self.scheduler.registry.fetching
+            ), "unfinished requests, and nothing to run or to wait for"
         else:
             raise AssertionError(f"not done after {limit} steps")
         self.step(ahead=0)  # collects what is still under way
@@ -384,7 +384,7 @@ class Loop:
 
     def check_idle(self) -> None:
         scheduler = self.scheduler
-        assert not scheduler.has_work and scheduler.num_running == scheduler.num_waiting == 0
+        assert not scheduler.has_work and scheduler.registry.num_running == scheduler.registry.num_waiting == 0
         assert scheduler.blocks.owned == 0
         for sequence in self.sequences:
             if sequence.searches:

@@ -92,8 +92,8 @@ def test_what_is_expected_counts_prompts_and_rows_as_steps_of_their_own():
     one.step(ahead=0)
     (alone,) = expect(loop().scheduler, [Hypothetical(len(PROMPT), 20)])
     (beside,) = expect(one.scheduler, [Hypothetical(len(PROMPT), 20)])
-    tiles, rows = (one.scheduler._seconds(*size, Work(), 1) for size in ((0, 1), (1, 0)))
-    assert one.scheduler._seconds(1, 1, Work(), 1) == pytest.approx(tiles + rows)
+    tiles, rows = (one.scheduler.predictor.seconds(*size, Work(), 1) for size in ((0, 1), (1, 0)))
+    assert one.scheduler.predictor.seconds(1, 1, Work(), 1) == pytest.approx(tiles + rows)
     assert 4 * tiles <= alone.first_token < beside.first_token < beside.last_token
 
 
@@ -153,7 +153,7 @@ def test_what_was_generated_is_not_taken_from_prompts_that_hold_it():
     last = one.add([2] * 21, max_tokens=30, **NO_END)
     while len(last.tokens) < 40:
         one.step(ahead=0)
-    one.scheduler._preempt(last)
+    one.scheduler.registry.preempt(last)
     other = one.add([*last.tokens, 5], max_tokens=1, priority=-1)
     one.drain(ahead=1)
     assert other.num_cached == 16 and one.device.repeated >= 19

@@ -90,7 +90,7 @@ def test_a_family_is_preempted_and_comes_back_as_one(ahead: int) -> None:
     running = set()
     while one.scheduler.has_work:
         one.step(ahead)
-        running.add(sum(sequence.searches for sequence in one.scheduler.snapshot()[0]))
+        running.add(sum(sequence.searches for sequence in one.scheduler.registry.snapshot()[0]))
     one.step(0)
     one.check_idle()
     assert running <= {0, 4} and beams.num_preemptions >= 1 and first.num_preemptions == 0
@@ -104,7 +104,7 @@ def test_a_family_waits_for_slots_for_all_of_its_beams() -> None:
     beams = one.add_beams(PROMPT, BeamSearchParams(beam_width=3, max_tokens=5))
     for _ in range(15):
         one.step(0)
-    assert beams.slot == 0 and one.scheduler.num_running == 3
+    assert beams.slot == 0 and one.scheduler.registry.num_running == 3
     one.drain(0)
     assert beams.finish_reason and all(sequence.finish_reason == "length" for sequence in running)
 

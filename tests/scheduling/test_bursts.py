@@ -85,7 +85,7 @@ def test_steps_are_single_where_pages_run_out() -> None:
     for seed in range(2):
         one.add([seed], max_tokens=58, ignore_eos=True)
     one.drain(1)
-    assert one.device.bursts > 3 and one.exhausted and one.scheduler.num_preemptions == 0
+    assert one.device.bursts > 3 and one.exhausted and one.scheduler.registry.num_preemptions == 0
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -95,7 +95,7 @@ def test_preempted_with_tokens_of_bursts_in_flight(ahead: int) -> None:
         one.add([seed, seed], max_tokens=50 + seed, ignore_eos=seed % 2 == 0)
         one.step(ahead)
     one.drain(ahead)
-    assert one.device.bursts > 5 and one.scheduler.num_preemptions > 0
+    assert one.device.bursts > 5 and one.scheduler.registry.num_preemptions > 0
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -125,7 +125,7 @@ def test_a_burst_waits_for_its_program() -> None:
 
 def test_costs_are_learned_and_saved() -> None:
     one = loop()
-    costs, table = one.scheduler.costs, one.scheduler.table
+    costs, table = one.scheduler.predictor.costs, one.scheduler.table
     key = table.bursts()[0]
     single = costs.seconds(key.trunk, key.sampler)
     assert costs.burst_seconds(key) == pytest.approx(8 * single)

@@ -60,7 +60,7 @@ def test_several_are_expected_one_behind_the_other():
     scheduler = make_shape(max_num_seqs=2).scheduler()
     first, second, third = expect(scheduler, [Hypothetical(30, 50)] * 3)
     assert first.first_token <= second.first_token < first.last_token < third.first_token
-    assert scheduler.snapshot() == ([], [])
+    assert scheduler.registry.snapshot() == ([], [])
 
 
 def test_cached_tokens_and_samples_count():

@@ -29,7 +29,7 @@ def make(*, pages: int = 10, host_pages: int = 40, swaps: SwapCosts = FREE, **op
         staged=16,
         **options,
     )
-    loop.scheduler.costs.swaps = swaps
+    loop.scheduler.predictor.costs.swaps = swaps
     loop.ending = 1.0
     return loop
 
@@ -55,16 +55,16 @@ def test_what_was_evicted_comes_back() -> None:
     assert loop.device.prefilled - computed == 4 * PAGE
     scheduler, tier = loop.scheduler, loop.scheduler.blocks.tier
     assert tier is not None and tier.fetched >= 15 and tier.spilled >= 18 and tier.evictions == 0
-    assert scheduler.host_hits + scheduler.prefix_hits == 4 * (LENGTH - PAGE)
-    assert scheduler.host_hits == PAGE * tier.fetched and scheduler.host_declined == 0
-    assert scheduler.host_queries == scheduler.prefix_queries - scheduler.prefix_hits
+    assert scheduler.prefixes.host_hits + scheduler.prefixes.hits == 4 * (LENGTH - PAGE)
+    assert scheduler.prefixes.host_hits == PAGE * tier.fetched and scheduler.prefixes.host_declined == 0
+    assert scheduler.prefixes.host_queries == scheduler.prefixes.queries - scheduler.prefixes.hits
 
 
 def test_without_a_tier_all_of_it_is_computed_again() -> None:
     loop = make(host_pages=0)
     for number in [*range(4), *range(4)]:
         assert answer(loop, number) == 0
-    assert loop.scheduler.take_swaps() is None and not loop.scheduler.fetching
+    assert loop.scheduler.take_swaps() is None and not loop.scheduler.registry.fetching
 
 
 def test_computing_is_preferred_where_it_takes_less() -> None:
@@ -73,15 +73,15 @@ def test_computing_is_preferred_where_it_takes_less() -> None:
         answer(loop, number)
     tier = loop.scheduler.blocks.tier
     assert tier is not None and tier.fetched == 0 < tier.spilled
-    assert loop.scheduler.host_hits == 0 < loop.scheduler.host_declined
+    assert loop.scheduler.prefixes.host_hits == 0 < loop.scheduler.prefixes.host_declined
 
 
 def test_a_page_that_saves_no_tile_is_not_fetched() -> None:
     """Tiles are computed completely, so four tokens less in the remaining tile save almost nothing."""
     scheduler = make(swaps=SwapCosts(0.0, 1e-6, 0.0)).scheduler
     near, one, more = Hit([], 9), Hit([], 11, fetches=1, from_host=2), Hit([], 13, fetches=1, from_host=4)
-    assert scheduler._or_fetch(near, one, 12) == near._replace(from_host=2)
-    assert scheduler._or_fetch(near, more, 16) is more
+    assert scheduler.prefixes.or_fetch(near, one, 12) == near._replace(from_host=2)
+    assert scheduler.prefixes.or_fetch(near, more, 16) is more
 
 
 def test_what_has_not_arrived_is_a_miss() -> None:
@@ -91,7 +91,7 @@ def test_what_has_not_arrived_is_a_miss() -> None:
         assert answer(loop, number) == 0
     tier = loop.scheduler.blocks.tier
     assert tier is not None and tier.spilled == tier.staged == 16, "no more than can be under way"
-    assert loop.scheduler.host_hits == loop.scheduler.host_declined == 0
+    assert loop.scheduler.prefixes.host_hits == loop.scheduler.prefixes.host_declined == 0
     loop.ending = 1.0
     answer(loop, 9)
     assert max(answer(loop, number) for number in range(3)) > 0
@@ -118,8 +118,8 @@ def test_preempted_sequences_go_on_from_the_host(ahead: int, ending: float) -> N
         for number in range(8):
             loop.add(prompt(number, 12), max_tokens=20, ignore_eos=True)
         loop.drain(ahead)
-        assert loop.scheduler.num_preemptions == sum(loop.scheduler.resumptions) > 0
-        swapped = loop.scheduler.resumptions[1]
+        assert loop.scheduler.registry.num_preemptions == sum(loop.scheduler.prefixes.resumptions) > 0
+        swapped = loop.scheduler.prefixes.resumptions[1]
         assert (swapped > 0) == (host_pages > 0)
         computed[host_pages] = loop.device.prefilled
     tier = loop.scheduler.blocks.tier
@@ -133,7 +133,7 @@ def test_salts_and_resets() -> None:
         answer(loop, number, salt="a")
     assert answer(loop, 0) == answer(loop, 0, salt="b") == 0
     assert answer(loop, 0, salt="a") == LENGTH - PAGE
-    loop.scheduler.reset_prefix_cache()
+    loop.scheduler.blocks.reset()
     for number in range(3):
         assert answer(loop, number, salt="a") == 0
 
@@ -148,15 +148,15 @@ def test_while_pages_are_on_their_way(event: str, steps: int) -> None:
     loop.ending = 0.3
     sequence = loop.add(prompt(0), max_tokens=4, ignore_eos=True)
     loop.step(ahead=1)
-    assert loop.scheduler.fetching
+    assert loop.scheduler.registry.fetching
     for _ in range(steps - 1):
         loop.step(ahead=1)
     if event == "abort":
         loop.abort(sequence)
     elif event == "reset":
-        loop.scheduler.reset_prefix_cache()
+        loop.scheduler.blocks.reset()
     elif sequence.slot:
-        loop.scheduler._preempt(sequence)
+        loop.scheduler.registry.preempt(sequence)
     loop.check()
     loop.drain(ahead=1)
     loop.ending = 1.0
@@ -173,7 +173,7 @@ def test_others_run_meanwhile() -> None:
     second = loop.add(prompt(9, 8), max_tokens=2, ignore_eos=True)
     for _ in range(6):
         loop.step(ahead=1)
-    assert loop.scheduler.fetching and second.finish_reason == "length" and not first.output_token_ids
+    assert loop.scheduler.registry.fetching and second.finish_reason == "length" and not first.output_token_ids
     loop.ending = 1.0
     loop.drain(ahead=1)
     assert first.num_cached == LENGTH - PAGE

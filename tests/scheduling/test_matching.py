@@ -50,6 +50,6 @@ def test_a_prompt_that_waits_is_looked_up_once_for_each_change(monkeypatch):
     waits = one.add([*range(1, 29), *range(30)], max_tokens=2, ignore_eos=True)
     for _ in range(15):
         one.step(0)
-    assert len(lookups) == 2 and one.scheduler.num_waiting == 1 and not runs.finish_reason  # as each of them came
+    assert len(lookups) == 2 and one.scheduler.registry.num_waiting == 1 and not runs.finish_reason  # as each of them came
     one.drain(0)
     assert waits.num_cached == 28 and waits.finish_reason == "length"

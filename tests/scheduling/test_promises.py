@@ -76,10 +76,10 @@ def random_work(draw, known):
 def test_with_exact_costs_no_accepted_request_misses_its_target(seed, known, costs, ahead, num_pages):
     requests, lengths = random_work(random.Random(seed), known)
     engine, scheduler = serve(costs, requests, lengths, {"strategy": "latency", "on_late": "reject"}, num_pages, ahead)
-    assert scheduler.goodput.missed == 0, "an accepted request missed its target"
-    assert scheduler.num_preemptions == 0
+    assert scheduler.acceptance.goodput.missed == 0, "an accepted request missed its target"
+    assert scheduler.registry.num_preemptions == 0
     rejected = [sequence for sequence in engine.sequences if sequence.stop_reason == "rejected"]
-    assert len(rejected) == scheduler.goodput.rejected and all(s.has_target and not s.output_token_ids for s in rejected)
+    assert len(rejected) == scheduler.acceptance.goodput.rejected and all(s.has_target and not s.output_token_ids for s in rejected)
     assert all(sequence.finish_reason in ("stop", "length") for sequence in engine.sequences if sequence not in rejected)
 
 
@@ -92,7 +92,7 @@ def test_promises_are_not_kept_by_rejecting_everything():
         for name in met:
             requests, lengths = random_work(random.Random(work), known=True)
             options = {"strategy": "throughput"} if name == "throughput" else {"strategy": "latency", "on_late": name}
-            met[name] += serve(costs, requests, lengths, options)[1].goodput.met
+            met[name] += serve(costs, requests, lengths, options)[1].acceptance.goodput.met
     assert met["reject"] > met["serve"] > met["throughput"] > 0
 
 

@@ -136,7 +136,7 @@ def test_the_tile_bucket_is_chosen_by_cost():
     for eight, tiles in [(2.0, 4), (1.0, 5)]:
         one = loop(max_num_batched_tokens=8 * 8 + 4)
         known = {TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 1.0, TrunkKey(8, 4): 1.0, TrunkKey(8, 8): eight}
-        one.scheduler.costs = StepCosts(one.scheduler.table, trunks=known)
+        one.scheduler.predictor.costs = StepCosts(one.scheduler.table, trunks=known)
         one.add([1] * 20)
         one.add([2] * 15)
         assert len(one.scheduler.table.place(one.scheduler.schedule().spans).tiles) == tiles
@@ -203,7 +203,7 @@ def test_the_last_under_the_policy_is_preempted_and_resumes_first(policy, victim
     one = loop(num_pages=1 + 18, policy=policy)
     for priority in (2, 0, 1):
         one.add([1] * 8, priority, max_tokens=30, **NO_END)
-    while not one.scheduler.num_preemptions:
+    while not one.scheduler.registry.num_preemptions:
         assert one.step(ahead)
     assert [s.num_preemptions for s in one.sequences] == [int(i == victim) for i in range(3)]
     assert one.sequences[victim].state is State.WAITING
@@ -235,9 +235,9 @@ def test_admission_leaves_a_page_for_each_running_sequence():
     for token, length in [(1, 15), (2, 15), (3, 4)]:
         one.add([token] * length, max_tokens=4, **NO_END)
     one.step(ahead=0)
-    assert one.scheduler.num_running == 2 and one.scheduler.blocks.capacity - one.scheduler.blocks.owned == 1
+    assert one.scheduler.registry.num_running == 2 and one.scheduler.blocks.capacity - one.scheduler.blocks.owned == 1
     one.drain(ahead=0)
-    assert one.scheduler.num_preemptions == 1  # both running ones grow by a page, and there was one
+    assert one.scheduler.registry.num_preemptions == 1  # both running ones grow by a page, and there was one
 
 
 def test_aborting_what_is_unknown_does_nothing():

@@ -149,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             known = data.draw(st.sampled_from(self.loop.sequences)).tokens
             prompt = [*known[: data.draw(st.integers(0, len(known)))], *prompt][:longest]
         params = BeamSearchParams(
-            beam_width=min(width, self.loop.scheduler.max_num_seqs),
+            beam_width=min(width, self.loop.scheduler.registry.max_num_seqs),
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
             temperature=temperature,
@@ -186,11 +186,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(strategy=st.sampled_from(["throughput", "latency", "memory", "auto"]))
     def set_strategy(self, strategy):
         if self.loop.scheduler.options.batching == "continuous" or strategy in ("throughput", "memory"):
-            self.loop.scheduler.set_strategy(strategy)
+            self.loop.scheduler.admission.set_strategy(strategy)
 
     @rule()
     def reset_prefix_cache(self):
-        self.loop.scheduler.reset_prefix_cache()
+        self.loop.scheduler.blocks.reset()
         assert self.loop.scheduler.blocks.cached == 0
 
     @invariant()
@@ -226,4 +226,4 @@ def test_a_pool_that_runs_out_changes_no_output(policy, ahead, seed):
             loop.step(ahead)
     loop.drain(ahead)
     assert loop.exhausted
-    assert loop.scheduler.num_preemptions == sum(s.num_preemptions for s in loop.sequences) > 3
+    assert loop.scheduler.registry.num_preemptions == sum(s.num_preemptions for s in loop.sequences) > 3

@@ -32,7 +32,7 @@ def test_a_prompt_is_found_by_whole_pages_and_never_whole():
     for prompt, new in [(PROMPT, 2), (PROMPT[:28], 4), (PROMPT[:27], 3), ([*PROMPT[:20], *PROMPT], 30), ([9, *PROMPT], 31)]:
         sequence = one.add(prompt, max_tokens=1)
         assert computed(one) == new == len(prompt) - sequence.num_cached
-    assert one.scheduler.prefix_hits == 28 + 24 + 24 + 20
+    assert one.scheduler.prefixes.hits == 28 + 24 + 24 + 20
     assert one.scheduler.blocks.hit_pages == {"full": 7 + 6 + 6 + 5}
 
 
@@ -59,7 +59,7 @@ def test_nothing_is_found_without_prefix_caching():
     for _ in range(2):
         one.add(PROMPT, max_tokens=1)
         assert computed(one) == 30
-    assert one.scheduler.prefix_queries == one.scheduler.blocks.cached == 0
+    assert one.scheduler.prefixes.queries == one.scheduler.blocks.cached == 0
 
 
 def test_salts_share_nothing():
@@ -80,7 +80,7 @@ def test_a_reset_forgets_what_was_and_what_runs():
     one = loop()
     one.add(PROMPT, max_tokens=30, **NO_END)
     one.step(ahead=0)
-    assert one.scheduler.reset_prefix_cache()
+    one.scheduler.blocks.reset()
     computed(one)
     assert one.scheduler.blocks.cached == 0
     one.add(PROMPT, max_tokens=1)
@@ -94,7 +94,7 @@ def test_samples_share_their_prompt_and_copy_what_they_write(length, copies, pre
     one = loop(prefix_caching=prefix_caching)
     one.add(PROMPT[:length], n=4, max_tokens=12, temperature=1.0, **NO_END)
     one.step(ahead=0)
-    assert one.scheduler.num_running == 4 and one.scheduler.blocks.owned == -(-length // 4)
+    assert one.scheduler.registry.num_running == 4 and one.scheduler.blocks.owned == -(-length // 4)
     assert computed(one) == 0 and one.device.copies == copies
     assert len({tuple(tokens) for tokens in one.outputs.values()}) == 4
     assert [s.num_cached for s in one.sequences] == [0, length, length, length]
@@ -151,7 +151,7 @@ def test_pages_behind_a_window_are_given_up():
     long.add(PROMPT, max_tokens=30, **NO_END)
     most = 0
     while long.step(ahead=0):
-        table = long.scheduler.blocks._tables[0] if long.scheduler.num_running else None
+        table = long.scheduler.blocks._tables[0] if long.scheduler.registry.num_running else None
         most = max(most, 0 if table is None else sum(page > 0 for page in table.pages[1]))
     assert most == 5
     long.drain(ahead=0)

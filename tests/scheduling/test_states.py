@@ -77,7 +77,7 @@ def test_preempted_sequences_go_on_from_a_snapshot() -> None:
     sequence = one.add(tokens(43), max_tokens=50, ignore_eos=True)
     for _ in range(10):
         one.step(1)
-    one.scheduler._preempt(sequence)
+    one.scheduler.registry.preempt(sequence)
     one.drain(1)
     assert one.device.hits == 40
 
@@ -99,7 +99,7 @@ def test_few_states_make_requests_wait() -> None:
     most = 0
     while one.scheduler.has_work:
         one.step(1)
-        most = max(most, one.scheduler.num_running)
+        most = max(most, one.scheduler.registry.num_running)
     one.drain(1)
     assert most == 3
 
@@ -112,11 +112,11 @@ def test_windows_beside_states() -> None:
 def test_another_salt_finds_nothing_and_a_reset_forgets() -> None:
     one, prompt = loop(), tokens(60)
     assert [cached(one, prompt, salt="a"), cached(one, prompt, salt="b"), cached(one, prompt, salt="a")] == [0, 0, 56]
-    one.scheduler.reset_prefix_cache()
+    one.scheduler.blocks.reset()
     assert cached(one, prompt, salt="a") == 0
 
 
 def test_beams_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="beam_width=2: no beam search with a model that has recurrent states"):
         one = loop()
-        one.scheduler.sequence.validate(one.add_beams([1, 2, 3], BeamSearchParams(beam_width=2, max_tokens=4)).request, ())
+        one.scheduler.limits.validate(one.add_beams([1, 2, 3], BeamSearchParams(beam_width=2, max_tokens=4)).request, ())

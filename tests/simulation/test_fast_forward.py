@@ -65,7 +65,7 @@ def test_it_skips_most_calls_of_the_scheduler(monkeypatch):
     shape, trace = make_shape(), poisson(0, 20, rate=5.0, output=(40, 60))
     calls = []
     schedule = type(shape.scheduler()).schedule
-    monkeypatch.setattr("jengine.simulation.replay_scheduler.ReplayScheduler.schedule", lambda self: calls.append(1) or schedule(self))
+    monkeypatch.setattr("jengine.scheduling.scheduler.Scheduler.schedule", lambda self: calls.append(1) or schedule(self))
     slow, fast = both(shape, trace)
     np.testing.assert_equal(fast, slow)
     one_by_one = slow["steps"]
@@ -78,8 +78,8 @@ def test_the_scheduler_itself_decides_the_same(monkeypatch, policy):
     shape, trace = make_shape(max_num_seqs=16, tiles=8, policy=policy), poisson(1, 60, rate=300.0)
     trace = dataclasses.replace(trace, clients=["a", "b", "b"] * 20)
     quick = replay(shape, trace, fast_forward=False)
-    for name in ("_seconds", "collect"):
-        monkeypatch.delattr(f"jengine.simulation.replay_scheduler.ReplayScheduler.{name}")
+    monkeypatch.delattr("jengine.simulation.fast_forward.ConstantPredictor.seconds")
+    monkeypatch.setattr("jengine.simulation.fast_forward.FastForward.collect", lambda self, *step: self._scheduler.collect(*step))
     np.testing.assert_equal(dataclasses.asdict(replay(shape, trace, fast_forward=False)), dataclasses.asdict(quick))
 
 

@@ -46,7 +46,7 @@ def recorded(tmp_path):
             engine.add(request)
         while engine.has_work:
             engine.step()
-            stopped = engine.scheduler.find("stopped")
+            stopped = engine.scheduler.registry.by_id.get("stopped")
             if stopped is not None and len(stopped.output_token_ids) == 5:
                 engine.end("stopped", "stop", "text")
         recorder.close()

@@ -1,0 +1,200 @@
+"""Which waiting requests with targets can be accepted, and when tokens are due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as List
+from itertools import accumulate, islice, takewhile
+
+from jengine.scheduling.goodput import Goodput
+from jengine.scheduling.output_lengths import OutputLengths
+from jengine.scheduling.predictor import StepPredictor
+from jengine.scheduling.promises import Outlook, Prompt, Stream, best_way
+from jengine.scheduling.registry import Registry
+from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.work import Work, pairs, rows_work
+
+JUDGED = 32  # new requests judged per step, so that thousands of arrivals do not delay a step
+REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
+
+
+class Acceptance:
+    """With the latency strategy, a waiting request runs once it is *accepted*: its own targets and those of all
+    earlier accepted requests can be met. A request that can no longer be in time is *late*. It is either
+    rejected, or loses its targets and runs when it does not endanger other requests' targets.
+
+    Attributes:
+        goodput: counts of requests that met their targets.
+        lengths: output lengths of ended requests.
+        rejected: sequences that were rejected but not yet reported.
+        new: waiting requests that were not judged yet.
+    """
+
+    def __init__(self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor) -> None:
+        self._registry, self._limits, self._predictor = registry, limits, predictor
+        self._blocks, self._rejects = registry.blocks, registry.options.on_late == "reject"
+        self.goodput, self.lengths = Goodput(), OutputLengths()
+        self.rejected: list[Sequence] = []
+        self.new: list[Sequence] = []
+        self._unpromised: object = None  # the request that could not be accepted, and the state at that time
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of accepted waiting requests. They are first in the queue."""
+        return sum(1 for _ in takewhile(lambda sequence: sequence.accepted, self._registry.waiting))
+
+    # --- judging --------------------------------------------------------------------------------------
+
+    def sort_out(self, start: float) -> None:
+        """Accepts waiting requests whose targets can be met, and handles late ones.
+
+        Args:
+            start: start time of the next step.
+        """
+        registry = self._registry
+        new, self.new = self.new[:JUDGED], self.new[JUDGED:]
+        for sequence in new:
+            if sequence.state is State.WAITING and not sequence.accepted:
+                self._judge(sequence, start)
+        while (first := next((sequence for sequence in registry.waiting if not sequence.accepted), None)) is not None:
+            alone = not registry.running and not self.num_accepted
+            if first.has_target and first.first_token is None and not first.late and first.start_by < start:
+                self._drop(first)
+            elif self._is_unpromised(first) or not self._judge(first, start):
+                if not alone:
+                    break
+                self._drop(first)  # its targets can never be met
+
+    def judge_again(self, waiting: list[Sequence]) -> None:
+        """Forgets all judgements. The order of requests has changed.
+
+        Args:
+            waiting: requests to judge.
+        """
+        self.new, self._unpromised = waiting, None
+
+    def _is_unpromised(self, sequence: Sequence) -> bool:
+        """Whether it could not be accepted, and since then no request has ended and no prompt has been computed."""
+        registry = self._registry
+        state = sequence.number, sequence.late, registry.releases, self.num_accepted, len(registry.running)
+        known, self._unpromised = self._unpromised == state, state
+        return known
+
+    def _drop(self, sequence: Sequence) -> None:
+        if self._rejects and sequence.has_target:
+            self.goodput.reject()
+            self.rejected.append(sequence)
+            self._registry.finish(sequence, "abort", REJECTED)
+        elif sequence.late:
+            self._accept(sequence, True)
+        else:
+            self._registry.waiting.remove(sequence)
+            sequence.late = True
+            self._registry.push(sequence)
+
+    def _judge(self, sequence: Sequence, start: float) -> bool:
+        """Accepts a request if its targets and those of all accepted requests can be met."""
+        registry = self._registry
+        accepted = [*registry.running, *islice(registry.waiting, self.num_accepted), sequence]
+        if sum([other.slots for other in accepted]) > min(registry.max_num_seqs, self._predictor.ready.max_rows):
+            return False
+        if self._rejects:  # accepted requests are never preempted
+            pages = sum([other.slots * self._limits.most_pages(other.max_len - 1) for other in accepted])
+            if pages > self._blocks.capacity:
+                return False
+        self._accept(sequence, True)
+        streams = [s for s in registry.running if s.state is State.DECODING and s.rest > 0]
+        if best_way(self.outlook(start, streams), self._predictor.tile_buckets(len(accepted))).late:
+            self._accept(sequence, False)
+        return sequence.accepted
+
+    def _accept(self, sequence: Sequence, accepted: bool) -> None:
+        self._registry.waiting.remove(sequence)
+        sequence.accepted = accepted
+        self._registry.push(sequence)
+
+    # --- promises -------------------------------------------------------------------------------------
+
+    def outlook(self, start: float, streams: List[Sequence]) -> Outlook:
+        """Targets of running and accepted requests. Costs assume that all of them decode.
+
+        Args:
+            streams: decoding sequences, with their next tokens.
+        """
+        waiting, windows, size = self._registry.waiting, self._limits.windows, self._predictor.tile_size
+        everyone = [*self._registry.running, *islice(waiting, self.num_accepted)]
+        # If late requests are rejected, promises to the others hold until their last tokens.
+        lengths = [s.max_len if self._rejects else min(len(s.tokens) + s.in_flight + 1, s.max_len) for s in everyone]
+        context, longest = rows_work([length - 1 for length in lengths], windows)
+        tokens, rank = max(lengths, default=1), max([sequence.variant_rank for sequence in everyone], default=0)
+        seconds = self._predictor.seconds
+
+        def mixed(tiles: int, attended: int) -> float:
+            return seconds(len(everyone), tiles, Work(context, longest, attended), tokens, rank)
+
+        coming = [sequence for sequence in everyone if sequence.state in (State.WAITING, State.PREFILLING)]
+        spans = [(at, min(at + size, len(s.tokens))) for s in coming for at in range(s.num_computed, len(s.tokens), size)]
+        attended = [0, *accumulate([pairs(at, end - at, windows) for at, end in spans])]
+        going = [Stream(s.due - start, s.tpot, self._length(s, s.rest)) for s in streams if s.tpot < math.inf and not s.late]
+        least = seconds(len(streams), 0, Work(), 1)
+        streams_in_time = [stream for stream in going if _can_be_met(stream, least)]
+        return Outlook(mixed(0, 0), mixed, streams_in_time, [self._prompt(s, start) for s in coming], attended)
+
+    def _prompt(self, sequence: Sequence, start: float) -> Prompt:
+        tiles = -(-(len(sequence.tokens) - sequence.num_computed) // self._predictor.tile_size)
+        if sequence.late or sequence.first_token is not None:
+            return Prompt(tiles, math.inf)
+        return Prompt(tiles, sequence.arrival + sequence.ttft - start, sequence.tpot, self._length(sequence, sequence.rest - 1))
+
+    def _length(self, sequence: Sequence, rest: int) -> int | None:
+        """Number of tokens, at most `rest`, that it will still generate; None: unknown."""
+        params = sequence.request.params
+        if params.ignore_eos and not params.stop and not params.stop_token_ids:
+            return rest
+        if self._rejects:
+            return None
+        return self.lengths.least_rest(sequence.max_len - sequence.prompt_len - rest, rest)
+
+    # --- what becomes of targets ----------------------------------------------------------------------
+
+    def set_targets(self, sequence: Sequence, now: float) -> None:
+        """Sets arrival and targets of a new sequence."""
+        request, options = sequence.request, self._registry.options
+        sequence.arrival = request.arrival or now
+        ttft, tpot = request.ttft_ms or options.ttft_ms, request.tpot_ms or options.tpot_ms
+        if sequence.searches:  # all of its tokens come at the end
+            return
+        if tpot is not None:
+            sequence.tpot = tpot / 1e3
+        if ttft is not None:
+            sequence.ttft = ttft / 1e3
+            sequence.start_by = sequence.arrival + sequence.ttft - self._predictor.prompt_seconds(sequence.prompt_len)
+
+    def note_end(self, sequence: Sequence, now: float) -> None:
+        """Records that a sequence has got its last token."""
+        self.lengths.note(len(sequence.tokens) - sequence.prompt_len)
+        if sequence.has_target:
+            self.goodput.ended(sequence, now)
+
+
+def expect(sampled: List[Sequence], rows: int, end: float) -> None:
+    """Records that these get a token in a step predicted to end at `end`; the first `rows` of them are decode rows."""
+    for sequence in islice(sampled, rows, None):
+        if sequence.first_token is None:
+            sequence.first_token = sequence.due = end
+    for sequence in sampled:
+        sequence.due += sequence.tpot
+
+
+def note_first(sequence: Sequence, now: float) -> None:
+    """Records the arrival of its first token."""
+    assert sequence.first_token is not None
+    sequence.due += now - sequence.first_token
+    sequence.first_token = now
+
+
+def _can_be_met(stream: Stream, least: float) -> bool:
+    """Whether a stream can still be in time if every further step takes the minimum time."""
+    slack, tpot, length = stream
+    return slack >= least if length is None else slack + (length - 1) * tpot >= length * least

@@ -1,0 +1,51 @@
+"""Predicted seconds of steps that could be planned."""
+
+from __future__ import annotations
+
+from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.composition import Composition
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.work import Work
+from jengine.table.program_table import VARIANTS
+from jengine.table.ready_programs import ReadyPrograms
+
+
+class StepPredictor:
+    """Looks up what steps would cost with the programs that are ready.
+
+    Attributes:
+        ready: programs that steps may use; replaced when more become ready.
+        tile_size: tokens in a tile.
+        max_num_batched_tokens: maximum tokens in a step.
+    """
+
+    def __init__(
+        self, ready: ReadyPrograms, costs: StepCosts, blocks: BlockManager, composition: Composition, max_num_batched_tokens: int
+    ) -> None:
+        self.ready, self.costs = ready, costs
+        self.tile_size, self.max_num_batched_tokens = ready.table.tile_size, max_num_batched_tokens
+        self._blocks, self._apart = blocks, composition.apart
+
+    def tile_buckets(self, rows: int) -> list[int]:
+        """Tile counts of programs that can run beside this many rows."""
+        most = max((self.max_num_batched_tokens - rows) // self.tile_size, 1)
+        return [tiles for tiles in self.ready.tile_buckets if tiles <= most] or [self.ready.tile_buckets[0]]
+
+    def seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
+        """Predicted seconds of a step, or of two if rows and tiles are kept apart.
+
+        Args:
+            tokens: length of the step's longest sequence.
+            rank: of the sampler variant; see Sequence.
+        """
+        if rows and tiles and self._apart:
+            alone = work._replace(attended=0)
+            return self.seconds(rows, 0, alone, tokens, rank) + self.seconds(0, tiles, Work(attended=work.attended), tokens, rank)
+        trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self._blocks.pages_of(tokens))
+        return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
+
+    def prompt_seconds(self, tokens: int) -> float:
+        """Predicted seconds of a prompt alone."""
+        most = self.tile_buckets(0)[-1]
+        steps, rest = divmod(-(-tokens // self.tile_size), most)
+        return steps * self.seconds(0, most, Work(), tokens) + (self.seconds(0, rest, Work(), tokens) if rest else 0.0)

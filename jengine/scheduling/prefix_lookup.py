@@ -1,0 +1,89 @@
+"""Looks up prompts in the prefix cache, on the device and on the host."""
+
+from __future__ import annotations
+
+from jengine.scheduling.block_table import NO_HIT, Hit
+from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.composition import Composition
+from jengine.scheduling.predictor import StepPredictor
+from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.work import Work, pairs
+
+
+class PrefixLookup:
+    """
+    Attributes:
+        queries, hits: prompt tokens looked up on the device, and found.
+        host_queries, host_hits, host_declined: the rest: tokens looked up on the host, fetched from it, and
+            recomputed because that is faster than fetching.
+        resumptions: counts for preempted sequences; see Load.resumptions.
+    """
+
+    def __init__(self, blocks: BlockManager, limits: SequenceLimits, composition: Composition, predictor: StepPredictor) -> None:
+        self._blocks, self._limits, self._composition, self._predictor = blocks, limits, composition, predictor
+        self.queries = self.hits = 0
+        self.host_queries = self.host_hits = self.host_declined = 0
+        self.resumptions = 0, 0, 0
+        self._last_match = (-1, 0), NO_HIT  # (sequence, index version), result
+
+    def match(self, sequence: Sequence) -> Hit:
+        """Looks up a sequence.
+
+        A request for prompt log probabilities, or for the mean of hidden states, must compute its whole prompt.
+        """
+        request = sequence.request
+        if request.params.prompt_logprobs is not None or (request.pooling is not None and request.pooling.needs_all):
+            return NO_HIT
+        question = sequence.number, self._blocks.version
+        if self._last_match[0] != question:  # the first waiting sequence is looked up in every step
+            tokens, count, salt = sequence.tokens, self._composition.prefilled(sequence), request.cache_salt
+            tokens = tokens[:count] if count < len(tokens) else tokens
+            hit = self._blocks.match(tokens, salt)
+            self._last_match = question, self.or_fetch(hit, self._blocks.match_both(tokens, salt, hit), count)
+        return self._last_match[1]
+
+    def or_fetch(self, hit: Hit, longer: Hit, count: int) -> Hit:
+        """Returns the longer hit if fetching its pages is predicted to be faster than computing them, otherwise `hit`.
+
+        Args:
+            count: length of the prompt in tokens.
+        """
+        if not longer.fetches:
+            return hit
+        saved = self._compute_seconds(hit.tokens, count) - self._compute_seconds(longer.tokens, count)
+        return longer if self._predictor.costs.fetch_seconds(longer.fetches) < saved else hit._replace(from_host=longer.from_host)
+
+    def _compute_seconds(self, start: int, end: int) -> float:
+        """Predicted seconds to compute a prompt's tokens at [start, end) alone."""
+        work = Work(attended=pairs(start, end - start, self._limits.windows))
+        return self._predictor.prompt_seconds(end - start) + self._predictor.costs.work_seconds(work)
+
+    def note_hit(self, sequence: Sequence, tokens: int, now: float, hit: Hit = NO_HIT) -> None:
+        """Records that `tokens` tokens of a sequence are not computed.
+
+        Args:
+            hit: the cache hit, which may include host pages.
+        """
+        if self._blocks.prefix_caching:
+            queries, fetched = self._composition.prefilled(sequence), hit.from_host if hit.fetches else 0
+            self.queries += queries
+            self.hits += tokens - fetched
+            if self._blocks.tier is not None:
+                self.host_queries += queries - (tokens - fetched)
+                self.host_hits += fetched
+                self.host_declined += hit.from_host - fetched
+        if not sequence.scheduled:
+            sequence.scheduled, sequence.num_cached = now, tokens
+
+    def note_resumption(self, sequence: Sequence, hit: Hit) -> None:
+        """Records how a preempted sequence resumes: its pages were still cached, come from the host, or are recomputed."""
+        missing = self._composition.prefilled(sequence) - hit.tokens
+        cached, swapped, recomputed = self.resumptions
+        if hit.fetches:
+            swapped += 1
+        elif missing <= self._composition.hit_grid(self._blocks.page_size):
+            cached += 1
+        else:
+            recomputed += 1
+        self.resumptions = cached, swapped, recomputed

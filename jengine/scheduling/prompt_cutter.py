@@ -1,0 +1,226 @@
+"""Prompts are admitted, cut into tiles and forked into samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from jengine.beams import sampling_of
+from jengine.scheduling.block_table import Hit
+from jengine.scheduling.composition import Composition
+from jengine.scheduling.pending import PendingTiles
+from jengine.scheduling.plan_builder import PlanBuilder
+from jengine.scheduling.predictor import StepPredictor
+from jengine.scheduling.prefix_lookup import PrefixLookup
+from jengine.scheduling.registry import Registry
+from jengine.scheduling.rows import Rows
+from jengine.scheduling.rules.beam_searches import BeamSearches
+from jengine.scheduling.rules.repeats import Repeats
+from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.step_plan import Sample, SlotReset, Span
+from jengine.scheduling.work import pairs
+
+
+class PromptCutter:
+    """
+    Attributes:
+        admitting: number of waiting sequences that may still be admitted in this step.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        limits: SequenceLimits,
+        composition: Composition,
+        predictor: StepPredictor,
+        prefixes: PrefixLookup,
+        rows: Rows,
+        searches: BeamSearches,
+        repeats: Repeats,
+    ) -> None:
+        self._registry, self._limits, self._composition, self._predictor = registry, limits, composition, predictor
+        self._blocks, self._prefixes, self._rows, self._searches, self._repeats = registry.blocks, prefixes, rows, searches, repeats
+        self._tile_size = limits.tile_size
+        self.admitting = 0
+        self._landed: dict[Sequence, None] = {}  # running; their pages have arrived, but their slots are not set yet
+
+    def forget(self, sequence: Sequence) -> None:
+        """See Rememberer."""
+        self._landed.pop(sequence, None)
+
+    def land(self) -> None:
+        """Resumes sequences whose pages have arrived from the host."""
+        for number in self._blocks.land():
+            sequence = self._registry.by_number[number]
+            sequence.state = State.PREFILLING
+            self._landed[sequence] = None
+
+    def begun(self) -> list[Sequence]:
+        """Running sequences whose prompts are not computed to the end."""
+        return [s for s in self._registry.running if s.state is State.PREFILLING]
+
+    def pending(self, begun: list[Sequence], limit: int) -> PendingTiles:
+        """Prompt tiles that can be computed now, at most `limit`."""
+        limit, pending = min(limit, self._predictor.ready.max_tiles), PendingTiles(self._tile_size, self._limits.windows)
+        for sequence in begun:
+            pending.add(sequence.num_computed, self._composition.prefilled(sequence), limit)
+        admitting, room, taken, running = self.admitting, self.room, Counter[int](), len(self._registry.running)
+        for sequence in self._registry.waiting:
+            if pending.count >= limit or admitting <= 0 or room < sequence.slots or sequence.in_flight:
+                break
+            hit = self._prefixes.match(sequence)
+            taken.update(self._needed(sequence, hit))
+            if not self._fits(taken, running):
+                break
+            pending.add(hit.tokens, self._composition.prefilled(sequence), limit)
+            admitting, room, running = admitting - 1, room - sequence.slots, running + sequence.slots
+        return pending
+
+    def cut(self, plan: PlanBuilder, begun: list[Sequence], budget: int) -> int:
+        """Cuts prompts into a plan with at most `budget` tiles. Returns the number of tiles used.
+
+        Each prompt is planned to its end before the next one. So if several prompts have a common prefix, the
+        first computes it and the others find it.
+        """
+        registry, blocks, left = self._registry, self._blocks, budget
+        for sequence in begun:
+            left -= self._cut(plan, sequence, left)
+        while left > 0 and self.admitting > 0 and all(s.state is not State.PREFILLING for s in registry.running):
+            first = registry.waiting.first
+            # A preempted sequence with tokens in flight is not fully known yet; those behind it wait.
+            if first is None or first.in_flight or first.slots > self.room:
+                break
+            hit = self._prefixes.match(first)
+            if blocks.coming(hit) or not self._fits(self._needed(first, hit), len(registry.running)):
+                break
+            self._start(first)
+            blocks.admit(first.number, hit, self._composition.prefilled(first), first.request.cache_salt, first.tokens)
+            first.num_computed = hit.tokens
+            self._prefixes.note_hit(first, hit.tokens, plan.now, hit)
+            if first.num_preemptions:
+                self._prefixes.note_resumption(first, hit)
+            if hit.fetches:
+                first.state = State.FETCHING
+                continue
+            first.state = State.PREFILLING
+            _set_slots(plan, first)
+            left -= self._cut(plan, first, left)
+        return budget - left
+
+    @property
+    def room(self) -> int:
+        """Number of further sequences that can run, limited by free slots and by the rows of ready programs."""
+        return min(len(self._registry.free_slots), self._predictor.ready.max_rows - len(self._registry.running))
+
+    def may_fit(self, sequence: Sequence) -> bool:
+        """Whether there are pages to admit a waiting sequence now."""
+        return self._fits(self._needed(sequence, self._prefixes.match(sequence)), len(self._registry.running))
+
+    def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
+        """Pages needed from each pool to admit a sequence: those of all its known tokens, so a prefill does not
+        stop half-way.
+
+        For a beam search, includes the next pages of its beams.
+        """
+        blocks, prompt, beams = self._blocks, sequence.prompt_len, sequence.slots
+        needed = blocks.needed(hit, len(sequence.tokens), self._tile_size)
+        if beams > 1:
+            shared, last = prompt // blocks.page_size, min(prompt + 1, sequence.max_len - 1)
+            more = beams * (blocks.pages_of(last) - shared) - (blocks.pages_of(prompt) - shared)
+            needed.update(blocks.new_pages(more))
+        return needed
+
+    def _fits(self, wanted: Counter[int], running: int) -> bool:
+        """Whether these pages are available and one more for each running sequence, to avoid an early preemption."""
+        return self._blocks.available(wanted + self._blocks.new_pages(running))
+
+    def _start(self, sequence: Sequence) -> None:
+        self.admitting -= 1
+        self._registry.start([sequence, *self._searches.begin(sequence)])
+
+    def _cut(self, plan: PlanBuilder, sequence: Sequence, tiles: int) -> int:
+        """Plans up to `tiles` tiles of a sequence's known tokens, if there are pages for them. Returns the
+        number of tiles."""
+        number, start, blocks, size = sequence.number, sequence.num_computed, self._blocks, self._tile_size
+        last = self._composition.prefilled(sequence)
+        blocks.pass_windows(number, start)
+        end = self._composition.end(blocks.room(number, min(start + tiles * size, last)), last)
+        if end <= start:
+            return 0
+        if sequence in self._landed:
+            del self._landed[sequence]
+            _set_slots(plan, sequence)
+        plan.enter(sequence.slot, blocks.grow(number, end))
+        wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
+        states = None if blocks.states is None else blocks.states.tiles(number, start, end, size, last)
+        plan.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted, states=states))
+        plan.work = plan.work._replace(attended=plan.work.attended + pairs(start, end - start, self._limits.windows))
+        plan.longest = max(plan.longest, end)
+        sequence.num_computed = end
+        blocks.commit(number, sequence.tokens, end)
+        if end == len(sequence.tokens):
+            _sample(plan, sequence)
+            if end == sequence.prompt_len:
+                self._fork(plan, sequence)
+        elif end == last:
+            sequence.state = State.DECODING
+            self._repeats.begin(sequence)
+        return -(-(end - start) // size)
+
+    def _fork(self, plan: PlanBuilder, parent: Sequence) -> None:
+        """Forks the prompt's other samples, which wait behind the first one. They share the tokens that it has computed."""
+        registry, blocks = self._registry, self._blocks
+        while min(self.room, self.admitting) > 0 and self._fits(blocks.forked, len(registry.running) + 1):
+            child = registry.waiting.first
+            if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
+                return
+            self._start(child)
+            _set_slots(plan, child)
+            blocks.fork(parent.number, child.number)
+            plan.enter(child.slot, blocks.grow(child.number, child.prompt_len))
+            child.num_computed = child.prompt_len
+            self._prefixes.note_hit(child, child.prompt_len, plan.now)
+            _sample(plan, child)
+            self._rows.share(parent, child)
+
+
+def _set_slots(plan: PlanBuilder, sequence: Sequence) -> None:
+    request, beams = sequence.request, sequence.request.beams
+    members = [sequence] if sequence.beams is None else sequence.beams.members
+    for index, member in enumerate(members, request.sample_index):
+        plan.resets.append(
+            SlotReset(
+                slot=member.slot,
+                params=request.params if beams is None else sampling_of(beams, logprobs=2 * beams.beam_width),
+                seed=sequence.seed,
+                sample_index=index,
+                prompt_len=sequence.prompt_len,
+                stop_token_ids=sequence.suppressed_token_ids,
+                counted=list(sequence.tokens) if request.params.penalizes else None,
+            )
+        )
+
+
+def _sample(plan: PlanBuilder, sequence: Sequence) -> None:
+    """Plans a sample after the last span of a sequence whose known tokens are all planned."""
+    plan.samples.append(Sample(len(plan.spans) - 1, plan.spans[-1].length - 1, sequence.number, sequence.slot))
+    plan.sampled.append(sequence)
+    sequence.state = State.HELD if sequence.searches else State.DECODING
+    sequence.in_flight += 1
+
+
+def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:
+    """The prompt tokens that follow positions [start, end), if their log probabilities were requested."""
+    request = sequence.request
+    if request.params.prompt_logprobs is None:
+        return None
+    return request.prompt_token_ids[start + 1 : end + 1] or None
+
+
+def _pooled(sequence: Sequence, start: int, end: int) -> int | None:
+    """Offset in [start, end) from which hidden states are summed for an embedding; None: none are summed."""
+    pooling = sequence.request.pooling
+    if pooling is None:
+        return None
+    first = 0 if pooling.needs_all else sequence.prompt_len - 1
+    return max(first - start, 0) if first < end else None

@@ -1,0 +1,109 @@
+"""Decode rows: which sequences get one, and pages for their tokens."""
+
+from __future__ import annotations
+
+from jengine.scheduling.plan_builder import PlanBuilder
+from jengine.scheduling.policy import victim
+from jengine.scheduling.registry import Registry
+from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.step_plan import Sample, Span
+from jengine.scheduling.work import Work, rows_work
+
+
+class Rows:
+    """
+    Attributes:
+        last: sequences with a row in the last step that had rows.
+    """
+
+    def __init__(self, registry: Registry, limits: SequenceLimits) -> None:
+        self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
+        self.last: list[Sequence] = []
+        self._samples: list[Sample] = []  # of these rows
+        self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
+        self._forked: dict[Sequence, None] = {}  # running; the device lacks part of their block tables
+
+    def forget(self, sequence: Sequence) -> None:
+        """See Rememberer."""
+        self._sharing.pop(sequence, None)
+        self._forked.pop(sequence, None)
+
+    @property
+    def sharing(self) -> bool:
+        """Whether a running sequence may write to a shared page next."""
+        return bool(self._sharing)
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """The two have the same tokens and pages from now on."""
+        if parent.num_computed % self._blocks.page_size:
+            self._sharing[parent] = self._sharing[child] = None
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Gives a running child its parent's pages. Its block tables are sent with its next row."""
+        self._blocks.replace(parent.number, child.number)
+        child.tokens, child.num_computed = [*parent.tokens], parent.num_computed
+        self._forked[child] = None
+        self.share(parent, child)
+
+    def empty(self, sequence: Sequence) -> None:
+        """Takes all pages from a running sequence."""
+        self._blocks.empty(sequence.number, sequence.request.cache_salt)
+        sequence.num_computed = 0
+        self._forked.pop(sequence, None)
+
+    def decoding(self) -> list[Sequence]:
+        """Running sequences that need a row. A sequence whose last token is in flight finishes when that is collected."""
+        decoding = State.DECODING
+        return [s for s in self._registry.running if s.state is decoding and s.num_computed < s.last_position]
+
+    def add(self, plan: PlanBuilder) -> None:
+        """Adds a row for every decoding sequence to an empty plan."""
+        rows = self._with_pages(plan)
+        if rows != self.last:  # most steps keep the rows; a sequence that changes its slot misses a step in between
+            self.last, self._samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
+        plan.rows = rows
+        plan.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
+        plan.samples = [*self._samples]
+        plan.sampled = [*rows]
+        positions = [s.num_computed for s in rows]
+        plan.work = Work(*rows_work(positions, self._windows))
+        plan.longest = max(positions, default=-1) + 1
+
+    def _with_pages(self, plan: PlanBuilder) -> list[Sequence]:
+        """Sequences that decode in this step. Allocates pages for those that enter a new page, and copies shared pages.
+
+        Preempts the last sequence in the policy's order until there are enough pages. At the latest, this ends
+        with one running sequence, for which the pool was found large enough when it was added.
+        """
+        blocks = self._blocks
+        page_size = blocks.page_size
+        while True:
+            rows = self.decoding()
+            growing = [s for s in rows if s.num_computed % page_size == 0]
+            copying = [s for s in rows if s in self._sharing] if self._sharing else []
+            forked = [s for s in rows if s in self._forked] if self._forked else []
+            if not growing and not copying and not forked:
+                return rows
+            for sequence in growing:
+                blocks.pass_windows(sequence.number, sequence.num_computed)
+            wanted = blocks.copies((s.number, s.num_computed) for s in copying)
+            wanted.update(blocks.new_pages(len(growing)))
+            if blocks.available(wanted):
+                break
+            self._registry.preempt(victim(self._registry.running))
+        for sequence in copying:
+            copies, entries = blocks.unshare(sequence.number, sequence.num_computed)
+            plan.copies += copies
+            if sequence not in self._forked:
+                plan.enter(sequence.slot, entries)
+            del self._sharing[sequence]
+        for sequence in {**dict.fromkeys(growing), **dict.fromkeys(forked)}:
+            plan.enter(sequence.slot, blocks.grow(sequence.number, sequence.num_computed + 1))
+            self._forked.pop(sequence, None)
+        return rows
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a sequence that does not run is remembered."""
+        assert {*self._sharing, *self._forked} <= {*self._registry.running}, "a sequence that does not run shares a page"
+        assert all(sequence.searches for sequence in self._forked), "a sequence that is no beam was forked"
