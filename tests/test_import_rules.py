@@ -19,6 +19,8 @@ FOLDERS = {"jengine": "jengine", "pallas_kernels": "pallas_kernels", "serving": 
 SERVING = "jengine.serving"
 GENERATED = ROOT / "serving" / "generated"
 MAX_LINES = 400
+MAX_OBJECT_LINES = 500  # of a class with its bases
+MAX_CHAIN = 4  # classes from the most derived to the last base of ours
 COMMANDS = ("jengine.cli", "jengine.commands", "jengine.ray")  # users of the library, as others are, that come with it
 SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these of the network
 BATCH = "jengine.commands.batch_openai"  # answers requests as the service does
@@ -201,6 +203,27 @@ def test_files_stay_short() -> None:
     lines = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in files}
     assert len(lines) > 20
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_objects_stay_short() -> None:
+    """A class counts with all of its own bases: splitting one object over a chain of classes does not make it shorter."""
+    bases: dict[str, list[str]] = {}
+    lines: dict[str, int] = {}
+    for source in sources().values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+                lines[node.name] = (node.end_lineno or node.lineno) - node.lineno + 1
+
+    def chain(name: str) -> list[str]:
+        return [name, *max((chain(base) for base in bases[name] if base in bases and base != name), key=len, default=[])]
+
+    def whole(name: str) -> set[str]:
+        return {name}.union(*[whole(base) for base in bases[name] if base in bases and base != name])
+
+    assert len(bases) > 300
+    assert {name: chain(name) for name in bases if len(chain(name)) > MAX_CHAIN} == {}
+    assert {name: total for name in bases if (total := sum(lines[one] for one in whole(name))) > MAX_OBJECT_LINES} == {}
 
 
 SIDE_EFFECTS = """
