@@ -8,6 +8,7 @@ from itertools import accumulate, islice, takewhile
 
 from jengine.scheduling.goodput import Goodput
 from jengine.scheduling.output_lengths import OutputLengths
+from jengine.scheduling.plan_builder import PlanBuilder
 from jengine.scheduling.predictor import StepPredictor
 from jengine.scheduling.promises import Outlook, Prompt, Stream, best_way
 from jengine.scheduling.registry import Registry
@@ -178,12 +179,13 @@ class Acceptance:
             self.goodput.ended(sequence, now)
 
 
-def expect(sampled: List[Sequence], rows: int, end: float) -> None:
-    """Records that these get a token in a step predicted to end at `end`; the first `rows` of them are decode rows."""
-    for sequence in islice(sampled, rows, None):
+def expect(plan: PlanBuilder, end: float) -> None:
+    """Records that the sampled sequences get a token in a step predicted to end at `end`."""
+    prompts = plan.sampled[len(plan.rows) :]
+    for sequence in prompts:
         if sequence.first_token is None:
             sequence.first_token = sequence.due = end
-    for sequence in sampled:
+    for sequence in plan.sampled if plan.paced else prompts:
         sequence.due += sequence.tpot
 
 

@@ -20,14 +20,16 @@ class PlanBuilder:
         tiles: number of prompt tiles.
         longest: length in tokens of the longest sequence after the step; in a burst, after its first step.
         steps: number of decode steps; more than 1 in a burst.
+        paced: whether any row has a target for the time between tokens.
+        rank: highest variant_rank of the sequences that are sampled.
         sampled: sequences of `samples`, in the same order.
     """
 
     def __init__(self, now: float) -> None:
         self.now = now
         self.rows: list[Sequence] = []
-        self.tiles = self.longest = 0
-        self.steps = 1
+        self.tiles = self.longest = self.rank = 0
+        self.steps, self.paced = 1, False
         self.spans: list[Span] = []
         self.samples: list[Sample] = []
         self.sampled: list[Sequence] = []

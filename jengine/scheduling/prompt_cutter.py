@@ -205,6 +205,7 @@ def _sample(plan: PlanBuilder, sequence: Sequence) -> None:
     """Plans a sample after the last span of a sequence whose known tokens are all planned."""
     plan.samples.append(Sample(len(plan.spans) - 1, plan.spans[-1].length - 1, sequence.number, sequence.slot))
     plan.sampled.append(sequence)
+    plan.rank = max(plan.rank, sequence.variant_rank)
     sequence.state = State.HELD if sequence.searches else State.DECODING
     sequence.in_flight += 1
 

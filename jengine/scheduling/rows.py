@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from jengine.scheduling.plan_builder import PlanBuilder
 from jengine.scheduling.policy import victim
 from jengine.scheduling.registry import Registry
@@ -20,7 +22,10 @@ class Rows:
     def __init__(self, registry: Registry, limits: SequenceLimits) -> None:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
         self.last: list[Sequence] = []
-        self._samples: list[Sample] = []  # of these rows
+        self._rank, self._paced = 0, False  # of these rows, as are the lists; a loop over a thousand sequences waits for memory
+        self._numbers: list[int] = []
+        self._slots: list[int] = []
+        self._samples: list[Sample] = []
         self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
         self._forked: dict[Sequence, None] = {}  # running; the device lacks part of their block tables
 
@@ -59,20 +64,23 @@ class Rows:
 
     def add(self, plan: PlanBuilder) -> None:
         """Adds a row for every decoding sequence to an empty plan."""
-        rows = self._with_pages(plan)
+        rows, positions = self._with_pages(plan)
         if rows != self.last:  # most steps keep the rows; a sequence that changes its slot misses a step in between
-            self.last, self._samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
-        plan.rows = rows
-        plan.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
+            self.last, self._rank = rows, max([s.variant_rank for s in rows], default=0)
+            self._paced = any(s.tpot < math.inf for s in rows)
+            self._numbers, self._slots = [s.number for s in rows], [s.slot for s in rows]
+            self._samples = [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
+        plan.rows, plan.rank, plan.paced = rows, self._rank, self._paced
+        plan.spans = [*map(Span, self._numbers, self._slots, positions)]
         plan.samples = [*self._samples]
         plan.sampled = [*rows]
-        positions = [s.num_computed for s in rows]
         plan.work = Work(*rows_work(positions, self._windows))
         plan.longest = max(positions, default=-1) + 1
 
-    def _with_pages(self, plan: PlanBuilder) -> list[Sequence]:
-        """Sequences that decode in this step. Allocates pages for those that enter a new page, and copies shared pages.
+    def _with_pages(self, plan: PlanBuilder) -> tuple[list[Sequence], list[int]]:
+        """Sequences that decode in this step, and their positions.
 
+        Allocates pages for those that enter a new page, and copies shared pages.
         Preempts the last sequence in the policy's order until there are enough pages. At the latest, this ends
         with one running sequence, for which the pool was found large enough when it was added.
         """
@@ -80,11 +88,12 @@ class Rows:
         page_size = blocks.page_size
         while True:
             rows = self.decoding()
-            growing = [s for s in rows if s.num_computed % page_size == 0]
+            positions = [s.num_computed for s in rows]
+            growing = [s for s, at in zip(rows, positions, strict=True) if at % page_size == 0]
             copying = [s for s in rows if s in self._sharing] if self._sharing else []
             forked = [s for s in rows if s in self._forked] if self._forked else []
             if not growing and not copying and not forked:
-                return rows
+                return rows, positions
             for sequence in growing:
                 blocks.pass_windows(sequence.number, sequence.num_computed)
             wanted = blocks.copies((s.number, s.num_computed) for s in copying)
@@ -101,7 +110,7 @@ class Rows:
         for sequence in {**dict.fromkeys(growing), **dict.fromkeys(forked)}:
             plan.enter(sequence.slot, blocks.grow(sequence.number, sequence.num_computed + 1))
             self._forked.pop(sequence, None)
-        return rows
+        return rows, positions
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence that does not run is remembered."""

@@ -228,16 +228,22 @@ class Scheduler:
         ready, costs, states, steps = self.predictor.ready, self.predictor.costs, self.blocks.states, plan.steps
         pages = self.blocks.pages_of(self.limits.longest_after(plan.longest, steps))
         trunk = ready.trunk(len(plan.rows), plan.tiles, pages, len(plan.samples))
-        variant = VARIANTS[max([sequence.variant_rank for sequence in plan.sampled], default=0)]
+        variant = VARIANTS[plan.rank]
         sampler = ready.sampler(trunk, variant) if steps == 1 else self.table.sampler(trunk, variant)
-        for sequence, span in zip(plan.rows, plan.spans, strict=False):
-            if states is not None:
+        if states is not None:
+            for sequence, span in zip(plan.rows, plan.spans, strict=False):
                 known = min(len(sequence.tokens), sequence.num_computed)
                 span.states = states.row(span.seq, sequence.tokens, known, span.start + span.length, self.table.tile_size)
-            sequence.num_computed += span.length
-            sequence.in_flight += span.length
-            if span.length > 1 and sequence.has_target:
-                sequence.due += (span.length - 1) * sequence.tpot
+        if steps == 1:
+            for sequence in plan.rows:
+                sequence.num_computed += 1
+                sequence.in_flight += 1
+        else:
+            for sequence, span in zip(plan.rows, plan.spans, strict=True):
+                sequence.num_computed += span.length
+                sequence.in_flight += span.length
+                if span.length > 1 and sequence.has_target:
+                    sequence.due += (span.length - 1) * sequence.tpot
         if plan.rows:
             for rule in self.rules:
                 rule.planned(plan)
@@ -245,7 +251,7 @@ class Scheduler:
         built.seconds = costs.seconds(trunk, sampler, plan.work) if steps == 1 else costs.burst_seconds(built.burst, plan.work)
         if self.blocks.tier is not None:
             built.seconds += costs.swap_seconds(*self.blocks.tier.planned)
-        expect(plan.sampled, len(plan.rows), self.timeline.plan(plan.now, built.seconds))
+        expect(plan, self.timeline.plan(plan.now, built.seconds))
         return built
 
     def take_swaps(self) -> Swaps | None:

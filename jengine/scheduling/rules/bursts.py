@@ -26,15 +26,15 @@ class Bursts(Rule):
         rows, steps, blocks = plan.rows, self._steps, self._blocks
         if steps == 1 or plan.tiles:
             return
-        rank = max([sequence.variant_rank for sequence in rows])
-        if VARIANTS[rank] == VARIANTS[-1] or (self._auto and (self._registry.num_waiting or self._registry.fetching)):
+        variant = VARIANTS[plan.rank]
+        if variant == VARIANTS[-1] or (self._auto and (self._registry.num_waiting or self._registry.fetching)):
             return
         lengths = [min(steps, s.last_position - s.num_computed) for s in rows]
         if max(lengths) < steps:
             return
         ready = self._predictor.ready
         trunk = ready.trunk(len(rows), 0, blocks.pages_of(self._limits.longest_after(plan.longest, steps)), len(rows))
-        if ready.burst(trunk, VARIANTS[rank]) is None:
+        if ready.burst(trunk, variant) is None:
             return
         ends = [s.num_computed + length for s, length in zip(rows, lengths, strict=True)]
         growing = [(s, end) for s, end in zip(rows, ends, strict=True) if blocks.pages_of(end) > blocks.pages_of(s.num_computed + 1)]
