@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jengine.checkpoints.calibration import check_calibrated
 from jengine.config import EngineConfig
-from jengine.devices.device_defaults import PROMPT_TOKENS, sizes
+from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.errors import InvalidArgument
 from jengine.execution.batch_invariance import check_batch_invariant
@@ -43,23 +43,7 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     check_formats(config, device)
     max_model_len = _max_model_len(config, model)
     chosen = sizes(config, device.platform)
-    if config.batch_invariant:
-        tokens = min(PROMPT_TOKENS[device.platform], chosen.max_num_batched_tokens)
-        table = ProgramTable.build_batch_invariant(
-            max_num_seqs=chosen.max_num_seqs,
-            tiles=max(1, tokens // config.tile_size),
-            tile_size=config.tile_size,
-            pooling=bool(config.embeddings),
-        )
-    else:
-        table = ProgramTable.build(
-            max_num_seqs=chosen.max_num_seqs,
-            max_num_batched_tokens=chosen.max_num_batched_tokens,
-            tile_size=config.tile_size,
-            single_row=not on_cpu or cpu_refused() is None,
-            pooling=bool(config.embeddings),
-            steps=config.burst_steps,
-        )
+    table = make_table(config, chosen, device.platform)
     dtype = choose_dtype(config.dtype, model, device, root)
     spec = ExecutionSpec(
         model=build(
@@ -77,7 +61,7 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         max_slots=chosen.max_num_seqs,
         page_size=chosen.page_size,
         num_pages=0,
-        num_states=_num_states(model, chosen.max_num_seqs),
+        num_states=num_states(model, chosen.max_num_seqs),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
         attention_backend=config.attention_backend,
     )
@@ -85,25 +69,45 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     if spec.num_states:
         _check_stateful(config)
     if config.swap_space:
-        spec = dataclasses.replace(spec, host_pages=_host_pages(config, spec))
+        spec = dataclasses.replace(spec, host_pages=host_pages(config, spec))
     if config.batch_invariant:
         check_batch_invariant(spec, config.num_processes)
     if on_cpu or kernels_refused(spec) is None:
         return spec
-    pages = page_buckets(spec.table_width)[-1:] if config.batch_invariant else page_buckets(spec.table_width)
+    pages = page_buckets(spec.table_width, config.batch_invariant)
     paged_rows = decode_refused(spec) is not None
     return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages, paged_rows=paged_rows))
+
+
+def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTable:
+    """The programs for an engine of these sizes, before page buckets are chosen."""
+    if config.batch_invariant:
+        tokens = min(PROMPT_TOKENS[platform], chosen.max_num_batched_tokens)
+        return ProgramTable.build_batch_invariant(
+            max_num_seqs=chosen.max_num_seqs,
+            tiles=max(1, tokens // config.tile_size),
+            tile_size=config.tile_size,
+            pooling=bool(config.embeddings),
+        )
+    return ProgramTable.build(
+        max_num_seqs=chosen.max_num_seqs,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
+        tile_size=config.tile_size,
+        single_row=platform != "cpu" or cpu_refused() is None,
+        pooling=bool(config.embeddings),
+        steps=config.burst_steps,
+    )
+
+
+def num_states(model: ModelConfig, max_num_seqs: int) -> int:
+    """One for each running sequence, and a few snapshots for prefix hits. A state is as large as thousands of tokens."""
+    return 0 if model.linear is None else 1 + max_num_seqs + max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS)
 
 
 def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
     """Without a kernel that multiplies by blocks of FP8, they are converted to dtype on load, rather than in each step."""
     blocks = model.stored is not None and model.stored.form == "float8_e4m3fn" and model.stored.group
     return dataclasses.replace(model, stored=None) if blocks and (capability(device) not in HOPPER or dtype not in DTYPES) else model
-
-
-def _num_states(model: ModelConfig, max_num_seqs: int) -> int:
-    """One for each running sequence, and a few snapshots for prefix hits. A state is as large as thousands of tokens."""
-    return 0 if model.linear is None else 1 + max_num_seqs + max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS)
 
 
 def _check_stateful(config: EngineConfig) -> None:
@@ -114,7 +118,7 @@ def _check_stateful(config: EngineConfig) -> None:
         raise InvalidArgument("batch_invariant", True, "this model's recurrent states round differently in tiles and in rows")
 
 
-def _host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
+def host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
     """Pages of each device that fit into its share of host memory."""
     pages = int(config.swap_space * 2**30) // spec.page_bytes
     if not config.enable_prefix_caching:
@@ -137,9 +141,9 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def page_buckets(width: int) -> tuple[int, ...]:
-    """Static page counts for XLA attention on a GPU, in steps of a factor of four up to the table's width."""
+def page_buckets(width: int, batch_invariant: bool = False) -> tuple[int, ...]:
+    """Static page counts for XLA attention on a GPU, in steps of a factor of four up to the table's width, or this alone."""
     buckets = [width]
-    while buckets[-1] > 32:
+    while buckets[-1] > 32 and not batch_invariant:
         buckets.append(-(-buckets[-1] // 4))
     return tuple(reversed(buckets))

@@ -140,9 +140,12 @@ class StepCosts:
 
     def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
         """The same for a whole burst. Until it has run, the sum of single steps."""
+        return self._drift.factor * (self.burst_base(key) + self.slopes.seconds(work))
+
+    def burst_base(self, key: BurstKey) -> float:
+        """Seconds of a burst without work, under usual load."""
         known = self.bursts.get(key)
-        single = self.trunk_seconds(key.trunk) + self.sampler_seconds(key.sampler)
-        return self._drift.factor * ((key.steps * single if known is None else known.seconds) + self.slopes.seconds(work))
+        return key.steps * (self.trunk_seconds(key.trunk) + self.sampler_seconds(key.sampler)) if known is None else known.seconds
 
     def trunk_seconds(self, key: TrunkKey) -> float:
         """Seconds of a trunk alone, without work, under usual load."""
@@ -219,7 +222,7 @@ class StepCosts:
             if key.tiles * size % other == 0
         }
         costs = StepCosts(table, trunks=same, samplers={key: cost.seconds for key, cost in self.samplers.items()}, slopes=self.slopes)
-        costs.host, costs.swaps = self.host, self.swaps
+        costs.host, costs.swaps, costs.bursts = self.host, self.swaps, self.bursts
         return costs
 
     def to_json(self) -> bytes:

@@ -55,21 +55,26 @@ class FastForward:
             if sequence is not None:
                 known = sequence.tokens
                 known += own
-                sequence.in_flight -= 1
+                sequence.in_flight -= len(own)
                 if fair is not None:
-                    fair.spend(sequence.client, 1)
+                    fair.spend(sequence.client, len(own))
                 if len(known) == sequence.max_len:
                     scheduler.finish(sequence, "length")
         return []
 
-    def steps(self, ahead: int) -> int:
+    def steps(self, plan: StepPlan, ahead: int) -> int:
         """Number of the next steps that are steady if no request arrives that `admits`, limited by `begin`.
 
+        Steps with bursts, recurrent states or a host tier are left to the scheduler.
+
         Args:
+            plan: the last step.
             ahead: number of dispatched steps that are not collected: 0 or 1.
         """
         registry, admission, rows = self._registry, self._admission, self.rows
-        if not rows or len(rows) != len(registry.running) or self._scheduler.rows.sharing:
+        if self._scheduler.table.steps > 1 or registry.blocks.states is not None or registry.blocks.tier is not None:
+            return 0
+        if not rows or len(rows) != len(registry.running) or len(plan.samples) != len(rows) or self._scheduler.rows.sharing:
             return 0
         if len(registry.held) and registry.held.batching != "static":
             return 0

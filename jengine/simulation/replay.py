@@ -85,7 +85,7 @@ def replay(
             if trace.prefixes is None and fast_forward:
                 # No two prompts have a common prefix, so only resumed sequences could find pages. If no
                 # preemptions occur, none need caching.
-                scheduler = shape.scheduler(prefix_caching=False)
+                scheduler = shape.scheduler(prefix_caching=False, host_pages=0)
                 scheduler.registry.may_preempt = False
                 with suppress(PreemptionNeeded):
                     outcomes.append(VirtualEngine(scheduler, times, trace, own, **how).run())

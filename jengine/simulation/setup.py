@@ -9,16 +9,16 @@ from typing import Any
 
 from jengine.config import EngineConfig
 from jengine.devices.device_defaults import sizes
-from jengine.engine.shapes import page_buckets
+from jengine.engine.shapes import host_pages, make_table, num_states, page_buckets
 from jengine.engine.start import describe_engine, saved_costs
 from jengine.errors import InvalidArgument
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
+from jengine.models.cache import paged
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
 from jengine.simulation.replay import EngineShape
-from jengine.table.program_table import ProgramTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,8 @@ class Setup:
         Raises:
             InvalidArgument: nothing was measured, or the file cannot be read. Other errors as in start_engine.
         """
-        if config.burst_steps > 1:
-            limit = "cannot be simulated yet: replays have single steps"
-            raise InvalidArgument("num_scheduler_steps", config.num_scheduler_steps, limit)
-        if config.batch_invariant:
-            raise InvalidArgument("batch_invariant", True, "cannot be simulated yet: replays have steps of rows and prompts together")
-        if config.swap_space:
-            raise InvalidArgument("swap_space", config.swap_space, "must be 0: a host tier cannot be simulated yet")
         claim_gpu_memory(config.gpu_memory_utilization)
         config, spec = describe_engine(config)
-        if spec.num_states:
-            raise InvalidArgument("model", config.model, "cannot be simulated yet: it has recurrent states")
         if costs_file is None:
             costs = saved_costs(config, spec)
             if costs is None:
@@ -76,17 +67,16 @@ class Setup:
             InvalidArgument: an option out of range.
         """
         config = dataclasses.replace(self.config, **changes)
-        chosen = sizes(config, self.spec.mesh.devices.flat[0].platform)
-        spec = dataclasses.replace(self.spec, max_slots=chosen.max_num_seqs, page_size=chosen.page_size)
-        buckets = self.spec.table.page_buckets
-        table = ProgramTable.build(
-            max_num_seqs=chosen.max_num_seqs,
-            max_num_batched_tokens=chosen.max_num_batched_tokens,
-            tile_size=config.tile_size,
-            page_buckets=buckets if len(buckets) == 1 else page_buckets(spec.table_width),
-            paged_rows=self.spec.table.paged_rows,
-            single_row=self.spec.table.row_buckets[0] == 1,
-        )
+        platform = self.spec.mesh.devices.flat[0].platform
+        chosen, buckets = sizes(config, platform), self.spec.table.page_buckets
+        states = num_states(self.spec.model.config, chosen.max_num_seqs)
+        spec = dataclasses.replace(self.spec, max_slots=chosen.max_num_seqs, page_size=chosen.page_size, num_states=states)
+        if config.swap_space:
+            spec = dataclasses.replace(spec, host_pages=host_pages(config, spec))
+        if len(buckets) > 1:
+            buckets = page_buckets(spec.table_width, config.batch_invariant)
+        table = make_table(config, chosen, platform)
+        table = dataclasses.replace(table, page_buckets=buckets, paged_rows=self.spec.table.paged_rows)
         spec = dataclasses.replace(spec, table=table)
         return EngineShape(
             table=table,
@@ -96,9 +86,15 @@ class Setup:
             max_num_seqs=spec.max_slots,
             max_num_batched_tokens=chosen.max_num_batched_tokens,
             max_model_len=spec.max_model_len,
-            groups=[GroupPages(group.window, group.pool) for group in spec.groups],
+            groups=[GroupPages(group.window, group.pool) for group in paged(spec.groups)],
             overlap=config.overlap,
-            options={"prefix_caching": config.enable_prefix_caching, "options": SchedulingOptions.of(config)},
+            options={
+                "num_states": spec.num_states,
+                "prefix_caching": config.enable_prefix_caching,
+                "host_pages": spec.host_pages,
+                "staged": spec.staged,
+                "options": SchedulingOptions.of(config),
+            },
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.host_costs import HostSeconds
 from jengine.scheduling.work import Work
-from jengine.table.program_table import SamplerKey, TrunkKey
+from jengine.table.program_table import BurstKey, SamplerKey, TrunkKey
 
 
 class StepTimes:
@@ -22,6 +22,10 @@ class StepTimes:
         if known is None:
             known = self._bases[trunk, sampler] = self._costs.trunk_seconds(trunk) + self._costs.sampler_seconds(sampler)
         return known
+
+    def burst(self, key: BurstKey) -> float:
+        """Device seconds of a burst without work."""
+        return self._costs.burst_base(key)
 
     def device(self, base: float, work: Work) -> float:
         """Device seconds of a step with these programs."""

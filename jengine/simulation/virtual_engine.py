@@ -18,6 +18,7 @@ from jengine.simulation.fast_forward import FastForward
 from jengine.simulation.outcome import Outcome, Sample
 from jengine.simulation.times import StepTimes
 from jengine.simulation.trace import OUTPUT_TOKEN, Trace
+from jengine.simulation.virtual_host import VirtualHost
 
 FOREVER = float("inf")
 SHORTEST = 2  # minimum number of steps to run at once
@@ -63,6 +64,7 @@ class VirtualEngine:
         self.now = float(trace.arrivals[rows[0]] if len(rows) else trace.arrivals[0])
         self.outcome = Outcome.empty(len(trace), self.now)
         self._steady = FastForward(scheduler)
+        self._host_pages = None if scheduler.blocks.tier is None else VirtualHost(scheduler, scheduler.predictor.costs)
         self.outcome.pages = scheduler.blocks.capacity
         scheduler.clock = lambda: self.now
         self._rows: list[int] = rows.tolist()
@@ -137,7 +139,11 @@ class VirtualEngine:
     def _step(self) -> StepPlan | None:
         """Like engine.Engine.step. Returns the dispatched step."""
         scheduler, times = self.scheduler, self.times
+        host = self._host_pages
+        if host is not None:
+            host.report(self.now)
         plan = scheduler.schedule()
+        swapping = 0.0 if host is None else host.begin(self.now)
         if scheduler.acceptance.rejected:
             scheduler.acceptance.rejected.clear()  # they are also among the ended sequences
             self._note_ended()
@@ -148,14 +154,17 @@ class VirtualEngine:
                 self._wait()
             return None
         self._host(times.host(len(plan.spans), plan.trunk.tiles).plan)
-        self._device(times.device(times.base(plan.trunk, plan.sampler), plan.work))
+        base = times.base(plan.trunk, plan.sampler) if plan.steps == 1 else times.burst(plan.burst)
+        self._device(times.device(base, plan.work) + swapping)
         self._in_flight.append(InFlight(plan, self._free))
         self._read_all_but(1 if self._overlap else 0)
         return plan
 
     def _wait(self) -> None:
-        """Nothing can run: advances the clock until a batch forms or a request arrives."""
+        """Nothing can run: advances the clock until a batch forms, a request arrives or pages come from the host."""
         then = min(self.scheduler.wakes_at, self._arrivals[self._taken])
+        if self._host_pages is not None:
+            then = min(then, self._host_pages.next_done)
         if self.scheduler.has_work and then == FOREVER:
             raise JengineError("the simulation is stuck: requests wait, and none can run")
         if then < FOREVER:
@@ -186,9 +195,13 @@ class VirtualEngine:
                 self._note_ended()
 
     def _sampled(self, plan: StepPlan) -> list[list[int]]:
+        spans = plan.spans
         if self.trace.prefixes is None:  # no two prompts have a common prefix, so no prompt can find another's tokens
-            return [[OUTPUT_TOKEN]] * len(plan.samples)
-        return [self._tokens[sample.seq] for sample in plan.samples]
+            if plan.steps == 1:
+                return [[OUTPUT_TOKEN]] * len(plan.samples)
+            return [[OUTPUT_TOKEN] * spans[sample.span].length for sample in plan.samples]
+        lengths = [spans[sample.span].length if plan.steps > 1 else 1 for sample in plan.samples]
+        return [self._tokens[sample.seq] * length for sample, length in zip(plan.samples, lengths, strict=True)]
 
     def _note_ended(self) -> None:
         outcome = self.outcome
@@ -209,7 +222,7 @@ class VirtualEngine:
     def _skip(self, plan: StepPlan) -> None:
         """Runs steps that the scheduler would plan like the last one, `plan`. Computes only their differences."""
         scheduler, steady, times = self.scheduler, self._steady, self.times
-        most = steady.steps(ahead=len(self._in_flight))
+        most = steady.steps(plan, ahead=len(self._in_flight))
         if most < SHORTEST:
             return
         rows, size, windows = steady.rows, scheduler.blocks.page_size, scheduler.limits.windows

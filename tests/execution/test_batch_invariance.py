@@ -27,7 +27,6 @@ from jengine.planning.plan import TargetDevice
 from jengine.request import SamplingParams
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.step_plan import Span, StepPlan
-from jengine.simulation.setup import Setup
 from jengine.table.program_table import ProgramTable, TrunkKey
 from pallas_kernels.cpu import choice
 from tests.execution.test_sampler import GREEDY_ROW, Row, stacked
@@ -77,13 +76,11 @@ def test_what_cannot_keep_it_is_refused(where: dict[str, Any], reason: str) -> N
 
 
 @pytest.mark.parametrize("strategy", ["latency", "auto"])
-def test_it_does_not_go_with_targets_nor_with_simulations(strategy: str) -> None:
-    """Both need steps with rows and prompts."""
+def test_it_does_not_go_with_targets(strategy: str) -> None:
+    """They need steps with rows and prompts."""
     with pytest.raises(InvalidArgument, match=f"batch_invariant=True: not with strategy={strategy}"):
         EngineConfig.of("demo", {"batch_invariant": True, "strategy": strategy})
     assert strategy not in SchedulingOptions(batch_invariant=True).strategies
-    with pytest.raises(InvalidArgument, match="batch_invariant=True: cannot be simulated"):
-        Setup.of(EngineConfig.of("demo", {"batch_invariant": True}))
 
 
 def test_a_sum_over_many_devices_keeps_it_in_one_process_of_a_cpu_alone() -> None:

@@ -12,6 +12,7 @@ from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.memory import pages_that_fit
 from jengine.planning.plan import make_plan
 from jengine.planning.report import report
+from jengine.scheduling.costs import StepCosts
 from jengine.simulation.setup import Setup
 from tests.golden.weights import write_model
 
@@ -62,10 +63,13 @@ def test_what_cannot_be_had_is_refused_by_name(options: dict[str, object], messa
         make_plan(EngineConfig.of(MODEL, options), "h200", progress=False)
 
 
-def test_simulations_are_refused_by_name(tmp_path: Path) -> None:
+def test_simulations_have_as_many_states_as_engines(tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3_next")
-    with pytest.raises(InvalidArgument, match="cannot be simulated yet: it has recurrent states"):
-        Setup.of(EngineConfig(model=str(tmp_path), dtype="float32"))
+    config = EngineConfig(model=str(tmp_path), dtype="float32", max_num_seqs=4)
+    spec = describe_engine(config)[1]
+    shape = Setup(config, spec, StepCosts(spec.table)).shape(max_num_seqs=64)
+    assert spec.num_states == 1 + 4 + 16 and shape.options["num_states"] == 1 + 64 + 16
+    assert [group.window for group in shape.groups] == [None]
 
 
 def test_a_cache_without_room_names_the_states(tmp_path: Path) -> None:

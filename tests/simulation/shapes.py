@@ -40,10 +40,16 @@ def make_shape(
     groups: Sequence[GroupPages] = (GroupPages(),),
     overlap: bool = True,
     prefix_caching: bool = True,
+    num_states: int = 0,
+    host_pages: int = 0,
     **options: Any,
 ) -> EngineShape:
     tokens = max_num_seqs + tiles * tile_size
-    table = ProgramTable.build(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, tile_size=tile_size, page_buckets=page_buckets)
+    steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
+    limits = {"max_num_seqs": max_num_seqs, "tile_size": tile_size}
+    table = ProgramTable.build(max_num_batched_tokens=tokens, page_buckets=page_buckets, steps=steps, **limits)
+    if options.get("batch_invariant"):
+        table = ProgramTable.build_batch_invariant(tiles=tiles, **limits)
     return EngineShape(
         table=table,
         costs=make_costs(table),
@@ -54,7 +60,12 @@ def make_shape(
         max_model_len=max_model_len,
         groups=groups,
         overlap=overlap,
-        options={"prefix_caching": prefix_caching, "options": SchedulingOptions(**options)},
+        options={
+            "num_states": num_states,
+            "prefix_caching": prefix_caching,
+            "host_pages": host_pages,
+            "options": SchedulingOptions(**options),
+        },
     )
 
 
