@@ -17,6 +17,7 @@ from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.work import Work, pairs, rows_work
 
 JUDGED = 32  # new requests judged per step, so that thousands of arrivals do not delay a step
+EFFORT = 50_000  # iterations of judging new requests per step, and of judging the first in the queue; each may exceed it once
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
 
 
@@ -38,12 +39,18 @@ class Acceptance:
         self.goodput, self.lengths = Goodput(), OutputLengths()
         self.rejected: list[Sequence] = []
         self.new: list[Sequence] = []
+        self._effort = 0  # of judging, in this step
         self._unpromised: object = None  # the request that could not be accepted, and the state at that time
 
     @property
     def num_accepted(self) -> int:
         """Number of accepted waiting requests. They are first in the queue."""
         return sum(1 for _ in takewhile(lambda sequence: sequence.accepted, self._registry.waiting))
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last step had no time to judge all that it should have."""
+        return self._effort >= EFFORT
 
     # --- judging --------------------------------------------------------------------------------------
 
@@ -54,11 +61,18 @@ class Acceptance:
             start: start time of the next step.
         """
         registry = self._registry
-        new, self.new = self.new[:JUDGED], self.new[JUDGED:]
-        for sequence in new:
+        self._effort = judged = 0
+        for sequence in self.new[:JUDGED]:
+            if self._effort >= EFFORT:
+                break
+            judged += 1
             if sequence.state is State.WAITING and not sequence.accepted:
                 self._judge(sequence, start)
+        self.new = self.new[judged:]
+        self._effort = 0
         while (first := next((sequence for sequence in registry.waiting if not sequence.accepted), None)) is not None:
+            if self._effort >= EFFORT:
+                break
             alone = not registry.running and not self.num_accepted
             if first.has_target and first.first_token is None and not first.late and first.start_by < start:
                 self._drop(first)
@@ -106,7 +120,9 @@ class Acceptance:
                 return False
         self._accept(sequence, True)
         streams = [s for s in registry.running if s.state is State.DECODING and s.rest > 0]
-        if best_way(self.outlook(start, streams), self._predictor.tile_buckets(len(accepted))).late:
+        outlook = self.outlook(start, streams)
+        self._effort += outlook.effort
+        if best_way(outlook, self._predictor.tile_buckets(len(accepted))).late:
             self._accept(sequence, False)
         return sequence.accepted
 

@@ -48,10 +48,11 @@ class Admission:
         """Whether the load chooses the strategy."""
         return self._auto is not None
 
-    @property
-    def wakes_at(self) -> float:
+    def wakes_at(self, now: float) -> float:
         """See Scheduler."""
         registry = self._registry
+        if registry.waiting and not registry.running and self._acceptance.unfinished:
+            return now
         return math.inf if registry.waiting or (registry.running and registry.held.batching == "static") else registry.held.forms_at
 
     def set_strategy(self, name: StrategyName) -> None:

@@ -175,7 +175,7 @@ class Scheduler:
     @property
     def wakes_at(self) -> float:
         """Time on the clock at which there may be work to schedule even if nothing is collected or added; inf: never."""
-        return self.admission.wakes_at
+        return self.admission.wakes_at(self.clock())
 
     @property
     def busy_seconds(self) -> float:
