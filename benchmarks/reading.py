@@ -25,7 +25,7 @@ PASSES = 10  # per run, so that calling the program takes a small share, and as 
 
 def reader(arrays: Sequence[jax.Array]) -> Callable[[], float]:
     """A function that reads the arrays a few times and returns the seconds of one pass."""
-    name = register("jengine_benchmark_read", lambda: native.compiled(source(), "read"))
+    name = register("jengine_benchmark_read", lambda: native.compiled(source, "read"))
     lines = jnp.array([array.nbytes // (LINE * LINES) * LINES for array in arrays], jnp.int32)
 
     def passes(lines: jax.Array, *arrays: jax.Array) -> jax.Array:

@@ -54,11 +54,12 @@ class Converted:
     """How `jengine convert` quantized a folder's parameters, which are stored as programs take them.
 
     Attributes:
-        quantization, group_size: the options quantization and quantization_group_size.
+        quantization, group_size: the options quantization and quantization_group_size; stored: the form in which the checkpoint's
+            file had them, see StoredWeights.
         calibrated: with calibration_data.
     """
 
-    quantization: Literal["int4", "int4_mixed", "int8", "w8a8", "fp8"]
+    quantization: Literal["int4", "int4_mixed", "int8", "w8a8", "fp8", "stored"]
     group_size: int = 128
     calibrated: bool = False
 

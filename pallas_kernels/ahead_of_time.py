@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.ptx import bulk_copies
 
 TARGETS = Path(__file__).parent / "targets"
+PLANNED = 80  # percent of the described memory that XLA plans with where there is no device to ask
 REGISTERS = 65536  # of a multiprocessor, for all supported compute capabilities
 RESERVED = 1024  # bytes of shared memory reserved per block; a multiprocessor has this much more than the maximum of a block
 
@@ -79,13 +80,19 @@ def description(target: str) -> str:
     return (TARGETS / f"{target}.txtpb").read_text()
 
 
-def devices(target: str, count: int) -> list[jax.Device]:
+def devices(target: str, count: int, memory: int | None = None) -> list[jax.Device]:
     """Devices of one host, such as 'h200', to compile for.
+
+    Args:
+        memory: bytes of each device for a program with its arguments. Programs that have less left for temporaries than they
+            need compute results again instead of keeping them. None: XLA's choice, PLANNED percent of the memory.
 
     Raises:
         ValueError: there is no file for it in `targets`.
     """
     text = description(target)
+    if memory is not None:
+        text = re.sub(r"device_memory_size: \d+", f"device_memory_size: {-(-memory * 100 // PLANNED)}", text)
     return list(topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=text).devices)
 
 

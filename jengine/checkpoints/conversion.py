@@ -29,6 +29,7 @@ from jengine.model_parts import Converted
 from jengine.models import Model, build
 from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import make_mesh
+from jengine.text.gguf_tokenizer import write_tokenizer
 from jengine.text.tokenizer import Tokenizer
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", *IN_FOLDERS)
@@ -52,13 +53,14 @@ def convert(
     named `out` when everything is written, and `out` with the suffix .incomplete until then.
 
     Args:
-        model: `demo`, a folder in Hugging Face's layout, or a hub id.
+        model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
         out: a new or empty folder.
         dtype: dtype of the stored parameters. "auto" keeps each parameter's dtype, so the folder loads without loss at any
             dtype. With quantization, this is the dtype of parameters that are not quantized, and "auto" is the
-            checkpoint's.
+            checkpoint's; a GGUF file's is that in which it would be loaded.
         quantization, quantization_group_size, calibration_data: as in EngineConfig, but applied once here instead of at each
-            start. The folder then loads on one device.
+            start. The folder then loads on one device. By default, what a GGUF file has in four bits stays so; "none" converts
+            it to dtype.
 
     Raises:
         InvalidArgument: an option is not supported, or `out` is not empty, cannot be written, or is being written.
@@ -67,8 +69,6 @@ def convert(
     if dtype not in ("auto", *DTYPES):
         raise InvalidArgument("dtype", dtype, f"must be auto, {', '.join(DTYPES)}")
     folder = resolve(model, revision)
-    if is_gguf(folder):
-        raise ModelError("is a GGUF file, which cannot be converted; it loads as it is", file=folder)
     if is_converted(folder):
         raise ModelError("is converted already", file=folder)
     how = EngineConfig(
@@ -77,26 +77,29 @@ def convert(
         quantization_group_size=quantization_group_size,
         calibration_data=calibration_data,
     )
-    config = dataclasses.replace(read_config(folder), stored=None)
-    if how.quantization is not None:
+    found = read_config(folder)
+    config = dataclasses.replace(found, stored=None)
+    if how.quantization is not None or (is_gguf(folder) and found.stored is not None and quantization is None):
+        config = config if how.quantization is not None else found
         return _convert_quantized(folder, Path(out), how, config if dtype == "auto" else dataclasses.replace(config, dtype=dtype), progress)
     declared = build(config, config.dtype, config.max_position)
     tensors = read(folder, declared)
+    kept: Dtype = config.dtype if dtype == "auto" and is_gguf(folder) else dtype  # type: ignore[assignment]
     with _new_folder(Path(out)) as unfinished:
-        orbax.save(unfinished / PARAMS, _parameters(declared, tensors, dtype, progress))
+        orbax.save(unfinished / PARAMS, _parameters(declared, tensors, kept, progress))
         _copy_files(folder, unfinished)
         write_config(unfinished, config if dtype == "auto" else dataclasses.replace(config, dtype=dtype))
     return Path(out)
 
 
 def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: ModelConfig, progress: bool) -> Path:
-    """Quantizes the parameters for one device and writes them to `out`."""
+    """Quantizes the parameters for one device, or takes them as they are stored, and writes them to `out`."""
     if how.calibration_data is not None:
         check_calibrated(config, how.calibration_data)
-    assert how.quantization is not None and how.quantization != "none"
+    assert how.quantization != "none"
     calibrated = how.calibration_data is not None
-    done = Converted(quantization=how.quantization, group_size=how.quantization_group_size, calibrated=calibrated)
-    declared = build(config, config.dtype, config.max_position, done.quantization, group_size=done.group_size, calibrated=calibrated)
+    done = Converted(quantization=how.quantization or "stored", group_size=how.quantization_group_size, calibrated=calibrated)
+    declared = build(config, config.dtype, config.max_position, how.quantization, group_size=done.group_size, calibrated=calibrated)
     with _new_folder(out) as unfinished:
         if how.calibration_data is None:
             params = load(folder, declared, make_mesh(1), progress)
@@ -124,7 +127,10 @@ def _parameters(model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress
 
 
 def _copy_files(folder: Path, to: Path) -> None:
-    """Copies the tokenizer, the chat templates and the model's other files, without weights."""
+    """Copies the tokenizer, the chat templates and the model's other files, without weights. A GGUF file contains them."""
+    if is_gguf(folder):
+        write_tokenizer(folder, to)
+        return
     for pattern in COPIED:
         for file in folder.glob(pattern):
             if not file.name.endswith(".index.json"):  # indexes of the original tensor files

@@ -34,7 +34,7 @@ CONFIG_FILES = [
 def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILES) -> Path:
     """Locates a model: `demo`, a local folder, or a hub id, whose files are downloaded unless they are cached.
 
-    For a GGUF file, or a folder with one and without config.json, returns the file's path.
+    For a GGUF file, or a folder with one and without config.json, returns the file's path; for a config.json, its folder.
 
     Raises:
         ModelError: the model does not exist, or cannot be downloaded.
@@ -46,6 +46,8 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
         return _only_gguf(path) or path
     if is_gguf(path):
         return path
+    if path.is_file() and path.name == "config.json":
+        return path.parent
     if path.exists():
         raise ModelError("is a file; a model is a GGUF file or a folder in Hugging Face's layout", file=path)
     if model.startswith(("/", "./", "../", "~")) or model.count("/") != 1:

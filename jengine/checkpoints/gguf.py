@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jengine.checkpoints.stored import Groups, StoredTensor, Tensor
 from jengine.errors import ModelError
-from jengine.gguf_file import GgufFile, open_gguf
+from jengine.gguf_file import GgufFile, GgufTensor, dequantized, open_gguf
 from jengine.model_parts import StoredWeights
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name -> model_type
@@ -34,21 +34,21 @@ FIELDS = {  # names in config.json, and in GGUF after the architecture's name
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }
+NAMES = {  # of a tensor in Hugging Face's checkpoints, and in GGUF
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
+    "post_attention_layernorm": "ffn_norm",
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
 SCALING = {"factor": "rope.scaling.factor", "original_max_position_embeddings": "rope.scaling.original_context_length"}
 KNOWN = {*FIELDS.values(), *SCALING.values()} | {
     *("vocab_size", "rope.dimension_count", "rope.scaling.type", "rope.scaling.finetuned", "attention.value_length", "expert_count")
 }
-
-
-class _Names(NamedTuple):
-    """Attributes: file: a Hugging Face tensor's name there."""
-
-    map: Any
-
-    def file(self, name: str) -> str | None:
-        base, _, kind = name.rpartition(".")
-        found = self.map.get_name(base)
-        return None if found is None else f"{found}.{kind}"
 
 
 def config_fields(path: Path) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def config_fields(path: Path) -> dict[str, Any]:
     return {
         "model_type": ARCHITECTURES[architecture],
         **known,
-        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[0]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **({"attention_bias": True} if architecture in ("llama", "qwen3") and "blk.0.attn_q.bias" in file.tensors else {}),
         "eos_token_id": sorted(set(ids)) or None,
@@ -87,43 +87,41 @@ def config_fields(path: Path) -> dict[str, Any]:
 def stored_weights(path: Path, layers: int) -> StoredWeights | None:
     """The format of matrices that stay in four bits in memory."""
     file = open_gguf(path)
-    names = _names(file, layers)
     others, found = [], set()
     for name in (f"model.layers.{layer}.{matrix}.weight" for layer in range(layers) for matrix in MATRICES):
-        kind = _kind(file, names.file(name))
+        kind = _kind(file, _name(name))
         found |= {kind} & {*FOUR_BITS}
         others += [] if kind in FOUR_BITS else [re.escape(name.removesuffix(".weight")) + "$"]
     return StoredWeights(form="int4", group=GROUP, offset=found != {"Q4_0"}, others=tuple(others)) if found else None
 
 
-def read_gguf(path: Path, wanted: list[str], heads: tuple[int, int], layers: int) -> dict[str, Tensor]:
+def read_gguf(path: Path, wanted: list[str], heads: tuple[int, int]) -> dict[str, Tensor]:
     """The file's tensors, with the wanted names if possible, otherwise with the file's names.
 
     Args:
         heads: numbers of query heads and of key heads.
     """
     file = open_gguf(path)
-    names, tensors = _names(file, layers), dict(file.tensors)
+    tensors = dict(file.tensors)
     tensors.pop(FREQUENCIES, None)  # part of the configuration
     out: dict[str, Tensor] = {}
     for name in dict.fromkeys(wanted):
-        if (stored := names.file(name)) in tensors:
+        if (stored := _name(name)) in tensors:
             interleaved = file.architecture in INTERLEAVED and re.search(r"\.([qk])_proj\.", name)
             count = 0 if not interleaved else heads[interleaved[1] == "k"]
             out[name] = Tensor(path, _tensor(tensors.pop(stored), count))
     return out | {name: Tensor(path, _tensor(tensor, 0)) for name, tensor in tensors.items()}
 
 
-def _names(file: GgufFile, layers: int) -> _Names:
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+def _name(name: str) -> str:
+    """The file's name of a tensor; empty if it has none."""
+    layer, base, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(\w+)", name).groups()  # type: ignore[union-attr]
+    known = NAMES.get(base)
+    return "" if known is None else f"{known}.{kind}" if layer is None else f"blk.{layer}.{known}.{kind}"
 
-    arch = next(number for number, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
-    return _Names(get_tensor_name_map(arch, layers))
 
-
-def _kind(file: GgufFile, name: str | None) -> str:
-    tensor = file.tensors.get(name or "")
-    return "" if tensor is None else str(tensor.tensor_type.name)
+def _kind(file: GgufFile, name: str) -> str:
+    return file.tensors[name].kind if name in file.tensors else ""
 
 
 def _dtype(file: GgufFile) -> str:
@@ -143,23 +141,21 @@ def _rope_scaling(file: GgufFile, longest: int) -> dict[str, Any] | None:
     return {"rope_type": kind, **named}
 
 
-def _tensor(tensor: Any, heads: int) -> np.ndarray | StoredTensor:
+def _tensor(tensor: GgufTensor, heads: int) -> np.ndarray | StoredTensor:
     """heads: number of heads whose rows are interleaved, or 0."""
-    from gguf import dequantize
-
-    kind, shape = tensor.tensor_type, tuple(int(n) for n in reversed(tensor.shape))
+    kind, shape = tensor.kind, tensor.shape
 
     def rows() -> np.ndarray:
         if not heads:
-            return np.asarray(tensor.data)
+            return tensor.data
         apart = tensor.data.reshape(heads, shape[0] // heads // 2, 2, *tensor.data.shape[1:])
         return np.asarray(apart.swapaxes(1, 2).reshape(tensor.data.shape))
 
-    if kind.name in ("F32", "F16"):
+    if kind in ("F32", "F16"):
         return rows()
-    if kind.name in FOUR_BITS and len(shape) == 2:
-        return StoredTensor(shape, lambda: _four_bits(rows(), kind.name))
-    return StoredTensor(shape, lambda: dequantize(rows(), kind))
+    if kind in FOUR_BITS and len(shape) == 2:
+        return StoredTensor(shape, lambda: _four_bits(rows(), kind))
+    return StoredTensor(shape, lambda: dequantized(rows(), kind))
 
 
 def _four_bits(rows: np.ndarray, kind: str) -> Groups:

@@ -6,7 +6,6 @@ Parameters that the checkpoint already stores in the wanted form are read as the
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.int4 import Int4, pack, quantize_int4
 from pallas_kernels.quantized import Quantized, quantize
 
+PACKING = "group", "parts", "dtype", "kind", "hadamard"
 Target = jax.ShapeDtypeStruct | Quantized | Int4  # the form of a parameter in programs, with shardings
 
 
@@ -54,13 +54,9 @@ def joined(numbers: jax.Array, scale: jax.Array, offset: jax.Array | None, targe
     """Combines the parts of a parameter."""
     if isinstance(target, Quantized):
         return dataclasses.replace(target, values=numbers, scale=scale)
-    made = partial(
-        pack,
-        group=target.group,
-        parts=target.shape[-1] // target.size,
-        dtype=target.dtype,
-        kind=target.kind,
-        hadamard=target.hadamard,
+    parts = target.shape[-1] // target.size
+    to_int4 = jax.jit(pack, static_argnames=PACKING, out_shardings=jax.tree.map(lambda x: x.sharding, target))  # a program per shape
+    packed: Int4 = jax.block_until_ready(
+        to_int4(numbers, scale, offset, group=target.group, parts=parts, dtype=target.dtype, kind=target.kind, hadamard=target.hadamard)
     )
-    packed: Int4 = jax.block_until_ready(jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, target))(numbers, scale, offset))
     return packed

@@ -159,7 +159,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
         from jengine.checkpoints.gguf import read_gguf
 
         config = model.config
-        tensors = read_gguf(path, [piece.name for piece in pieces], (config.num_heads, config.num_kv_heads), config.num_layers)
+        tensors = read_gguf(path, [piece.name for piece in pieces], (config.num_heads, config.num_kv_heads))
     else:
         tensors, fields = read_tensors(path, skipped=CONSTANTS), read_json(path / "config.json")
         if (quantization := quantization_config({**(fields.get("text_config") or {}), **fields})) is not None:

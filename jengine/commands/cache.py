@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from jengine.execution.cache_folders import (
     SavedFolder,
     cache_limit,
     cache_root,
+    kernel_folders,
     measured_costs,
     measured_dtypes,
     remove,
@@ -67,7 +69,8 @@ def _clear(options: argparse.Namespace) -> None:
     before = time.time() - (days or 0.0) * DAY
     folders = [folder for folder in saved_folders(root) if folder.used <= before]
     measured = [file for file in (*measured_dtypes(root), *measured_costs(root)) if file.stat().st_mtime <= before]
-    if not folders and not measured:
+    kernels = [folder for folder in kernel_folders(root) if folder.stat().st_mtime <= before]
+    if not folders and not measured and not kernels:
         note(f"{root}: nothing to delete")
         return
     if not options.yes and not _agreed(f"Delete {_summary(folders)} from {root}?"):
@@ -76,6 +79,8 @@ def _clear(options: argparse.Namespace) -> None:
     for file in measured:
         with contextlib.suppress(OSError):
             file.unlink()
+    for kernel in kernels:
+        shutil.rmtree(kernel, ignore_errors=True)
     note(f"{root}: {_summary(gone)} deleted")
     if len(gone) < len(folders):
         note(f"{counted(len(folders) - len(gone), 'folder')} could not be deleted: in use, or another user's")

@@ -31,21 +31,25 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_model(parser)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write, new or empty")
-    add_target(parser, "needs the extra aot; default: the local device")
+    add_target(parser, "h200, h100, a100 or l4 (needs the extra aot; default: the local device)")
     parser.add_argument(
         "--autotune", metavar="FILE", type=Path, help="autotuning results that this command saved on a GPU of the target's kind"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar and no closing lines")
+    parser.add_argument("--quiet", action="store_true", help="no progress and no closing lines")
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
     parser.set_defaults(run=_compile)
 
 
-def add_target(parser: argparse.ArgumentParser, note: str) -> None:
+def add_target(parser: argparse.ArgumentParser, names: str) -> None:
     """--target and --tp."""
-    parser.add_argument("--target", metavar="NAME", help=f"the GPU: h200, h100, a100 or l4 ({note})")
+    parser.add_argument("--target", metavar="NAME", type=_lower, help=f"the GPU: {names}")
     parser.add_argument(
         "--tp", dest="tensor_parallel_size", metavar="N", type=int, default=argparse.SUPPRESS, help="short for --tensor-parallel-size"
     )
+
+
+def _lower(name: str) -> str:
+    return name.lower()
 
 
 def config_for(options: argparse.Namespace) -> EngineConfig:

@@ -30,7 +30,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default="auto",
         help="dtype of the stored parameters; auto: the model's dtypes (default: auto)",
     )
-    parser.add_argument("--quantization", choices=get_args(Quantization), help="quantize weights now instead of at each start")
+    parser.add_argument(
+        "--quantization",
+        choices=get_args(Quantization),
+        help="quantize weights now instead of at each start; none: convert a GGUF file's four-bit weights to --dtype (default: keep them)",
+    )
     parser.add_argument(
         "--quantization-group-size",
         type=int,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from jengine import EngineConfig, InvalidArgument
+from jengine import EngineConfig, InvalidArgument, JengineError
 from jengine.commands.compile import SKIPS, add_target, config_for
 from jengine.commands.flags import add_fields, add_model
 from jengine.commands.terminal import write
@@ -22,7 +22,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    add_target(parser, "required without --costs")
+    add_target(parser, "such as h100, l4 or rtx4090; an unknown name prints all (required without --costs or the following three)")
+    figures = parser.add_argument_group("device", "Figures of another device, or instead of those of --target.")
+    figures.add_argument("--memory", metavar="SIZE", help="such as 24GiB")
+    figures.add_argument("--bandwidth", metavar="RATE", help="of the memory, such as 1.0TB/s")
+    figures.add_argument("--compute", metavar="RATE", help="of products of 16 bits, dense, such as 165TFLOPS")
     parser.add_argument("--costs", action="store_true", help="print measured costs of steps on this machine, instead of a plan")
     parser.add_argument("--exact", action="store_true", help="compile the largest programs to get their exact memory (needs the extra aot)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -33,19 +37,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _plan(options: argparse.Namespace) -> int:
     if options.costs:
         return _costs(options)
-    if options.target is None:
-        raise InvalidArgument("target", None, "must be given, except with --costs")
+    figures = [options.memory, options.bandwidth, options.compute]
+    if options.target is None and not any(figures):
+        raise JengineError("plan needs --target NAME, such as --target h100; or --memory, --bandwidth and --compute; or --costs")
     config = config_for(options)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a plan needs no local GPU
+    from jengine.devices.device_spec import custom_device
     from jengine.planning.plan import make_plan
     from jengine.planning.report import report
 
-    plan = make_plan(config, options.target, exact=options.exact, progress=not options.quiet)
+    plan = make_plan(config, custom_device(options.target, *figures), exact=options.exact, progress=not options.quiet)
     write(report(options.model, plan) + "\n")
     return 0 if plan.fits else 1
 
 
 def _costs(options: argparse.Namespace) -> int:
-    for name in ("target", "exact"):
+    for name in ("target", "exact", "memory", "bandwidth", "compute"):
         if getattr(options, name):
             raise InvalidArgument(name, getattr(options, name), "cannot be combined with --costs, which are measured on this machine")
     config = config_for(options)

@@ -37,6 +37,7 @@ from jengine.errors import InvalidArgument
 from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
 from jengine.execution.host_store import check_host_memory
+from jengine.execution.kernel_objects import keep_kernels
 from jengine.execution.memory import check_room, claim_gpu_memory, pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.product_forms import product_forms, with_forms
@@ -58,6 +59,7 @@ from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.ready_programs import ReadyPrograms
 from jengine.text.tokenizer import Tokenizer, has_tokenizer
+from pallas_kernels.devices import cpu_refused
 
 
 @dataclass(slots=True)
@@ -277,6 +279,8 @@ def _describe(
 ) -> tuple[EngineConfig, Embedder | None, ExecutionSpec]:
     """The options with a dtype, how the model embeds, and everything that programs depend on except the number of pages."""
     model, mesh, root = read_config(folder), make_mesh(config.tensor_parallel_size), process_root(config)
+    if mesh.local_devices[0].platform == "cpu" and cpu_refused() is None:
+        keep_kernels(root)
     embedder = choose_embedder(config.embeddings, folder, model.hidden_size)
     if embedder is not None and not has_output_head(folder, model):
         embedder = dataclasses.replace(embedder, generates=False)

@@ -37,7 +37,10 @@ class TokenAxis:
         rows = jnp.where(batch.row_tokens < 0, last_token[batch.row_slots], batch.row_tokens)
         self.tokens = jnp.concatenate([rows, batch.tile_tokens.reshape(-1)])
         self.positions = jnp.concatenate([batch.row_positions, tile_positions.reshape(-1)])
-        self.owner = jnp.concatenate([batch.row_slots, jnp.repeat(batch.tile_slots, tile_size, total_repeat_length=tiles * tile_size)])
+        tile_owner = jnp.broadcast_to(
+            batch.tile_slots[:, None], (tiles, tile_size)
+        )  # jnp.repeat would add up constants, which XLA folds slowly
+        self.owner = jnp.concatenate([batch.row_slots, tile_owner.reshape(-1)])
         self.real = jnp.concatenate([batch.row_slots > 0, (within < batch.tile_lengths[:, None]).reshape(-1)])
 
 

@@ -84,6 +84,11 @@ def measured_dtypes(root: Path) -> list[Path]:
     return [*root.glob("dtypes/*.json"), *root.glob("process-*/dtypes/*.json")]
 
 
+def kernel_folders(root: Path) -> list[Path]:
+    """Folders with the code of a CPU's kernels; see kernel_objects.py."""
+    return [path for path in (*root.glob("kernels/*"), *root.glob("process-*/kernels/*")) if path.is_dir() and not path.is_symlink()]
+
+
 def costs_file(root: Path, fingerprint: str) -> Path:
     """File with the step costs of these programs; see saved_costs.py."""
     return root / "costs" / f"{fingerprint}.json"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import xla_bridge  # to see whether a backend exists: JAX has no public way
 
 from jengine.config import EngineConfig, parse_bytes
@@ -177,14 +178,14 @@ def pages_to_use(fit: int, saved: list[int]) -> int:
 def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     """Upper bound on the bytes of a program's temporaries on a device.
 
-    These are some activations of its token axis, in float32, and never the cache. The factors are generous
-    counts of arrays that are live at once in a layer (or in a sampler, over the vocabulary). The bound does not
-    depend on the number of pages or layers.
+    These are some activations of its token axis, and never the cache: in float32 on a CPU and in the model's dtype on a
+    GPU, where conversions are fused. The factors are generous counts of arrays that are live at once in a layer (or in a
+    sampler, over the vocabulary). The bound does not depend on the number of pages or layers.
     """
-    model, table = spec.model.config, spec.table
+    model, table, on_cpu = spec.model.config, spec.table, spec.mesh.devices.flat[0].platform == "cpu"
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
     converted = max((_converted(spec, matrix) for matrix in matrices), default=0)  # one weight at a time
-    fixed = converted + (0 if spec.mesh.devices.flat[0].platform == "cpu" else WORKSPACE)
+    fixed = converted + (0 if on_cpu else WORKSPACE)
     if isinstance(key, SamplerKey):
         own_rows, vocab = -(-key.rows // model.shards), model.padded(model.vocab_size)
         return fixed + 4 * own_rows * 8 * vocab + 4 * key.rows * 16 * model.hidden_size + (1 << 16)
@@ -209,7 +210,7 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     expert_rows = 8 * min(model.num_experts, tokens) + tokens * model.experts_per_token if model.num_experts else 0
     experts = 4 * expert_rows * (2 * model.hidden_size + 3 * model.padded(model.expert_size) // model.shards + 3 * model.num_experts)
     parts = 0
-    if key.rows and spec.mesh.devices.flat[0].platform != "cpu":  # results of what decode attention's work list cuts
+    if key.rows and not on_cpu:  # results of what decode attention's work list cuts
         slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads if table.batch_invariant else 0)
         if model.latent is None:
             parts = 4 * slots * max((kind.group_size_padded + 8) * kind.head_dim for kind in kinds)
@@ -217,7 +218,10 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
             parts = 4 * 2 * CORES * 64 * (model.latent.rank + 1) + 4 * key.rows * (query_heads + 64) * model.latent.cached_dim
     inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
     streams = 1 if model.altup is None else model.altup.streams
-    activations = 4 * tokens * (8 * streams * model.hidden_size + 6 * heads + 4 * ffn + inputs)
+    # only recurrences are computed in float32; attention and MLP of a layer run at the same time only if both read its input
+    each = 4 if on_cpu or linear is not None else jnp.dtype(spec.model.dtype).itemsize
+    layer = 6 * heads + 4 * ffn if on_cpu or linear is not None or model.parallel_residual else max(6 * heads, 4 * ffn)
+    activations = each * tokens * (8 * streams * model.hidden_size + layer + inputs)
     return fixed + parts + activations + experts + 4 * scores + width + states + (1 << 20)
 
 

@@ -125,11 +125,17 @@ def build(
     if config.activation not in ACTIVATIONS:
         raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
     if (done := config.converted) is not None:
-        if quantization not in (None, done.quantization):
-            raise InvalidArgument("quantization", quantization, f"must be None or {done.quantization}, as the folder was converted with")
+        own = None if done.quantization == "stored" else done.quantization
+        if quantization not in (None, own):
+            limit = (
+                f"must be None or {own}, as the folder was converted with"
+                if own
+                else "must be None: the folder keeps its file's quantization"
+            )
+            raise InvalidArgument("quantization", quantization, limit)
         if shards > 1:
             raise InvalidArgument("tensor_parallel_size", shards, "must be 1 with a folder that was converted with quantization")
-        quantization, group_size, calibrated = done.quantization, done.group_size, done.calibrated
+        quantization, group_size, calibrated = own, done.group_size, done.calibrated
     config = dataclasses.replace(config, shards=shards, stored=config.stored if quantization is None else None)
     module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)

@@ -18,7 +18,12 @@ def progress_bar(iterable: Any = None, *, show: bool, **options: Any) -> Any:
         show: whether to show it, if stderr is a terminal or a notebook's.
         options: options of tqdm.
     """
-    return tqdm(iterable, disable=not (show and (sys.stderr.isatty() or _in_notebook())), leave=False, **options)
+    return tqdm(iterable, disable=not (show and is_seen()), leave=False, **options)
+
+
+def is_seen() -> bool:
+    """Whether stderr is a terminal or a notebook's."""
+    return sys.stderr.isatty() or _in_notebook()
 
 
 def _in_notebook() -> bool:

@@ -18,7 +18,7 @@ from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes
-from jengine.devices.device_spec import device_spec
+from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
@@ -38,6 +38,7 @@ from jengine.execution.programs import (
     running,
 )
 from jengine.execution.spec import ExecutionSpec
+from jengine.observe.progress_log import progress_log
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels import ahead_of_time
@@ -74,11 +75,15 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
     if target is not None:
         check_target(target)
     try:
-        devices = None if target is None else ahead_of_time.devices(target, config.tensor_parallel_size)
+        devices = None if target is None else _devices(config, target)
     except NotImplementedError:
         raise InvalidArgument("target", target, "needs CUDA's plugin and compiler: pip install 'jengine[aot]'") from None
     claim_gpu_memory(config.gpu_memory_utilization)
     return describe_on(config, make_mesh(config.tensor_parallel_size, devices))
+
+
+def _devices(config: EngineConfig, target: str) -> list[jax.Device]:
+    return ahead_of_time.devices(target, config.tensor_parallel_size, device_limit(config, device_spec(target)))
 
 
 def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
@@ -95,20 +100,26 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
 
 
 def check_target(target: str) -> None:
-    """Checks the name of a target.
+    """Checks the name of a target that programs are to be compiled for.
 
     Raises:
-        InvalidArgument: unknown target.
+        InvalidArgument: unknown target, or one that can only be planned for.
     """
-    if target not in ahead_of_time.targets():
-        raise InvalidArgument("target", target, f"must be one of {', '.join(ahead_of_time.targets())}")
+    known = ahead_of_time.targets()
+    if target not in known:
+        raise InvalidArgument("target", target, f"must be one of {', '.join(known)}, for which programs can be compiled without the device")
 
 
 def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) -> int:
     """Bytes that jengine may use on each device."""
     if target is not None:
-        return int(device_spec(target).memory * config.gpu_memory_utilization)
+        return device_limit(config, device_spec(target))
     return int((spec.mesh.devices.flat[0].memory_stats() or {})["bytes_limit"])
+
+
+def device_limit(config: EngineConfig, device: DeviceSpec) -> int:
+    """The same for a device that may be absent: what JAX would reserve there, and tell XLA to plan with."""
+    return int(device.memory * config.gpu_memory_utilization)
 
 
 def largest(spec: ExecutionSpec) -> list[TrunkKey | SamplerKey | ScoreKey]:
@@ -140,23 +151,30 @@ def compile_table(
     device = spec.mesh.devices.flat[0]
     how: dict[str, Any] = {
         "threads": sizes(config, device.platform).compile_threads,
-        "progress": progress,
+        "progress": False,
         "options": _compiler_options(device, target, autotune),
     }
-    done: list[Built] = []
-    if device.platform == "cpu":
-        spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
-    else:  # the programs' memory does not depend on the number of pages
-        provisional = [*compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*largest(spec)], **how)]
-        memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional])
-        spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
-        done = [built for built in provisional if not isinstance(built.key, TrunkKey)]  # these do not have the cache's shape
     store, file_bytes, seconds = ProgramStore(out), dict[str, int](), dict[str, float]()
     used: dict[Key, ProgramMemory] = {}
-    missing = [key for key in program_keys(spec) if all(key != built.key for built in done)]
-    for built in chain(done, compile_all(spec, missing, **how)):
-        file_bytes[str(built.key)] = store.add(file_name(built.key), built.program)
-        seconds[str(built.key)], used[built.key] = round(built.seconds, 2), memory_of(built.program)
+    provisional: list[Built] = []
+    first = [] if device.platform == "cpu" else largest(spec)
+    own = [key for key in first if not isinstance(key, TrunkKey)]  # the others do not have the cache's shape, and are compiled again
+    missing = [key for key in program_keys(spec) if key not in own]
+    with progress_log(len(first) + len(missing), doing="compiling", unit="program", show=progress) as count:
+        if device.platform == "cpu":
+            spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
+        else:  # the programs' memory does not depend on the number of pages
+            for built in compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*first], **how):
+                provisional.append(built)
+                count()
+            memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional])
+            spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
+        done = [built for built in provisional if built.key in own]
+        for built in chain(done, compile_all(spec, missing, **how)):
+            file_bytes[str(built.key)] = store.add(file_name(built.key), built.program)
+            seconds[str(built.key)], used[built.key] = round(built.seconds, 2), memory_of(built.program)
+            if built.key not in own:
+                count()
     if memory is not None:
         memory = DeviceMemory.of(memory.limit, spec, running(used))
         _check(spec, memory)

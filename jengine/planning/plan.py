@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from dataclasses import dataclass
 
 import jax
@@ -16,15 +17,17 @@ from jengine.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
+from jengine.execution.kernels import kernels_refused
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside, temporaries_bound
 from jengine.execution.programs import Key, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.model_parts import FOUR_BITS
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
-from jengine.planning.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
+from jengine.planning.ahead_of_time import check_target, describe_for, describe_on, device_limit, largest
 from jengine.planning.compiled import Compiled, compiled
 from jengine.planning.estimate import Step
+from jengine.planning.fitting import MORE_MEMORY, Fitting, Room, what_fits
 from jengine.planning.report import Plan, Rate
 from jengine.planning.roofline import Formats, bound, decode, kv_token_bytes, prefill
 from jengine.table.program_table import SamplerKey, ScoreKey
@@ -46,10 +49,11 @@ class TargetDevice:
     process_index: int = 0
 
 
-def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progress: bool = True) -> Plan:
+def make_plan(config: EngineConfig, target: str | DeviceSpec, *, exact: bool = False, progress: bool = True) -> Plan:
     """Computes a plan from the model's configuration and the device's data sheet.
 
     Args:
+        target: the name of a device, see `device_spec`, or its data sheet.
         exact: compile the programs that need the most memory, and the decode steps with the most and the fewest
             rows, and use the sizes of temporaries that XLA reports. Needs the extra `aot`.
 
@@ -57,20 +61,17 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
         InvalidArgument: the model or target does not support an option.
         ModelError: the model cannot be read, or is not supported.
     """
-    check_target(target)
-    device = device_spec(target)
-    spec = describe_for(config, target) if exact else describe_on(config, _mesh(device, config.tensor_parallel_size))
+    device = device_spec(target) if isinstance(target, str) else target
+    if exact:
+        check_target(device.target or device.name)
+        spec = describe_for(config, device.target)
+    else:
+        spec = _describe(config, device)
     table = spec.table
     contexts = sorted({min(context, spec.max_model_len) for context in CONTEXTS})
     built = _compiled(config, spec, progress) if exact else []
     programs = {one.key: one.memory for one in built} or _estimated(spec)
-    memory = DeviceMemory.of(memory_limit(config, spec, target), spec, programs.values())
-    try:
-        pages = pages_beside(config, spec, memory)
-    except OutOfMemory:
-        pages = 0
-    if pages * memory.page + memory.beside > memory.limit:  # the requested number of pages
-        pages = 0
+    memory, pages = _room(config, spec, device, programs)
     formats = formats_of(spec)
     model = spec.model.config
     batches = sorted({min(batch, spec.max_slots) for batch in (*BATCHES, spec.max_slots)})
@@ -92,7 +93,35 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
         prefill=[Rate(n, c, bound(prefill(model, formats, n, c), formats, device)) for n in steps for c in contexts],
         contexts=contexts,
         estimates={one.key: [one.estimate(spec, device, Step(one.rows, context)) for context in contexts] for one in built},
+        without_kernels=kernels_refused(spec),
+        fitting=[] if pages else _what_fits(config, device, spec, memory),
     )
+
+
+def _describe(config: EngineConfig, device: DeviceSpec) -> ExecutionSpec:
+    return describe_on(config, _mesh(device, config.tensor_parallel_size))
+
+
+def _room(config: EngineConfig, spec: ExecutionSpec, device: DeviceSpec, programs: dict[Key, ProgramMemory]) -> tuple[DeviceMemory, int]:
+    """The use of memory, and the number of pages; 0 if there is no room."""
+    memory = DeviceMemory.of(device_limit(config, device), spec, programs.values())
+    try:
+        pages = pages_beside(config, spec, memory)
+    except OutOfMemory:
+        pages = 0
+    fits = pages * memory.page + memory.beside <= memory.limit  # the requested number of pages may not
+    return memory, pages if fits else 0
+
+
+def _what_fits(config: EngineConfig, device: DeviceSpec, spec: ExecutionSpec, memory: DeviceMemory) -> list[Fitting]:
+    def room(changed: EngineConfig) -> Room:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plan has already shown them
+            spec = _describe(changed, device)
+        memory, pages = _room(changed, spec, device, _estimated(spec))
+        return Room(pages * memory.page, max(pages - 1, 0) * spec.page_size)
+
+    return what_fits(config, room, most_tokens=spec.max_model_len, weights_fit=memory.weights < device.memory * MORE_MEMORY)
 
 
 def _mesh(device: DeviceSpec, count: int) -> Mesh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import NamedTuple
 
@@ -13,10 +13,11 @@ from jengine.execution.memory import DeviceMemory, ProgramMemory
 from jengine.execution.programs import Key
 from jengine.execution.spec import ExecutionSpec
 from jengine.planning.estimate import CAUSES, Assumptions, Estimate
+from jengine.planning.fitting import Fitting
 from jengine.planning.roofline import Bound, Formats
 
 GIB = 1 << 30
-WAITS = {"memory": "memory bandwidth", "products": "matrix rate", "links": "links"}
+LIMITS = {"memory": "memory bandwidth", "products": "matrix rate", "links": "links"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Plan:
         programs: memory of the largest programs, reported by XLA if they were compiled, otherwise an upper bound.
         seconds: compilation time of each program; empty if none was compiled.
         estimates: of the compiled programs, for full rows at each of `contexts` tokens.
+        without_kernels: why attention is XLA's, or None.
+        fitting: settings with which the model fits, if it does not.
     """
 
     spec: ExecutionSpec
@@ -63,6 +66,8 @@ class Plan:
     prefill: list[Rate]
     contexts: list[int]
     estimates: dict[Key, list[Estimate]]
+    without_kernels: str | None = None
+    fitting: list[Fitting] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -152,8 +157,16 @@ def verdict(plan: Plan) -> tuple[str, ...]:
     return (
         f"Speeds are bounds: each resource of the data sheet used fully ({sources}).",
         *([estimates] if plan.estimates else []),
-        f"The whole table has {plan.total_programs} programs. {'It fits.' if plan.fits else 'It does not fit.'}",
+        *([f"Attention is XLA's, without jengine's kernels ({plan.without_kernels})."] if plan.without_kernels else []),
+        *([] if device.target else ["Programs cannot be compiled for it ahead of time: its first start compiles them."]),
+        f"The whole table has {plan.total_programs} programs. {'It fits.' if plan.fits else _does_not_fit(plan)}",
     )
+
+
+def _does_not_fit(plan: Plan) -> str:
+    if not plan.fitting:
+        return "It does not fit: neither smaller steps, quantized weights nor up to 8 devices make room for a cache."
+    return f"It does not fit. Fits with {'; or with '.join(map(str, plan.fitting))}."
 
 
 def html(plan: Plan) -> str:
@@ -176,12 +189,12 @@ def _estimates(plan: Plan) -> Table:
 def _speeds(title: str, context: str, rates: list[Rate]) -> Table:
     """A row for each count, two columns for each context."""
     contexts = sorted({rate.context for rate in rates})
-    head = [cell for length in contexts for cell in (f"{context} {length:,}", "waits for")]
+    head = [cell for length in contexts for cell in (f"{context} {length:,}", "limited by")]
     rows = []
     for count in sorted({rate.count for rate in rates}):
         row = [f"{count:,}"]
         for rate in sorted((rate for rate in rates if rate.count == count), key=lambda rate: rate.context):
-            row += [f"{rate.tokens_per_second:,.0f} tokens/s", WAITS[rate.bound.resource]] if rate.fits else ["-", "no room in the cache"]
+            row += [f"{rate.tokens_per_second:,.0f} tokens/s", LIMITS[rate.bound.resource]] if rate.fits else ["-", "no room in the cache"]
         rows.append(tuple(row))
     return Table(title, head, rows)
 

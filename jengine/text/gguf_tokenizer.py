@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,17 @@ def read_chat_templates(path: Path) -> dict[str, str]:
     file, key = open_gguf(path), "tokenizer.chat_template"
     named = {name: file[f"{key}.{name}"] for name in file.names(f"{key}.")}
     return {"default": file[key], **named} if key in file else named
+
+
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """Writes the tokenizer, its special tokens and the chat templates in Hugging Face's layout, if the file has a tokenizer."""
+    if "tokenizer.ggml.model" not in open_gguf(path):
+        return
+    backend, special = read_tokenizer(path)
+    backend.save(str(folder / "tokenizer.json"))
+    templates = [{"name": name, "template": template} for name, template in read_chat_templates(path).items()]
+    config = {**special, **({"chat_template": templates} if templates else {})}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:

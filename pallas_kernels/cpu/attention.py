@@ -80,7 +80,7 @@ def _registered(q: Any, k_pages: Pages, decode: bool) -> str:
     stored = str(k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype)
     _, kv_heads, page_size, head_dim = k_pages.shape
     made = form(native.host(), stored, str(_inputs(q.dtype)), head_dim, page_size, q.shape[-2] // kv_heads, decode=decode)
-    return register(made.name, lambda: native.compiled(source(made), made.name))
+    return register(made.name, lambda: native.compiled(lambda: source(made), made.name, name=made.name))
 
 
 def _inputs(dtype: Any) -> Any:

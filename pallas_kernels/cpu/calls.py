@@ -61,7 +61,8 @@ def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> 
     """
     with _lock:
         if name not in _registered:
-            (address,) = native.compiled(HANDLER.format(run=team.runner(), calls=_calls(make())), "handler")
+            calls = _calls(make())
+            (address,) = native.compiled(lambda: HANDLER.format(run=team.runner(), calls=calls), "handler")
             function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
             _registered.add(name)

@@ -107,7 +107,7 @@ def source(target: native.Target, what: str, dtype: str) -> str:
 
 def _register(what: str, dtype: str, size: int) -> str:
     def make() -> list[int | tuple[int, int]]:
-        compute, one = native.compiled(source(native.host(), what, dtype), "compute", "one")
+        compute, one = native.compiled(lambda: source(native.host(), what, dtype), "compute", "one", name=f"jengine_{what}_{dtype}")
         return [compute if size >= SHARED else (compute, one)]
 
     return register(f"jengine_{what}_{dtype}{'' if size >= SHARED else '_alone'}", make)

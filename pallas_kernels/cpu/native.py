@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import llvmlite.binding as llvm
 
 # Hash of all kernels' sources.
 SOURCE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")))).hexdigest()
 LEVEL = 2  # optimization level: kernels already have the intended loops
+_objects: Objects | None = None
 
 
 @dataclass(frozen=True)
@@ -53,24 +55,54 @@ def assembly(text: str, target: Target) -> str:
     return str(machine.emit_assembly(_optimized(text, machine)))
 
 
-def compiled(text: str, *names: str, target: Target | None = None) -> list[int]:
-    """Addresses of a module's functions. They are never freed, since other threads may run them until the process ends."""
-    machine = (target or host()).machine(jit=True)
-    module = _optimized(text, machine)
-    engine = llvm.create_mcjit_compiler(module, machine)
+class Objects(Protocol):
+    """Keeps the code of kernels for later processes with the same sources and processor."""
+
+    def load(self, name: str) -> bytes | None: ...
+
+    def save(self, name: str, code: bytes) -> None: ...
+
+
+def keep_objects(objects: Objects | None) -> None:
+    """Uses these for all kernels with a name; None: each process compiles its own."""
+    global _objects
+    _objects = objects
+
+
+def compiled(text: Callable[[], str], *functions: str, name: str = "") -> list[int]:
+    """Addresses of a module's functions. They are never freed, since other threads may run them until the process ends.
+
+    Args:
+        text: makes the module's source. It is not called if the code was kept.
+        name: identifies the kernel among all; empty: its code is not kept.
+    """
+    machine = host().machine(jit=True)
+    objects = _objects if name else None
+    code = objects.load(name) if objects else None
+    if code is None:
+        code = machine.emit_object(_optimized(text(), machine))
+        if objects:
+            objects.save(name, code)
+    engine = llvm.create_mcjit_compiler(_parsed("", machine), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    addresses = [engine.get_function_address(name) for name in names]
+    addresses = [engine.get_function_address(function) for function in functions]
     engine.detach()
     return addresses
 
 
 def _optimized(text: str, machine: Any) -> Any:
-    """Optimizes a module in a separate context, so that several threads may compile at once."""
+    module = _parsed(text, machine)
+    module.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(LEVEL))
+    builder.getModulePassManager().run(module, builder)
+    return module
+
+
+def _parsed(text: str, machine: Any) -> Any:
+    """A module in a context of its own, so that several threads may compile at once."""
     context = llvm.create_context()
     module = llvm.parse_assembly(text, context)
     context.detach()
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
-    module.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(LEVEL))
-    builder.getModulePassManager().run(module, builder)
     return module

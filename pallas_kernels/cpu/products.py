@@ -80,14 +80,18 @@ def _transformed(x: jax.Array, hadamard: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def register_tiles(x: str, of_bytes: bool, hadamard: int = 1) -> str:
+    name = f"jengine_tiles_{x}_{_w8a8(hadamard) if of_bytes else 'bfloat16'}"
+
+    def text() -> str:
+        return tiles.tiles_module(native.host(), x, of_bytes=of_bytes, hadamard=hadamard)
+
     def make() -> list[int | tuple[int, int]]:
-        text = tiles.tiles_module(native.host(), x, of_bytes=of_bytes, hadamard=hadamard)
         if not of_bytes:
-            return [*native.compiled(text, "pack", "multiply")]
-        quantize, parts, *others = native.compiled(text, "quantize", "quantize_parts", "pack", "multiply")
+            return [*native.compiled(text, "pack", "multiply", name=name)]
+        quantize, parts, *others = native.compiled(text, "quantize", "quantize_parts", "pack", "multiply", name=name)
         return [(quantize, parts), *others]
 
-    return register(f"jengine_tiles_{x}_{_w8a8(hadamard) if of_bytes else 'bfloat16'}", make)
+    return register(name, make)
 
 
 def _w8a8(hadamard: int) -> str:
@@ -95,28 +99,34 @@ def _w8a8(hadamard: int) -> str:
 
 
 def register_product(x: str, weight: str) -> str:
-    return register(f"jengine_product_{x}_{weight}", lambda: native.compiled(product_module(native.host(), x, weight), "multiply"))
+    name = f"jengine_product_{x}_{weight}"
+    return register(name, lambda: native.compiled(lambda: product_module(native.host(), x, weight), "multiply", name=name))
 
 
 def register_bytes(x: str, hadamard: int = 1) -> str:
+    name = f"jengine_product_{x}_{_w8a8(hadamard)}"
+
     def make() -> list[int | tuple[int, int]]:
-        quantize, parts, multiply = native.compiled(bytes_module(native.host(), x, hadamard), "quantize", "quantize_parts", "multiply")
+        functions = "quantize", "quantize_parts", "multiply"
+        quantize, parts, multiply = native.compiled(lambda: bytes_module(native.host(), x, hadamard), *functions, name=name)
         return [(quantize, parts), multiply]
 
-    return register(f"jengine_product_{x}_{_w8a8(hadamard)}", make)
+    return register(name, make)
 
 
 def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
     name = f"jengine_product_{x}_{kind}_{group}{'_offset' if offset else ''}"
-    return register(name, lambda: native.compiled(int4_module(native.host(), x, group, offset, kind), "multiply"))
+    return register(name, lambda: native.compiled(lambda: int4_module(native.host(), x, group, offset, kind), "multiply", name=name))
 
 
 def register_transform(x: str, block: int) -> str:
+    name = f"jengine_transform_{x}_{block}"
+
     def make() -> list[int | tuple[int, int]]:
-        transform, parts = native.compiled(transform_module(native.host(), x, block), "transform", "transform_parts")
+        transform, parts = native.compiled(lambda: transform_module(native.host(), x, block), "transform", "transform_parts", name=name)
         return [(transform, parts)]
 
-    return register(f"jengine_transform_{x}_{block}", make)
+    return register(name, make)
 
 
 def prepare_int4(x: str, weight: Int4) -> None:

@@ -70,7 +70,7 @@ def source(target: native.Target) -> str:
 def _code() -> dict[str, int]:
     """Addresses of the functions in team.ll."""
     names = "limit", "forget", "run"
-    code = dict(zip(names, native.compiled(source(native.host()), *names), strict=True))
+    code = dict(zip(names, native.compiled(lambda: source(native.host()), *names, name="team"), strict=True))
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=ctypes.CFUNCTYPE(None)(code["forget"]))
     return code

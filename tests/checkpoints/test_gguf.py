@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jengine.checkpoints import convert, has_output_head, load, read_config, resolve
-from jengine.checkpoints.gguf import FOUR_BITS, _four_bits
+from jengine.checkpoints.gguf import ARCHITECTURES, FOUR_BITS, NAMES, _four_bits, _name
 from jengine.checkpoints.hugging_face import model_config
 from jengine.errors import InvalidArgument, ModelError
-from jengine.gguf_file import open_gguf
+from jengine.gguf_file import KINDS, GgufFile, dequantized, open_gguf
 from jengine.models import Params, build
 from jengine.models.rope import rope
 from jengine.parallel.mesh import make_mesh
@@ -160,8 +160,6 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     write_gguf(file, "llama_tied", tensors={"blk.0.extra.weight": np.zeros(4, np.float32)})
     with pytest.raises(ModelError, match=r"blk\.0\.extra\.weight.*is not part of this model"):
         loaded(file)
-    with pytest.raises(ModelError, match="is a GGUF file, which cannot be converted"):
-        convert(str(file), tmp_path / "out", progress=False)
     data = file.read_bytes()
     for content in (data[: len(data) // 2], data[:100], b"", b"not at all" * 20):
         file.write_bytes(content)
@@ -169,6 +167,88 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
             open_gguf(file)
     with pytest.raises(ModelError, match="cannot be read"):
         open_gguf(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize("kinds", [MIXED, {"": "Q8_0"}, {}])
+def test_a_converted_file_is_the_same_model(kinds: dict[str, str], tmp_path: Path) -> None:
+    """Four bits stay as they are: no parameter is rounded again."""
+    file = tmp_path / "m.gguf"
+    write_gguf(file, "llama_gqa", kinds, **EVEN)
+    folder = convert(str(file), tmp_path / "out", progress=False)
+    (model, params), (again, restored) = loaded(file, read_config(file).dtype), loaded(folder, read_config(file).dtype)
+    assert (again.quantized, dataclasses.replace(again.config, converted=None)) == (model.quantized, model.config)
+    leaves, others = (jax.tree.leaves(tree) for tree in (params, restored))
+    assert jax.tree.structure(params) == jax.tree.structure(restored)
+    for leaf, other in zip(leaves, others, strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+
+
+def test_conversions_of_a_file_with_options(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama_gqa", MIXED, **EVEN)
+    source = str(tmp_path / "m.gguf")
+    _, dense = loaded(convert(source, tmp_path / "dense", dtype="float32", quantization="none", progress=False))
+    assert not any(is_quantized(leaf) for leaf in jax.tree.leaves(dense, is_leaf=is_quantized))
+    eight, params = loaded(convert(source, tmp_path / "int8", quantization="int8", progress=False))
+    assert eight.quantized == "int8" and isinstance(params["layers"][0]["mlp"]["down"], Quantized)
+    kept = convert(source, tmp_path / "kept", progress=False)
+    for quantization in ("int8", "none"):
+        with pytest.raises(InvalidArgument, match=r"quantization=.*: must be None: the folder keeps its file's quantization"):
+            loaded(kept, quantization=quantization)
+
+
+def test_a_field_with_a_wrong_length_is_refused(tmp_path: Path) -> None:
+    """Lengths are checked before anything of this length is read, wherever the file is damaged."""
+    file = tmp_path / "m.gguf"
+    write_gguf(file, "llama_tied", tokenizer={"ggml.tokens": ["a", "b"], "ggml.scores": [0.5, 1.0], "ggml.model": "gpt2"})
+    data = file.read_bytes()
+    head = data.index(b"output_norm.weight") + 64
+    refused = 0
+    for at in range(4, head):
+        file.write_bytes(data[:at] + b"\xff" * 8 + data[at + 8 :])
+        try:
+            GgufFile(file)
+        except ModelError:
+            refused += 1
+    assert refused > head // 2
+    file.write_bytes(data[:4] + data[4:8][::-1] + data[8:])
+    with pytest.raises(ModelError, match="is for big-endian machines"):
+        GgufFile(file)
+
+
+def test_what_the_package_gguf_reads(tmp_path: Path) -> None:
+    """Fields and tensors of a file with every type of field, as the package that wrote it reads them."""
+    fields = {"general.name": "ünïcode", "general.tags": ["a", "bc", ""], "general.numbers": [1, -2, 3], "general.floats": [0.5, 2.0]}
+    write_gguf(
+        tmp_path / "m.gguf", "llama_gqa", MIXED, fields={**fields, "general.flag": True, "general.count": 7, "general.rate": 0.25}, **EVEN
+    )
+    ours, theirs = GgufFile(tmp_path / "m.gguf"), gguf.GGUFReader(tmp_path / "m.gguf")
+    read = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert {name: ours[name] for name in read} == read and sorted(ours.names("")) == sorted(read)
+    for tensor in theirs.tensors:
+        mine = ours.tensors[tensor.name]
+        assert (mine.kind, mine.shape) == (tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape)))
+        np.testing.assert_array_equal(mine.data, tensor.data)
+
+
+@pytest.mark.parametrize("number", KINDS)
+def test_number_formats(number: int) -> None:
+    name, size, each = KINDS[number]
+    kind = gguf.GGMLQuantizationType(number)
+    assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (size, each))
+    blocks = np.random.default_rng(0).integers(0, 64, (3, 2 * each), np.uint8)
+    data = blocks.view({"F32": np.float32, "F16": np.float16}.get(name, np.uint8))
+    np.testing.assert_array_equal(dequantized(data, name), gguf.dequantize(data, kind))
+
+
+def test_names_of_tensors() -> None:
+    """Those of gguf's tables, for all architectures."""
+    for arch in ARCHITECTURES:
+        number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+        names = gguf.get_tensor_name_map(number, 3)
+        for base in NAMES:
+            layered = base if base.startswith("model.") or base == "lm_head" else f"model.layers.2.{base}"
+            if (known := names.get_name(layered)) is not None:  # llama has no norms of queries and keys
+                assert _name(f"{layered}.weight") == f"{known}.weight"
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_powers_of_two() -> None:
         with code.loop(0, count) as n:
             place = source + (count * (degree // 6) + n) * BYTES
             code.store(power_of_two(code, code.load(vector(F32), place), degree), place)
-    (address,) = native.compiled(code.text(), "powers")
+    (address,) = native.compiled(code.text, "powers")
     x = np.concatenate([np.linspace(-126, 126, LANES * 1000 - 8), np.arange(-3, 3), [-1e30, -127.0]]).astype(np.float32)
     got = np.concatenate([x, x])
     ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(address)(got.ctypes.data, x.size // LANES)

@@ -63,7 +63,7 @@ class Frame:
 
 @pytest.fixture(scope="module")
 def count() -> int:
-    return native.compiled(COUNT, "count")[0]
+    return native.compiled(lambda: COUNT, "count")[0]
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from jengine.errors import InvalidArgument
 from jengine.execution import programs, sampler, truncation
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, program_keys, running
+from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, memory_of, program_keys, running
 from jengine.planning import ahead_of_time
 from jengine.planning import compiled as planned
 from jengine.planning.ahead_of_time import compile_table, describe_for, memory_limit
@@ -113,6 +113,17 @@ def test_a_cpu_refuses_programs_of_an_h200(compiled: Path, tmp_path: Path) -> No
     write_model(tmp_path / "model", "llama_gqa")
     with pytest.raises(InvalidArgument, match='platform is "gpu" there, "cpu" is wanted'):
         start_engine(EngineConfig.of(str(tmp_path / "model"), {**TINY, "programs": compiled}), progress=False)
+
+
+def test_the_scheduler_knows_the_memory_beside_a_full_cache(capfd: pytest.CaptureFixture[str]) -> None:
+    """XLA plans with 80 % of an absent device's memory. Arguments beyond that would leave it none for temporaries, and it would
+    compute them again and again."""
+    config = EngineConfig(model=str(DATA / "llama-3.1-8b"))
+    full = dataclasses.replace(describe_for(config, "h200"), num_pages=15_000)
+    assert device_bytes(full.cache) > 0.8 * 151_397_597_184, "the case occurs"
+    [copied] = programs.compile_all(full, [programs.COPY], threads=1, progress=False)
+    assert memory_of(copied.program).aliased >= device_bytes(full.cache)
+    assert "exceeds the base limit" not in capfd.readouterr().err
 
 
 def test_devices_share_the_cache(tiny: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 @pytest.fixture(autouse=True)
 def without_aot(monkeypatch: pytest.MonkeyPatch) -> None:
-    def devices(target: str, count: int) -> None:
+    def devices(target: str, count: int, memory: int) -> None:
         raise NotImplementedError("as JAX does without the plugin")
 
     monkeypatch.setattr(ahead_of_time, "devices", devices)
@@ -36,10 +37,26 @@ def test_a_batch_invariant_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "batch_invariant=True: tensor_parallel_size=8: at most 2" in capsys.readouterr().err
 
 
+def test_8b_on_24_gb_with_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    for target in ("L4", "rtx3090", "RTX 4090"):
+        assert cli.main(["plan", str(DATA / "llama-3.1-8b" / "config.json"), "--target", target]) == 0
+    text = capsys.readouterr().out
+    assert text.count("It fits.") == 3 and "NVIDIA GeForce RTX 4090" in text and "limited by" in text
+    assert text.count("Programs cannot be compiled for it ahead of time") == 2
+
+
 def test_70b_needs_more_than_one(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(DATA / "llama-3.1-70b")
     assert cli.main(["plan", model, "--target=h200", "--quiet"]) == 1
-    assert capsys.readouterr().out.endswith("It does not fit.\n")
+    said = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(
+        r".*It does not fit\. Fits with --quantization int8 \((\d+\.\d) GiB of cache, ([\d,]+) tokens\); "
+        r"or with --tensor-parallel-size 2 \(\d+\.\d GiB of cache on each device, [\d,]+ tokens\)\.",
+        said,
+    )
+    assert found is not None, said
+    assert cli.main(["plan", model, "--target=h200", "--quantization=int8", "--quiet"]) == 0
+    assert capsys.readouterr().out.endswith("It fits.\n")
     assert cli.main(["plan", model, "--target=h200", "--tp=8", "--quiet"]) == 0
     assert "on 8 x NVIDIA H200" in capsys.readouterr().out
 
@@ -49,7 +66,33 @@ def test_exact_needs_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pip install 'jengine[aot]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["plan"], ["compile", "--out=somewhere"]])
-def test_a_target_that_does_not_exist(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*command, str(DATA / "llama-3.1-8b"), "--target=h20"]) == 2
-    assert capsys.readouterr().err == "jengine: error: target='h20': must be one of a100, h100, h200, l4\n"
+def test_what_fits_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan with the settings that it names has the cache that it names."""
+    device = ["--memory=20GiB", "--bandwidth=1.0TB/s", "--compute=165TFLOPS", "--quiet"]
+    model = str(DATA / "llama-3.1-8b")
+    assert cli.main(["plan", model, *device]) == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    settings = re.findall(r"with (--[^(]*) \((\d+\.\d) GiB of cache(?: on each device)?, ([\d,]+) tokens\)", said)
+    assert [setting.split()[0] for setting, _, _ in settings] == ["--max-num-batched-tokens", "--quantization", "--tensor-parallel-size"]
+    for setting, size, tokens in settings[:2]:
+        assert cli.main(["plan", model, *device, *setting.split()]) == 0
+        [cache] = re.findall(r"KV cache +(\d+\.\d+) +[\d,]+ +([\d,]+) pages of 64", capsys.readouterr().out)
+        assert round(float(cache[0]), 1) == pytest.approx(float(size), abs=0.11)
+        assert (int(cache[1].replace(",", "")) - 1) * 64 == int(tokens.replace(",", ""))
+
+
+def test_targets_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(DATA / "llama-3.1-8b")
+    assert cli.main(["plan", model, "--target=h2000"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jengine: error: target='h2000': must be one of a10, a100, a100-40gb, ") and "--memory" in said
+    assert cli.main(["compile", "--out=somewhere", model, "--target=rtx4090"]) == 2
+    compiled = "must be one of a100, h100, h200, l4, for which programs can be compiled without the device"
+    assert capsys.readouterr().err == f"jengine: error: target='rtx4090': {compiled}\n"
+    assert cli.main(["plan", model]) == 2
+    assert "plan needs --target NAME" in capsys.readouterr().err
+
+
+def test_attention_without_kernels_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=b200"]) == 0
+    assert "Attention is XLA's, without jengine's kernels (device=NVIDIA B200" in capsys.readouterr().out
