@@ -7,6 +7,8 @@ comma := ,
 STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 # Tests compile for GPUs that are not there. Where CUDA is installed for one that is, that will do.
 TESTED := $(if $(findstring cuda,$(EXTRAS)),$(STAMP),$(STAMP)-aot)
+# Tests that need one of these fail without it; others are skipped.
+export TEST_EXTRAS := $(EXTRAS)$(if $(findstring cuda,$(EXTRAS))$(filter-out Linux,$(shell uname)),,$(comma)aot)
 INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)" || echo "$(PYTHON) -m pip install --disable-pip-version-check --no-compile") \
 	--quiet --constraint constraints.txt --editable
 DISTRIBUTED = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
