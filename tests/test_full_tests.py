@@ -102,12 +102,18 @@ def test_the_age_is_the_number_of_commits_of_the_code(tmp_path: Path) -> None:
     assert age({"since": since[2]}, ["a"], tmp_path / "shallow") is None
 
 
-LONG_TESTS = """
+TESTS = """
 import pytest
-pytestmark = pytest.mark.full
+from hypothesis import given, strategies
+@pytest.mark.full
 def test_passes(): pass
+@pytest.mark.full
 def test_fails(): assert False
+@pytest.mark.full
 def test_is_skipped(): pytest.skip("not here")
+@given(strategies.integers())
+def test_is_of_a_property(number): pass
+def test_is_of_make_test(): pass
 """
 
 
@@ -115,8 +121,9 @@ def test_is_skipped(): pytest.skip("not here")
 def test_a_run_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """If it ends, and nothing is uncommitted."""
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_long.py").write_text(LONG_TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\n")
+    (tmp_path / "tests" / "test_long.py").write_text(TESTS)
+    (tmp_path / "tests" / "conftest.py").write_text("from hypothesis import settings\nsettings.register_profile('full')\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\ntestpaths = tests\n")
     git(tmp_path, "init", "--quiet")
     head = commit(tmp_path, "code.py")
     ledger = tmp_path / "tests" / "full.toml"
@@ -127,7 +134,7 @@ def test_a_run_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
     options = ["-q", "-p", "no:cacheprovider"]
     assert full_tests.run("models", options) == 1
     entry = read(ledger)["models"]
-    assert (entry["passed"], entry["failed"], entry["skipped"]) == (1, 1, 1)
+    assert (entry["passed"], entry["failed"], entry["skipped"]) == (2, 1, 1)
     assert entry["commit"] == entry["since"] == head and entry["files"].keys() == {"tests/test_long.py"}
     ledger.unlink()
     (tmp_path / "code.py").write_text("")

@@ -3,7 +3,8 @@
     python tools/full_tests.py [PART] [options of pytest ...]
 
 PART is a name, or a place such as 3/8; without one, all parts run, one after another. A part has the tests with the marker
-`full` only: `make test` runs the others. A run is recorded if it came to its end and nothing but the record was uncommitted.
+`full`, and Hypothesis's tests again, with more examples; `make test` runs the others. A run is recorded if it came to its end
+and nothing but the record was uncommitted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ HEAD = """\
 # Written by `make test-full`: the last run of each part of the long tests. The age of a part is counted from the commit `since`:
 # that of the last run without failures or, before there is one, of this file's beginning.
 """
+TESTS = "full or hypothesis"  # Hypothesis marks its tests
 FAILED = 1  # pytest's exit status, of a run that came to its end
 
 
@@ -104,7 +106,7 @@ def run(name: str, options: Sequence[str]) -> int:
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{LEDGER.relative_to(ROOT)}")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *arguments(name), "-m", "full", *options]
+        command = [sys.executable, "-m", "pytest", *arguments(name), "-m", TESTS, "--hypothesis-profile=full", *options]
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
         print(f"Part {name}", flush=True)
         began, before = time.monotonic(), processor_seconds()
