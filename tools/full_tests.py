@@ -42,7 +42,7 @@ class Part:
 
 KERNELS, MODELS = "pallas_kernels", ("jengine/models", "jengine/checkpoints")
 ENGINE = ("jengine/engine", "jengine/scheduling", "jengine/table", "jengine/execution")
-PARTS = {  # each takes less than an hour on two cores
+PARTS = {  # each should take less than an hour on two cores
     "attention": Part(
         ("tests/kernels/test_attention_decode.py", "tests/kernels/test_attention_prefill.py", "tests/test_paged_attention.py"), (KERNELS,)
     ),
