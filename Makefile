@@ -7,10 +7,13 @@ comma := ,
 STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 # Tests compile for GPUs that are not there. Where CUDA is installed for one that is, that will do.
 TESTED := $(if $(findstring cuda,$(EXTRAS)),$(STAMP),$(STAMP)-aot)
+# Tests that need one of these fail without it; others are skipped.
+export TEST_EXTRAS := $(EXTRAS)$(if $(findstring cuda,$(EXTRAS))$(filter-out Linux,$(shell uname)),,$(comma)aot)
 INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)" || echo "$(PYTHON) -m pip install --disable-pip-version-check --no-compile") \
 	--quiet --constraint constraints.txt --editable
-PYTEST = $(PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-JOBS ?= 2
+DISTRIBUTED = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Processes of a test run: the machine's cores and memory decide, or JOBS=N.
+JOBS ?= $(shell $(PYTHON) tools/jobs.py)
 # Each kernel, a GPU's trunks and an engine, under the lowest versions that pyproject.toml allows.
 LOWEST := .venv-lowest/.ready
 TEST_LOWEST = PYTHONPATH=. .venv-lowest/bin/python -m pytest --numprocesses $(JOBS) -k "in_place and not int8 or fp8 and spills or a100 or rope_dynamic_beyond" \
@@ -54,13 +57,13 @@ $(LOWEST): pyproject.toml constraints.txt tools/lowest.py | $(STAMP)
 	@touch $@
 
 test: lint test-lowest $(TESTED) ## check style and types, run the tests (minutes)
-	$(PYTEST)
+	$(PYTHON) -m pytest $(DISTRIBUTED)
 
 test-lowest: $(LOWEST) # beside mypy, which has one thread
 	$(TEST_LOWEST)
 
-test-full: lint $(TESTED) ## the same with the long tests
-	$(PYTEST) -m "full or not full" --timeout 3600
+test-full: $(TESTED) ## run the long tests that `make test` leaves out (hours; PART=3/8 or PART=models runs one part)
+	$(PYTHON) tools/full_tests.py $(PART) $(DISTRIBUTED) --timeout 3600
 
 lint: setup | $(if $(filter test%,$(MAKECMDGOALS)),$(TESTED)) ## ruff and mypy
 	$(PYTHON) -m ruff check .

@@ -24,7 +24,8 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two busy cores make any deadline flaky; a run that fails must fail again.
-settings.register_profile("jengine", deadline=None, derandomize=True)
+settings.register_profile("jengine", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("full", deadline=None, derandomize=True, max_examples=200)  # of `make test-full`
 settings.load_profile("jengine")
 
 

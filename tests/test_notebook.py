@@ -17,6 +17,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.compiling import QUICK_PROCESS
+from tests.extras import of_extra
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -147,7 +148,7 @@ def test_costs_runs() -> None:
 
 @pytest.mark.full
 def test_kernels_runs() -> None:
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
+    of_extra("aot", "jax_plugins.xla_cuda13")
     cells = run(ROOT / "notebooks" / "04_kernels.ipynb")
     race = printed(cells["race"])
     assert "it waits: right" in race and "a read in line" in race and "shared[...] = shared[...] * 2" in race

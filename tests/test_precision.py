@@ -39,8 +39,11 @@ def test_a_cpu_with_products_of_bfloat16_is_not_measured(flag: str, tmp_path: Pa
     assert choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path) == "bfloat16"
 
 
-def test_a_given_dtype_is_taken(tmp_path: Path) -> None:
-    assert choose_dtype("float16", MODEL, jax.devices()[0], tmp_path) == "float16"
+@pytest.mark.parametrize("given", ["bfloat16", "float16", "float32"])
+@pytest.mark.usefixtures("plain_cpu")
+def test_a_given_dtype_is_taken_where_auto_would_warn_or_measure(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_product_seconds", lambda *_: pytest.fail("there is nothing to choose"))
+    assert [choose_dtype(given, MODEL, device, tmp_path) for device in (gpu("7.5"), jax.devices("cpu")[0])] == [given] * 2
 
 
 def test_a_gpu_takes_the_checkpoints(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ up or measured. So tests of the start and of costs have whole engines.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+import pallas_kernels
 from jengine.engine import start
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
@@ -29,6 +32,7 @@ from tests.compiling import QUICK
 from tests.engine.running import Estimates
 
 NAME = "program"  # in its folder
+IMPORTED = re.compile(r"^\s*from pallas_kernels\.(?!cpu\b)(\w+) import", re.MULTILINE)
 MOST_READY = 64  # a process has 65,530 memory maps, and a program needs hundreds
 
 
@@ -86,8 +90,8 @@ class OnDemand(Programs):
 
     def _by_text(self, key: Key) -> tuple[str, Any]:
         lowered = lower(self.spec, key)
-        identity = {name: self._identity[name] for name in ("processor", "mesh", "jax", "jaxlib", "kernels", "source")}
-        text = f"{identity} {self.options} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
+        identity = {name: self._identity[name] for name in ("processor", "mesh", "jax", "jaxlib", "kernels")}
+        text = f"{identity} {self.options} {kernels_digest()} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         with suppress(UntrustedProgram):  # there is none
             return digest, self._loaded(digest)
@@ -97,6 +101,23 @@ class OnDemand(Programs):
         store.add(NAME, program)
         store.finish(self._identity, {})
         return digest, program
+
+
+@functools.cache
+def kernels_digest() -> str:
+    """A hash of the sources of a CPU's kernels. A program's text says everything else, but these only by name."""
+    folder = Path(pallas_kernels.__file__).parent
+    digest = hashlib.sha256()
+    for file in kernel_sources(folder):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def kernel_sources(folder: Path) -> list[Path]:
+    """The files of pallas_kernels/cpu, and the other modules of pallas_kernels that they import."""
+    own = [file for file in (folder / "cpu").iterdir() if file.is_file()]
+    imported = {name for file in own for name in IMPORTED.findall(file.read_text())}
+    return sorted({*own, *(folder / f"{name}.py" for name in imported)})
 
 
 def _store(digest: str) -> ProgramStore:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time, fastest
 from pallas_kernels.flashinfer import build
+from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
 
 SMALL = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 8, "dtype": "bfloat16"}
@@ -59,9 +59,7 @@ def test_it_is_part_of_a_programs_identity(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def h200() -> Any:
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
-    if os.environ.get("JAX_PLATFORMS") != "cpu":
-        pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise")
+    compiler_for_gpus()
     return ahead_of_time.devices("h200", 1)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import multiprocessing
-import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -32,11 +31,10 @@ from pallas_kernels import ahead_of_time, product_dispatch
 from pallas_kernels.groups import GRID
 from pallas_kernels.quantized import is_quantized
 from pallas_kernels.thunks import compiled_with_thunks
+from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
 
-pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
-if os.environ.get("JAX_PLATFORMS") != "cpu":
-    pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
+compiler_for_gpus()
 
 LAYERS = 2
 STATEFUL = {**VARIANTS["qwen3_next"], "head_dim": 64, "hidden_size": 128, "dtype": "bfloat16"}

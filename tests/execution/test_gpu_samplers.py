@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +19,9 @@ from jengine.table.program_table import Variant
 from pallas_kernels import ahead_of_time
 from pallas_kernels.products import product
 from pallas_kernels.thunks import compiled_with_thunks, leaves
+from tests.extras import compiler_for_gpus
 
-pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
-if os.environ.get("JAX_PLATFORMS") != "cpu":
-    pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
+compiler_for_gpus()
 
 ROWS, VOCAB = 8, 128256
 LAUNCHES = 12  # of a sampler; a command buffer is one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -36,10 +35,9 @@ from kernel_facts import (
 from pallas_kernels import dispatch
 from pallas_kernels.ahead_of_time import KernelFacts, compile_for, device, kernel_facts
 from pallas_kernels.qkv import QkvProduct
+from tests.extras import compiler_for_gpus
 
-pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
-if os.environ.get("JAX_PLATFORMS") != "cpu":
-    pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
+compiler_for_gpus()
 
 
 def some(cases: dict[str, Case], *names: str) -> list[Any]:
@@ -129,9 +127,9 @@ def test_two_blocks_overlap_where_one_warpgroup_computes(case: Case) -> None:
     check_prefill(case, THREADS, blocks=2, spilled=0)
 
 
-def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only() -> None:
-    for case in PREFILL_WIDE.values():
-        check_prefill(case, PREFILL_THREADS, blocks=1, spilled=128)
+@pytest.mark.parametrize("case", some(PREFILL_WIDE, *PREFILL_WIDE))
+def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only(case: Case) -> None:
+    check_prefill(case, PREFILL_THREADS, blocks=1, spilled=128)
 
 
 FEW_GROUPED = "64 rows, int8", "8 rows, both fp8, few outputs"

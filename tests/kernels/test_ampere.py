@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
 
 from pallas_kernels import reference
 from pallas_kernels.ampere import BLOCKS_TO_FILL, SPLIT_TOKENS, default_splits, paged_attention_decode, paged_attention_prefill
+from tests.extras import compiler_for_gpus
 from tests.kernels.emulated import Landing, emulated
 from tests.kernels.interpreted import Cache, cache, only_what_is_seen, with_sinks
 
@@ -128,9 +128,7 @@ FEW = ("decode, head dim 128", "decode, head dim 256, pages of 16, window, cap",
 
 
 def check_compiled(target: str, names: Sequence[str]) -> None:
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
-    if os.environ.get("JAX_PLATFORMS") != "cpu":
-        pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise")
+    compiler_for_gpus()
     for name, facts in zip(names, facts_elsewhere(target, [AMPERE_CASES[name] for name in names]), strict=True):
         assert facts.spilled == 0, name
         assert facts.blocks(AMPERE_THREADS) >= (2 if target == "a100" and "head dim 256" not in name else 1), name

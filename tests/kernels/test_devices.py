@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels import devices
+from tests.extras import of_extra
 
 CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 def test_the_plugin_without_a_gpu_says_nothing() -> None:
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
+    of_extra("aot", "jax_plugins.xla_cuda13")
     if any(map(os.path.exists, devices.DRIVER_NODES)):
         pytest.skip("there is a GPU's driver")
     code = "from pallas_kernels.devices import visible_devices; print(visible_devices()[0].platform)"

@@ -24,6 +24,7 @@ from pallas_kernels.flashinfer import build, decode
 from pallas_kernels.flashinfer.build import Kernel
 from pallas_kernels.quantized import movable, quantize
 from pallas_kernels.thunks import compiled_with_thunks, leaves
+from tests.extras import of_extra
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", core_count=132, platform="gpu")
 KERNEL = Kernel("bfloat16", 64, 128, 4, False, "9.0")
@@ -300,7 +301,7 @@ def test_the_extra_asks_for_the_versions_that_are_supported() -> None:
 def test_with_the_package_it_is_compiled_into_the_command_buffer(
     window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot")
+    of_extra("aot", "jax_plugins.xla_cuda13")
     monkeypatch.setenv("JENGINE_CACHE_DIR", str(tmp_path))
     h200 = device("h200")
 

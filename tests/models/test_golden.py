@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jengine.checkpoints import load, read_config
-from jengine.models import Params, build
+from jengine.execution.programs import CompilerOptions
+from jengine.models import FAMILIES, Params, build
 from jengine.parallel.collectives import AXIS
 from jengine.parallel.mesh import make_mesh, shard_mapped
 from tests.compiling import QUICK
@@ -23,9 +24,10 @@ from tests.models.dense import DenseCausal
 
 ROOT = Path(__file__).parent.parent.parent
 TOLERANCE = 1e-4
+SHIPPED: CompilerOptions = {}  # XLA's defaults, as in execution/programs.py for CPUs
 
 
-def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> list[float]:
+def differences(variant: str, folder: Path, tensor_parallel_size: int = 1, *, options: CompilerOptions = QUICK) -> list[float]:
     """Maximum difference of logits from the recorded ones, for each prompt. Also checks the greedy tokens."""
     golden, mesh = Golden.read(variant), make_mesh(tensor_parallel_size)
     write_model(folder, variant)
@@ -41,7 +43,7 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> li
 
     everywhere = NamedSharding(mesh, P())
     args = params, *(jax.device_put(x, everywhere) for x in (np.concatenate(texts), positions, sequence))
-    forward = jax.jit(shard_mapped(mesh, run, args, P(None, AXIS)), compiler_options=QUICK)
+    forward = jax.jit(shard_mapped(mesh, run, args, P(None, AXIS)), compiler_options=options)
     logits = np.asarray(forward(*args))[:, : model.config.vocab_size]
     assert logits.dtype == np.float32
     out = []
@@ -54,22 +56,31 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> li
     return out
 
 
-FURTHER = {"smollm3_window", "granite_biases", "glm", "mistral3", "starcoder2_window", "stablelm_parallel", "gpt_neox_serial"}
-FURTHER |= {"gpt_oss_wide_sinks", "gpt_oss_ties", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_ties", "glm4_moe_lite", "kimi_k2"}
-FURTHER |= {"falcon_7b", "falcon_11b", "falcon_serial", "qwen3_next_mixed", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-FURTHER |= {"gemma3n_text", "gemma4_text", "exaone4_full", "llama4_text"}
-FURTHER |= {"cohere", "cohere2_wide", "granitemoe_ties", "minimax_ties", "olmoe_ties", "phimoe_ties", "qwen2_moe_ties"}
-FURTHER |= {"phimoe_longrope_inside", "phimoe_longrope_beyond", "minimax_m1", "minimax_text_01"}
-FURTHER |= {"llama_mha", "llama_mqa", "llama_tied", "llama_attention_bias", "llama_head_dim", "rope_dynamic_inside", "rope_yarn"}
-FURTHER |= {"rope_yarn_mscale", "qwen3_untied", "qwen2_untied", "qwen2_tied", "mistral_head_dim", "phi3_window", "phi3_longrope_inside"}
-FURTHER |= {"gemma", "gemma3", "opt_125m", "opt_1.3b", "qwen3_moe", "ernie4_5", "cohere_norms"}
-# of families that have another variant here
-CASES = [pytest.param(variant, marks=pytest.mark.full) if variant in FURTHER else variant for variant in VARIANTS]
+FURTHER = {"smollm3_window", "granite_biases", "starcoder2_window", "stablelm_parallel", "gpt_neox_serial", "gpt_oss_wide_sinks"}
+FURTHER |= {"gpt_oss_ties", "deepseek_v2_lite", "deepseek_v3_ties", "falcon_7b", "falcon_11b", "falcon_serial"}
+FURTHER |= {"qwen3_next_mixed", "exaone4_full", "cohere2_wide", "granitemoe_ties", "minimax_ties", "olmoe_ties", "phimoe_ties"}
+FURTHER |= {"qwen2_moe_ties", "phimoe_longrope_inside", "phimoe_longrope_beyond", "llama_mha", "llama_mqa", "llama_tied"}
+FURTHER |= {"llama_attention_bias", "llama_head_dim", "rope_dynamic_inside", "rope_yarn", "rope_yarn_mscale", "qwen3_untied"}
+FURTHER |= {"qwen2_untied", "qwen2_tied", "mistral_head_dim", "phi3_window", "phi3_longrope_inside", "opt_125m", "opt_1.3b"}
+FURTHER |= {"qwen3_moe", "cohere_norms"}
+# of model types that have another variant here
+IN_CI = [variant for variant in VARIANTS if variant not in FURTHER]
+FIRST = {str(VARIANTS[variant]["model_type"]): variant for variant in reversed(IN_CI)}  # these are compiled as users' programs are
+CASES = [pytest.param(variant, marks=[] if variant in IN_CI else [pytest.mark.full]) for variant in VARIANTS]
 
 
 @pytest.mark.parametrize("variant", CASES)
 def test_logits_match_transformers(variant: str, tmp_path: Path) -> None:
-    assert max(differences(variant, tmp_path)) < TOLERANCE
+    options = SHIPPED if variant in FIRST.values() else QUICK
+    assert max(differences(variant, tmp_path, options=options)) < TOLERANCE
+
+
+def test_each_model_type_is_compared_in_ci() -> None:
+    """Without the marker `full`."""
+    [mark] = [mark for mark in test_logits_match_transformers.pytestmark if mark.name == "parametrize"]
+    compared = [case.values[0] for case in mark.args[1] if not case.marks]
+    assert {VARIANTS[variant]["model_type"] for variant in compared} == {*FAMILIES} == {*FIRST}
+    assert {*FIRST.values()} <= {*compared}
 
 
 ONE_EACH = ["mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "qwen2_untied", "qwen3_tied", "mixtral", "qwen3_moe"]

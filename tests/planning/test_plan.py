@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,11 +26,10 @@ from jengine.planning.ahead_of_time import compile_table, describe_for, memory_l
 from jengine.planning.plan import Plan, formats_of, make_plan
 from jengine.planning.report import report, tables
 from jengine.table.program_table import SamplerKey, TrunkKey
+from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS, write_model
 
-pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
-if os.environ.get("JAX_PLATFORMS") != "cpu":
-    pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
+compiler_for_gpus()
 
 pytestmark = pytest.mark.usefixtures("quickly")
 DATA = Path(__file__).parent.parent / "data"

@@ -13,8 +13,9 @@ from jengine import CompletionOutput, InvalidArgument, RequestOutput
 from jengine.serving.metrics import Metrics
 from jengine.serving.spans import Spans
 from jengine.serving.tracking import RequestTracker
+from tests.extras import of_extra
 
-export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="needs the extra otel")
+export = of_extra("dev", "opentelemetry.sdk.trace.export.in_memory_span_exporter")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
