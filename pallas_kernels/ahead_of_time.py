@@ -21,6 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.ptx import bulk_copies
+from pallas_kernels.swizzle import accesses
 
 TARGETS = Path(__file__).parent / "targets"
 PLANNED = 80  # percent of the described memory that XLA plans with where there is no device to ask
@@ -44,6 +45,8 @@ class KernelFacts:
         most_shared: maximum bytes of shared memory per block on the device.
         bulk_copies: number of TMA copies to and from shared memory in its PTX.
         misaligned: those whose address is not provably aligned, see `ptx`.
+        swizzled: number of places in its source where registers or tensor cores access swizzled shared memory.
+        mixed_up: those that may find other numbers than TMA has put there, see `swizzle`.
     """
 
     name: str
@@ -57,6 +60,8 @@ class KernelFacts:
     most_shared: int
     bulk_copies: int
     misaligned: tuple[str, ...]
+    swizzled: int
+    mixed_up: tuple[str, ...]
 
     def blocks(self, threads: int) -> int:
         """Number of blocks of this many threads that fit on a multiprocessor; 0 if a block is too large."""
@@ -124,10 +129,12 @@ def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -
     Returns:
         Facts about each Mosaic kernel, and the program. Kernels that this process has compiled before are missing: Mosaic reuses them.
     """
-    lowered = _lower_for(device, function, *args)  # nothing is dumped here: Mosaic's constraints as text would take most of the time
+    with accesses() as found:  # nothing is dumped here: Mosaic's constraints as text would take most of the time
+        lowered = _lower_for(device, function, *args)
     with tempfile.TemporaryDirectory() as folder, _dumped(folder):
         compiled = lowered.compile()
-        return [_read(report, device) for report in sorted(Path(folder).glob("*.ptxas"), key=_name_and_number)], compiled
+        reports = sorted(Path(folder).glob("*.ptxas"), key=_name_and_number)
+        return [_read(report, device, found[report.stem]) for report in reports], compiled
 
 
 def _name_and_number(file: Path) -> tuple[str, int]:
@@ -136,7 +143,7 @@ def _name_and_number(file: Path) -> tuple[str, int]:
     return name, int(number)
 
 
-def _read(report: Path, device: jax.Device) -> KernelFacts:
+def _read(report: Path, device: jax.Device, found: dict[str, bool]) -> KernelFacts:
     text = report.read_text()
     capability = "sm_" + device.compute_capability.replace(".", "")
     if not re.search(rf"for '{capability}a?'", text):
@@ -160,6 +167,8 @@ def _read(report: Path, device: jax.Device) -> KernelFacts:
         most_shared=most_shared,
         bulk_copies=len(bulk),
         misaligned=misaligned,
+        swizzled=len(found),
+        mixed_up=tuple(access for access, agrees in found.items() if not agrees),
     )
 
 

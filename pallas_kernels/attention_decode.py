@@ -14,6 +14,7 @@ Scales of an eight-bit cache multiply scores and weights in float32.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import tuning
 from pallas_kernels.attention_join import Join, join
 from pallas_kernels.decode_feed import Feed, Item, Side, ring_of, seen
-from pallas_kernels.hopper import COLUMNS, ROWS, accumulate, per_row, product, rows_by_warp, tiled
+from pallas_kernels.hopper import COLUMNS, ROWS, accumulate, copy_rows_out, per_row, product, rows_by_warp, tiled
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.semaphores import signal
 from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, scores
@@ -89,7 +90,7 @@ def paged_attention_decode(
     case = DecodeCase(str(stored), str(q.dtype), heads, kv_heads, head_dim, page_size, rows)
     stages = (choice or tuning.decode(case, device)).stages
     pairs = BLOCKS if tuning.decode_blocks(str(stored), head_dim, device) > tuning.cores(device) and work.blocks % BLOCKS == 0 else 1
-    of_pairs = (pairs,) if pairs > 1 else ()
+    of_pairs, parts = (pairs,) if pairs > 1 else (), head_dim // COLUMNS
     queries = q.reshape(rows * heads, head_dim)
     if len(queries) < padded:
         queries = jnp.pad(queries, ((0, padded - len(queries)), (0, 0)))
@@ -106,9 +107,9 @@ def paged_attention_decode(
         scratch_types={
             "ring": ring_of(q.dtype, k_pages, stages, pairs),
             "q_smem": tiled((*of_pairs, ROWS, head_dim), q.dtype),
-            "o_smem": plgpu.SMEM((*of_pairs, ROWS, head_dim), q.dtype),
+            "o_smem": tiled((*of_pairs, parts, ROWS, COLUMNS), q.dtype, rows=math.gcd(group, 8)),
             "part_smem": plgpu.SMEM((*of_pairs, ROWS, COLUMNS), jnp.float32),
-            "q_full": plgpu.Barrier(num_barriers=pairs),
+            "q_full": plgpu.Barrier(num_arrivals=parts, num_barriers=pairs),
         }
         | ({} if operand_in_registers else {"p_smem": tiled((*of_pairs, ROWS, TILE), q.dtype)}),
         grid=(work.blocks // pairs,),
@@ -208,9 +209,11 @@ def _kernel(
         """Loads the item's queries through o_smem: a TMA copy to tiled shared memory must start at a multiple of 8 rows."""
         head, some = first_query(item), pl.ds(0, padded)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the previous item's results
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head, padded)], o_smem.at[some], q_full)  # reads zeros beyond the last query
+        for i, part in enumerate(columns):
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head, padded), part], o_smem.at[i, some], q_full)  # zeros beyond the last query
         plgpu.barrier_wait(q_full)
-        store(q_smem.at[some], plgpu.load(o_smem.at[some], layout=rows_by_warp()))
+        for i, part in enumerate(columns):
+            store(q_smem.at[some, part], plgpu.load(o_smem.at[i, some], layout=rows_by_warp()))
         plgpu.commit_smem()
 
     def put(item: Item, m: jax.Array, total: jax.Array, accs: list[jax.Array]) -> None:
@@ -221,10 +224,10 @@ def _kernel(
             inverse = rescale / (total * rescale + jnp.exp2(sink - most))
         else:
             inverse = 1.0 / jnp.maximum(total, SMALLEST)
-        for acc, part in zip(accs, columns, strict=True):
-            store(o_smem.at[:, part], (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(o_smem.dtype))
+        for i, acc in enumerate(accs):
+            store(o_smem.at[i], (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(o_smem.dtype))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, group)], out_ref.at[pl.ds(first_query(item), group)])
+        copy_rows_out(o_smem, out_ref.at[pl.ds(first_query(item), group)])
 
     def put_part(item: Item, m: jax.Array, total: jax.Array, accs: list[jax.Array]) -> None:
         total = jnp.maximum(total, SMALLEST)
@@ -259,12 +262,12 @@ def _kernel(
         @pl.when((row < rows) & (length_ref[jnp.minimum(row, rows - 1)] == 0))
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for part in columns:
-                store(o_smem.at[:, part], plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), o_smem.dtype), plgpu.Layout.WGMMA))
+            for i in range(len(columns)):
+                store(o_smem.at[i], plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), o_smem.dtype), plgpu.Layout.WGMMA))
             plgpu.commit_smem()
             for at in range(0, heads, ROWS):
                 some = min(heads - at, ROWS)
-                plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, some)], out_ref.at[pl.ds(row * heads + at, some)])
+                copy_rows_out(o_smem, out_ref.at[pl.ds(row * heads + at, some)])
 
     @pl.when(lax.rem(warpgroup, 2) == 0)
     def compute() -> None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import COLUMNS, rows_by_warp
+from pallas_kernels.hopper import COLUMNS, copy_rows_out, rows_by_warp
 from pallas_kernels.semaphores import wait
 from pallas_kernels.softmax import LOG2_E, MASKED
 from pallas_kernels.versions import store
@@ -48,17 +48,18 @@ def join(item: Join, signals: Any, part_ref: Any, sum_ref: Any, o_smem: Any, out
         part_ref: float32 [slots, padded, head_dim] in global memory, each part's normalized result. Rows after the first
             `group` are padding.
         sum_ref: float32 [slots, 64] in global memory, the base-2 logarithms of the parts' softmax sums.
-        o_smem: [at least padded, head_dim], shared memory that nothing reads. The copy from it is not awaited.
+        o_smem: [head_dim // COLUMNS, at least padded, COLUMNS], shared memory that nothing reads. The copies from it are not
+            awaited.
         out: [group, head_dim] in global memory.
         sinks: for each query head of the pair, a score without a value; empty for none.
     """
     padded, head_dim = part_ref.shape[1:]
     pl.when(item.elsewhere > 0)(partial(wait, signals, item.elsewhere))
-    for at in range(0, head_dim, COLUMNS):
-        columns = pl.ds(at, COLUMNS)
-        store(o_smem.at[pl.ds(0, padded), columns], _joined(item, part_ref, sum_ref, columns, sinks).astype(o_smem.dtype))
+    for i in range(head_dim // COLUMNS):
+        columns = pl.ds(i * COLUMNS, COLUMNS)
+        store(o_smem.at[i, pl.ds(0, padded)], _joined(item, part_ref, sum_ref, columns, sinks).astype(o_smem.dtype))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, out.shape[0])], out)
+    copy_rows_out(o_smem, out)
 
 
 def _joined(item: Join, part_ref: Any, sum_ref: Any, columns: Any, sinks: list[jax.Array]) -> jax.Array:

@@ -17,10 +17,20 @@ ROWS = 64  # of a warpgroup's product
 COLUMNS = 64  # of a tile of shared memory
 
 
-def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS) -> Any:
-    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by `columns` numbers, swizzled."""
-    tiles = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
+def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS, rows: int = 8) -> Any:
+    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by `columns` numbers, swizzled.
+
+    TMA copies whole tiles, so copies of fewer rows need smaller ones. Then use them for arrays of `columns` columns only:
+    in wider ones, the columns after the first tile begin inside the swizzle's pattern of 8 rows, see `swizzle`.
+    """
+    tiles = plgpu.TilingTransform((rows, columns))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(columns * dtype.itemsize)))  # type: ignore[abstract]
+
+
+def copy_rows_out(smem: Any, target: Any) -> None:
+    """Copies the first rows of smem [parts, rows, COLUMNS] to global memory [fewer rows, parts * COLUMNS], and waits for nothing."""
+    for part in range(smem.shape[0]):
+        plgpu.copy_smem_to_gmem(smem.at[part, pl.ds(0, target.shape[0])], target.at[:, pl.ds(part * COLUMNS, COLUMNS)])
 
 
 def rows_by_warp() -> Any:

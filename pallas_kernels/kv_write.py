@@ -78,13 +78,14 @@ def kv_write(
     group, dtype, some = product.group, product.rows.dtype, min(tokens, TOKENS)
     tiles = pl.cdiv(tokens, TOKENS)
     heads = heads_per_block(tiles * (group + 2), kv_heads, TOKENS * head_dim * dtype.itemsize, cores)
-    scratch: dict[str, Any] = {"x_smem": plgpu.SMEM((TOKENS, heads, head_dim), dtype), "x_full": plgpu.Barrier()}
+    pairs = 0 if rotation is None else rotation[0].shape[1]
+    scratch: dict[str, Any] = {"x_smem": _in_order((TOKENS, heads, head_dim), dtype, pairs), "x_full": plgpu.Barrier()}
     if rotation is not None:
-        angles = plgpu.SMEM((TOKENS, rotation[0].shape[1]), jnp.float32)
+        angles = _in_order((TOKENS, pairs), jnp.float32)
         scratch |= {"cos_smem": angles, "sin_smem": angles, "angles_full": plgpu.Barrier(num_arrivals=2)}
     if isinstance(k_pages, Quantized):
         aligned = pl.cdiv(heads * head_dim, ALIGNMENT) * ALIGNMENT // head_dim  # heads, padded so that TMA can read at each token
-        scratch["stored_smem"] = plgpu.SMEM((TOKENS, aligned, head_dim), k_pages.values.dtype)
+        scratch["stored_smem"] = _in_order((TOKENS, aligned, head_dim), k_pages.values.dtype)
         scratch["scale_smem"] = plgpu.SMEM((heads, TOKENS), jnp.float32)
     cache: tuple[Pages, Pages] = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     q = plgpu.kernel(
@@ -217,6 +218,16 @@ def _quantized(x: Any, kind: str) -> tuple[jax.Array, jax.Array]:
     if kind == "int8":
         return jnp.round(values).astype(jnp.int8), scale
     return lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), jnp.uint8), scale
+
+
+def _in_order(shape: tuple[int, ...], dtype: Any, pairs: int = 0) -> Any:
+    """Shared memory in row-major order. Slices of its last dimension are of multiples of gcd(pairs, its size) numbers.
+
+    Without transforms, Mosaic would choose tiles of fewer than 8 rows, swizzled, of which registers cannot use slices: see
+    `swizzle`. Warps read whole rows here, so they need no swizzle.
+    """
+    tiles = plgpu.TilingTransform((math.gcd(pairs, shape[-1]),))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiles,))
 
 
 def _rows(x: Any) -> jax.Array:

@@ -105,7 +105,7 @@ def latent_attention_decode(
                 tiled((ROWS, key_dim), q.dtype),
                 tiled((HALVES, ROWS, half), q.dtype),
                 tiled((HALVES, ROWS, half // 2), jnp.dtype(jnp.float32), 16),
-                tiled((ROWS, rank), q.dtype),
+                tiled((rank // COLUMNS, ROWS, COLUMNS), q.dtype),
             ),
             "tiles": tiled((STAGES, TILE, key_dim), q.dtype),
             "weights": tiled((ROWS, TILE), q.dtype),

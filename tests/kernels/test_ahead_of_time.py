@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_facts import (
     CASES,
     COPIES,
@@ -47,18 +49,19 @@ def some(cases: dict[str, Case], *names: str) -> list[Any]:
 
 
 def all_compiled_for_h200(case: Case) -> tuple[list[KernelFacts], jax.stages.Compiled]:
-    """Kernels that an H200 takes: they fit, and their bulk copies begin in shared memory where they must."""
+    """Kernels that an H200 takes: they fit, their bulk copies begin in shared memory where they must, and find there what was written."""
     function, args = case
     kernels, compiled = kernel_facts(device("h200"), function, *args)
     for facts in kernels:
         assert facts.shared <= facts.most_shared
-        assert facts.bulk_copies > 0 and facts.misaligned == ()
+        assert facts.misaligned == facts.mixed_up == ()
     return kernels, compiled
 
 
 def compiled_for_h200(case: Case) -> tuple[KernelFacts, jax.stages.Compiled]:
     """The only one."""
     [facts], compiled = all_compiled_for_h200(case)
+    assert facts.bulk_copies > 0
     return facts, compiled
 
 
@@ -153,7 +156,7 @@ def check_grouped(case: Case) -> None:
 
 @pytest.mark.parametrize("case", some(ROWS, *[*ROWS][::2]))
 def test_rows_are_quantized_without_spills(case: Case) -> None:
-    [facts], compiled = kernel_facts(device("h200"), case[0], *case[1])
+    [facts], compiled = all_compiled_for_h200(case)
     assert facts.spilled == 0
     assert facts.blocks(threads=128) >= 2
     text = compiled.as_text()
@@ -245,3 +248,28 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
 def test_targets_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"target='h20': must be one of .*h200"):
         device("h20")
+
+
+def half_moved(rows: int) -> Case:
+    """A kernel that copies [rows, 128] by TMA to shared memory whose layout Mosaic infers, and its last 64 columns over the first."""
+
+    def kernel(x_ref: Any, out_ref: Any, smem: Any, arrived: Any) -> None:
+        some = smem.at[pl.ds(0, rows)]
+        plgpu.copy_gmem_to_smem(x_ref, some, arrived)
+        plgpu.barrier_wait(arrived)
+        smem[:, pl.ds(0, 64)] = plgpu.load(smem.at[:, pl.ds(64, 64)], layout=plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(some, out_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
+    return plgpu.kernel(kernel, out_type=x, scratch_types=[plgpu.SMEM((64, 128), x.dtype), plgpu.Barrier()], kernel_name="half_moved"), (x,)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_slices_that_begin_inside_a_swizzle_are_found(rows: int) -> None:
+    function, args = half_moved(rows)
+    [facts], _ = kernel_facts(device("h200"), function, *args)
+    assert facts.swizzled == 2
+    assert len(facts.mixed_up) == (rows == 4)
+    assert all("vector_load" in access and "tiles (4, 64), begins at a multiple of 512 bytes" in access for access in facts.mixed_up)
