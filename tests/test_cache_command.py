@@ -68,7 +68,10 @@ def test_clear_deletes_programs_and_measurements_and_nothing_else(cache: Path, c
     saved(cache / "process-0-of-2", 2)
     (cache / "dtypes").mkdir()
     (cache / "dtypes" / "a.json").write_text("{}")
-    mine = [cache / "notes.txt", cache / "programs" / "mine"]
+    kernels = cache / "kernels" / ("0123456789ab" * 2)
+    kernels.mkdir(parents=True)
+    (kernels / "norm.o").write_bytes(b"code")
+    mine = [cache / "kernels" / "mine", cache / "notes.txt", cache / "programs" / "mine"]
     for file in mine:
         file.write_text("the user's")
     assert cli.main(["cache", "clear", "--yes"]) == 0

@@ -20,7 +20,7 @@ DAY = 86400.0  # seconds
 STALE = 14 * DAY  # programs of other versions are removed after this time without use
 ORPHAN = DAY / 24  # folders without a manifest are removed after this time; younger ones may be about to get it
 VERSIONS = ("jengine", "source", "jax", "jaxlib")  # in a program's identity
-_FOLDER = re.compile(r"[0-9a-f]{24}-[0-9]+")
+_FOLDER, _KERNELS = re.compile(r"[0-9a-f]{24}-[0-9]+"), re.compile(r"[0-9a-f]{24}")
 
 
 def cache_root(given: str | Path | None = None) -> Path:
@@ -86,7 +86,8 @@ def measured_dtypes(root: Path) -> list[Path]:
 
 def kernel_folders(root: Path) -> list[Path]:
     """Folders with the code of a CPU's kernels; see kernel_objects.py."""
-    return [path for path in (*root.glob("kernels/*"), *root.glob("process-*/kernels/*")) if path.is_dir() and not path.is_symlink()]
+    paths = *root.glob("kernels/*"), *root.glob("process-*/kernels/*")
+    return [path for path in paths if _KERNELS.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def costs_file(root: Path, fingerprint: str) -> Path:

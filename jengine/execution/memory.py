@@ -178,9 +178,9 @@ def pages_to_use(fit: int, saved: list[int]) -> int:
 def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     """Upper bound on the bytes of a program's temporaries on a device.
 
-    These are some activations of its token axis, and never the cache: in float32 on a CPU and in the model's dtype on a
-    GPU, where conversions are fused. The factors are generous counts of arrays that are live at once in a layer (or in a
-    sampler, over the vocabulary). The bound does not depend on the number of pages or layers.
+    These are some activations of its token axis, and never the cache: in the model's dtype where kernels attend on a GPU, in
+    float32 elsewhere. The factors are generous counts of arrays that are live at once in a layer (or in a sampler, over the
+    vocabulary). The bound does not depend on the number of pages or layers.
     """
     model, table, on_cpu = spec.model.config, spec.table, spec.mesh.devices.flat[0].platform == "cpu"
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
@@ -218,9 +218,10 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
             parts = 4 * 2 * CORES * 64 * (model.latent.rank + 1) + 4 * key.rows * (query_heads + 64) * model.latent.cached_dim
     inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
     streams = 1 if model.altup is None else model.altup.streams
-    # only recurrences are computed in float32; attention and MLP of a layer run at the same time only if both read its input
-    each = 4 if on_cpu or linear is not None else jnp.dtype(spec.model.dtype).itemsize
-    layer = 6 * heads + 4 * ffn if on_cpu or linear is not None or model.parallel_residual else max(6 * heads, 4 * ffn)
+    # with kernels for attention, XLA keeps the model's dtype between products; attention and MLP run together only if both read the input
+    fused = not on_cpu and not key.pages and linear is None and model.latent is None
+    each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
+    layer = max(6 * heads, 4 * ffn) if fused and not model.parallel_residual else 6 * heads + 4 * ffn
     activations = each * tokens * (8 * streams * model.hidden_size + layer + inputs)
     return fixed + parts + activations + experts + 4 * scores + width + states + (1 << 20)
 

@@ -13,7 +13,7 @@ from jengine.errors import JengineError
 LEAST_TOKENS = 2048  # of the cache, or max_model_len: less is not worth a start
 BUDGETS = 4096, 2048, 1024, 512  # values of max_num_batched_tokens
 QUANTIZATIONS = "int8", "int4"
-FEW_SEQUENCES, MORE_MEMORY = 32, 0.95
+FEW_SEQUENCES, SHORTER, MORE_MEMORY = 32, 8192, 0.95
 DEVICES = 2, 4, 8
 
 
@@ -42,8 +42,8 @@ class Fitting:
 
 
 def what_fits(config: EngineConfig, room: Callable[[EngineConfig], Room], *, most_tokens: int, weights_fit: bool) -> list[Fitting]:
-    """The cheapest settings of each kind that make the model fit: fewer tokens a step, then also fewer sequences and more memory,
-    quantized weights, more devices. Empty if none does.
+    """The cheapest settings of each kind that make the model fit: fewer tokens a step, then also fewer sequences and more memory;
+    shorter sequences; quantized weights; more devices. Empty if none does.
 
     Args:
         room: the cache that a configuration leaves; raises JengineError where the model or the device does not support it.
@@ -65,7 +65,7 @@ def what_fits(config: EngineConfig, room: Callable[[EngineConfig], Room], *, mos
     unset = {name: None for name in ("num_pages", "kv_cache_memory") if getattr(config, name) is not None}
     if unset and (found := [*first(iter([unset]))]):  # otherwise it is not only this
         return found
-    smaller = first(_smaller(config)) if weights_fit else iter(())
+    smaller = [*first(_smaller(config)), *first(_shorter(most_tokens))] if weights_fit else []
     return [*smaller, *first(_quantized(config)), *first(_shared(config))]
 
 
@@ -80,6 +80,12 @@ def _smaller(config: EngineConfig) -> Iterator[dict[str, Any]]:
     yield few
     if config.gpu_memory_utilization < MORE_MEMORY:
         yield few | {"gpu_memory_utilization": MORE_MEMORY}
+
+
+def _shorter(most_tokens: int) -> Iterator[dict[str, Any]]:
+    """Without jengine's kernels, temporaries grow with the longest sequence."""
+    if most_tokens > SHORTER:
+        yield {"max_model_len": SHORTER}
 
 
 def _quantized(config: EngineConfig) -> Iterator[dict[str, Any]]:

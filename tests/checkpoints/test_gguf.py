@@ -18,6 +18,7 @@ from jengine.errors import InvalidArgument, ModelError
 from jengine.gguf_file import KINDS, GgufFile, dequantized, open_gguf
 from jengine.models import Params, build
 from jengine.models.rope import rope
+from jengine.observe.compiles import compile_count
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, dequantize, is_quantized
@@ -73,6 +74,15 @@ def test_four_bits_stay_four_bits(tmp_path: Path) -> None:
     assert not is_quantized(layer["attention"]["qkv"]) and isinstance(layer["attention"]["o"], Int4)
     np.testing.assert_array_equal(params["embed"], stored["model.embed_tokens.weight"])
     assert not is_quantized(params["lm_head"])
+
+
+def test_matrices_of_a_shape_are_packed_by_one_program(tmp_path: Path) -> None:
+    """One for each parameter would be compiled at every start."""
+    write_gguf(tmp_path / "m.gguf", "llama_gqa", {"": "Q4_1"}, **EVEN)
+    loaded(tmp_path / "m.gguf")
+    before = compile_count()
+    loaded(tmp_path / "m.gguf")
+    assert compile_count() == before
 
 
 def test_logits_of_four_bits(tmp_path: Path) -> None:

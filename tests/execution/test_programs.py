@@ -72,6 +72,13 @@ def arguments(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> tuple[Any, ...
     return spec.leaves, last_token, spec.slots.sampling, spec.to_sample(key)
 
 
+def test_a_trunk_adds_up_no_constants() -> None:
+    """XLA would do so while it compiles, for seconds if there are many tokens, and complain about it."""
+    spec = make_spec(variant="llama_gqa")
+    key = spec.table.trunks()[-1]
+    assert key.tiles and "reduce_window" not in str(lower(spec, key).as_text())
+
+
 def test_the_whole_table_is_compiled(programs: tuple[ExecutionSpec, Programs]) -> None:
     spec, compiled = programs
     keys = program_keys(spec)

@@ -68,17 +68,17 @@ def test_exact_needs_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_fits_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """A plan with the settings that it names has the cache that it names."""
-    device = ["--memory=20GiB", "--bandwidth=1.0TB/s", "--compute=165TFLOPS", "--quiet"]
+    device = ["--memory=19GiB", "--bandwidth=1.0TB/s", "--compute=165TFLOPS", "--quiet"]
     model = str(DATA / "llama-3.1-8b")
     assert cli.main(["plan", model, *device]) == 1
     said = capsys.readouterr().out.splitlines()[-1]
     settings = re.findall(r"with (--[^(]*) \((\d+\.\d) GiB of cache(?: on each device)?, ([\d,]+) tokens\)", said)
-    assert [setting.split()[0] for setting, _, _ in settings] == ["--max-num-batched-tokens", "--quantization", "--tensor-parallel-size"]
+    assert {"--quantization", "--tensor-parallel-size"} < {setting.split()[0] for setting, _, _ in settings}, said
     for setting, size, tokens in settings[:2]:
         assert cli.main(["plan", model, *device, *setting.split()]) == 0
-        [cache] = re.findall(r"KV cache +(\d+\.\d+) +[\d,]+ +([\d,]+) pages of 64", capsys.readouterr().out)
-        assert round(float(cache[0]), 1) == pytest.approx(float(size), abs=0.11)
-        assert (int(cache[1].replace(",", "")) - 1) * 64 == int(tokens.replace(",", ""))
+        [(cache, pages)] = re.findall(r"KV cache +(\d+\.\d+) +[\d,]+ +([\d,]+) pages of 64", capsys.readouterr().out)
+        assert float(cache) == pytest.approx(float(size), abs=0.06)
+        assert (int(pages.replace(",", "")) - 1) * 64 == int(tokens.replace(",", ""))
 
 
 def test_targets_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,5 +94,5 @@ def test_targets_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_attention_without_kernels_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=b200"]) == 0
+    assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=b200", "--max-model-len=4096"]) == 0
     assert "Attention is XLA's, without jengine's kernels (device=NVIDIA B200" in capsys.readouterr().out
