@@ -3,10 +3,10 @@
     python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5] [--quick]
 
 Perplexity is measured on a fixed English text (english.txt), on one of documentation and code (technical.txt), and on
-greedy float32 answers to chats (chats.json and tests/golden/smollm2.json). Each token is predicted from all earlier ones. Each arm's ratio to bfloat16 has the
-standard error of the ratio's logarithm over tokens. The checkpoint is stored in four bits with groups of 32 (GGUF's
-Q4_1), and other formats start from its dequantized weights. int4 is calibrated on texts and chats that the model
-generated.
+greedy float32 answers to chats (chats.json and tests/golden/smollm2.json). Each token is predicted from all earlier
+ones. Each arm's ratio to bfloat16 has the standard error of the ratio's logarithm over tokens. The checkpoint is stored
+in four bits with groups of 32 (GGUF's Q4_1), and other formats start from its dequantized weights. int4 is calibrated on
+texts and chats that the model generated.
 Speed is measured with all engines in one process, in turn: one stream (prompt 128, 64 output tokens), 32 streams
 (prompt 128, 32 output tokens), and prompts of 1024 tokens.
 """

@@ -17,7 +17,7 @@ import numpy as np
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
-from jengine.checkpoints.converted import PARAMS, has_orbax, is_converted, write_config
+from jengine.checkpoints.converted import PARAMS, REVISION, has_orbax, is_converted, write_config
 from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, load, parts_by_name, read
@@ -95,7 +95,8 @@ def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: Model
         check_calibrated(config, how.calibration_data)
     assert how.quantization is not None and how.quantization != "none"
     calibrated = how.calibration_data is not None
-    done = Converted(quantization=how.quantization, group_size=how.quantization_group_size, calibrated=calibrated)
+    revision = REVISION if how.quantization == "fp8" else 1
+    done = Converted(quantization=how.quantization, group_size=how.quantization_group_size, calibrated=calibrated, revision=revision)
     declared = build(config, config.dtype, config.max_position, done.quantization, group_size=done.group_size, calibrated=calibrated)
     with _new_folder(out) as unfinished:
         if how.calibration_data is None:
