@@ -67,7 +67,7 @@ def _needing_http(option: str, value: object) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        raise InvalidArgument(option, value, f"needs pip install 'jengine[http]': {missing}") from None
+        raise InvalidArgument.needs_extra(option, value, "http", missing) from None
 
 
 class ServerApp:

@@ -33,9 +33,9 @@ class ServerConfig:
         port: the port for gRPC; 0 takes a free one.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes; 0 takes a
             free one. By default there is none. See page.
-        http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs jengine[http]); 0 takes a free one. By
+        http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs the extra http); 0 takes a free one. By
             default there is none.
-        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work (needs jengine[http]). With API
+        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work (needs the extra http). With API
             keys, the chat needs one, and the view of the engine one with admin=1. With TLS, that port then speaks TLS too.
         tool_call_parser: the format of the model's tool calls, for HTTP. auto detects it from the chat template or the tokenizer's
             response_template.
@@ -65,7 +65,7 @@ class ServerConfig:
             one of these keys. Each key has its own request ids, aborts, limits and cached pages.
         request_log: file to which a line of JSON is appended for each request, without its text; - is stdout.
         otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, which receives a span for
-            each request, as a child of its client's `traceparent` (needs jengine[otel]).
+            each request, as a child of its client's `traceparent` (needs the extra otel).
         log_level: level of the server's log on stderr. Prompts and outputs are never logged.
     """
 

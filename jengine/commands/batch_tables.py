@@ -40,7 +40,7 @@ class Table:
         try:
             import pyarrow  # noqa: F401
         except ModuleNotFoundError as missing:
-            raise InvalidArgument("input", str(path), f"tables need pip install 'jengine[parquet]': {missing}") from None
+            raise InvalidArgument.needs_extra("input", str(path), "parquet", missing) from None
         if not read_again(path):
             raise InvalidArgument("input", str(path), "a table must be a file: it is read more than once")
         self.path, self.kind, self._defaults = path, kind, defaults
