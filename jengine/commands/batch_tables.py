@@ -61,7 +61,10 @@ class Table:
     def _find_column(self) -> str:
         found = [name for name in PROMPTS if name in self.schema.names]
         if len(found) != 1:
-            limit = f"must name the column of the prompts: {len(found)} columns of the input are called {', '.join(PROMPTS)}"
+            which = (
+                f"none of the columns is called {' or '.join(PROMPTS)}" if not found else f"the columns {' and '.join(found)} could be it"
+            )
+            limit = f"must name the column of the prompts (--prompt-column): {which}; there are {', '.join(self.schema.names)[:200]}"
             raise InvalidArgument("prompt_column", None, limit)
         return found[0]
 
