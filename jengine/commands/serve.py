@@ -25,7 +25,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model over gRPC and OpenAI's API",
-        description="Serve a model over gRPC and, with --http-port, over HTTP with OpenAI's API. Prints one line to stdout when it is ready; progress and the log go to stderr.",
+        description="Serve a model over gRPC and, with --http-port, over HTTP with OpenAI's API. Prints one line to "
+        "stdout when it is ready; progress and the log go to stderr.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
