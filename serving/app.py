@@ -129,9 +129,9 @@ class ServerApp:
         if config.http_port is None:
             return None
         with _needing_http("http_port", config.http_port):
-            from jengine.serving.http.app import application
             from jengine.serving.http.front import HttpFront
-        return await self._started(HttpFront(application(self._parts(metrics, access)), config), access)
+            from jengine.serving.http.small_pages import api
+        return await self._started(HttpFront(api(self._parts(metrics, access)), config), access)
 
     async def _exporter(self, metrics: Metrics, access: Access) -> MetricsServer | HttpFront | None:
         """Starts the metrics port, if it is enabled, with the playground if that is too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
@@ -50,6 +51,8 @@ class ServerConfig:
         max_message_bytes: the largest request.
         client_chat_templates: accept chat templates from clients. A template is a program: it runs in a separate process, which is
             ended when it takes too much time or memory.
+        allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by commas, such as
+            https://chat.example.com; * allows all. By default none.
         write_timeout: seconds after which a client that does not read is disconnected.
         lame_duck_seconds: seconds after SIGTERM during which health says NOT_SERVING but requests are still accepted, so that load
             balancers can leave. Then the drain begins. Has no effect if drain_seconds is 0.
@@ -97,6 +100,7 @@ class ServerConfig:
     max_request_seconds: float | None = None
     max_message_bytes: int = 4 * 2**20
     client_chat_templates: bool = False
+    allowed_origins: str | None = None
     write_timeout: float = 10.0
     lame_duck_seconds: float = 2.0
     drain_seconds: float = 20.0
@@ -123,6 +127,11 @@ class ServerConfig:
         for name in ("client_chat_templates", "page"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        if self.allowed_origins is not None and self.http_port is None:
+            raise InvalidArgument("allowed_origins", self.allowed_origins, "needs http_port")
+        for origin in self.origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise InvalidArgument("allowed_origins", origin, "must be such as https://chat.example.com, without a path, or *")
         if self.page and self.metrics_port is None:
             raise InvalidArgument("page", self.page, "needs metrics_port, where it is served")
         for name, above in (
@@ -156,6 +165,11 @@ class ServerConfig:
                 raise InvalidArgument(name, getattr(self, name), f"must be {', '.join(choices)}")
             if name != "log_level" and getattr(self, name) != "auto" and self.http_port is None:
                 raise InvalidArgument(name, getattr(self, name), "needs http_port")
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins of allowed_origins."""
+        return [] if self.allowed_origins is None else [origin.strip() for origin in self.allowed_origins.split(",")]
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

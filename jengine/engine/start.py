@@ -118,9 +118,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     except OutOfMemory as full:
         if not others:
             raise
-        what = (
-            f"{counted(others, 'other engine')} of this process may hold memory of the device: close() it, or delete all references to it"
-        )
+        what = f"{counted(others, 'other engine')} of this process may hold memory of the device: close() it first"
         raise OutOfMemory(f"{full}; {what}") from full
 
 
