@@ -135,6 +135,6 @@ def test_a_full_device_names_other_engines(others: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(start, "_start", full)
     monkeypatch.setattr(start, "engines", lambda: [object()] * others)
     with pytest.raises(OutOfMemory, match=r"^no room for the KV cache") as error:
-        start.start_engine(EngineConfig("demo"))
+        start.start_engine(EngineConfig(model="demo"))
     told = str(error.value).partition("; ")[2]
     assert told.startswith(f"{others} other engine") and "close() it" in told if others else not told
