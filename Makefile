@@ -5,6 +5,8 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 comma := ,
 STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
+# Without extras, which the demo does not need
+PLAIN := $(VENV)/.ready
 # Tests compile for GPUs that are not there. Where CUDA is installed for one that is, that will do.
 TESTED := $(if $(findstring cuda,$(EXTRAS)),$(STAMP),$(STAMP)-aot)
 # Tests that need one of these fail without it; others are skipped.
@@ -30,7 +32,7 @@ help: ## list the commands
 
 setup: $(STAMP) ## make .venv with everything needed (EXTRAS=dev,cuda12 for an NVIDIA GPU)
 
-$(STAMP): pyproject.toml constraints.txt
+define into_venv # $(1): what to install
 	@if command -v uv >/dev/null; then \
 	    test -x $(PYTHON) || uv venv --quiet --python $(firstword $(PYTHONS)) $(VENV) || exit 1; \
 	else \
@@ -38,17 +40,24 @@ $(STAMP): pyproject.toml constraints.txt
 	        python=$$(tools/find_python $(PYTHONS)) && "$$python" -m venv --clear $(VENV); } || exit 1; \
 	fi; \
 	echo "Installing into $(VENV) (some minutes the first time)"; \
-	$(INSTALL) '.[$(EXTRAS)]' >$(VENV)/setup.log 2>&1 || { cat $(VENV)/setup.log >&2; exit 1; }
+	$(INSTALL) '$(1)' >$(VENV)/setup.log 2>&1 || { cat $(VENV)/setup.log >&2; exit 1; }
 	@touch $@
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call into_venv,.[$(EXTRAS)])
+
+$(PLAIN): pyproject.toml constraints.txt
+	$(call into_venv,.)
 
 $(STAMP)-aot: $(STAMP)
 	@$(INSTALL) '.[$(EXTRAS),aot]' >$(VENV)/setup.log 2>&1 || { cat $(VENV)/setup.log >&2; exit 1; }
 	@touch $@
 
-demo: setup ## stream text from the embedded model
-	@$(VENV)/bin/jengine generate demo "def fibonacci(n):" --echo
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(PLAIN)) ## stream text from the embedded model
+	@$(VENV)/bin/jengine generate demo "def fibonacci(n):" --echo --max-tokens 200
 
-serve-demo: setup ## serve the embedded model over gRPC; `jengine chat --server 127.0.0.1:50051` talks to it
+serve-demo: $(if $(wildcard $(STAMP)),$(STAMP),$(PLAIN)) ## serve the embedded model over gRPC; `jengine chat --server 127.0.0.1:50051` talks to it
 	@$(VENV)/bin/jengine serve demo
 
 $(LOWEST): pyproject.toml constraints.txt tools/lowest.py | $(STAMP)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5] [--quick]
 
-Perplexity is measured on a fixed English text (english.txt) and on greedy float32 answers to chats (chats.json and
-tests/golden/smollm2.json). Each token is predicted from all earlier ones. Each arm's ratio to bfloat16 has the
-standard error of the ratio's logarithm over tokens. The checkpoint is stored in four bits with groups of 32 (GGUF's
-Q4_1), and other formats start from its dequantized weights. int4 is calibrated on texts and chats that the model
-generated.
+Perplexity is measured on a fixed English text (english.txt), on one of documentation and code (technical.txt), and on
+greedy float32 answers to chats (chats.json and tests/golden/smollm2.json). Each token is predicted from all earlier
+ones. Each arm's ratio to bfloat16 has the standard error of the ratio's logarithm over tokens. The checkpoint is stored
+in four bits with groups of 32 (GGUF's Q4_1), and other formats start from its dequantized weights. int4 is calibrated on
+texts and chats that the model generated.
 Speed is measured with all engines in one process, in turn: one stream (prompt 128, 64 output tokens), 32 streams
 (prompt 128, 32 output tokens), and prompts of 1024 tokens.
 """
@@ -53,7 +53,8 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 # Few programs, since every arm compiles its own: one tile bucket, three row buckets.
 TABLE: dict[str, Any] = {"max_num_seqs": 32, "tile_size": 256, "max_num_batched_tokens": 288, "progress": False}
-ENGLISH = Path(__file__).parent / "english.txt"
+TEXTS = {name: Path(__file__).parent / f"{name}.txt" for name in ("english", "technical")}
+SCORED = (*TEXTS, "chats")
 PIECE = 512  # tokens of the text per sequence
 
 
@@ -66,12 +67,14 @@ Scored = tuple[list[int], int]  # token ids, and the index of the first scored o
 
 
 def texts(tokenizer: Any) -> dict[str, list[Scored]]:
-    """The English text in pieces, and chats, in which only the answers are scored."""
-    ids = tokenizer.encode(ENGLISH.read_text(), add_special_tokens=False)
-    pieces = [(ids[start : start + PIECE], 1) for start in range(0, len(ids), PIECE)]
+    """The texts in pieces, and chats, in which only the answers are scored."""
+    pieces: dict[str, list[Scored]] = {}
+    for name, file in TEXTS.items():
+        ids = tokenizer.encode(file.read_text(), add_special_tokens=False)
+        pieces[name] = [(ids[start : start + PIECE], 1) for start in range(0, len(ids), PIECE)]
     asked = [chat for file in (ANSWERS, CHATS) for chat in json.loads(file.read_text())]
     chats = [(chat["prompt"] + chat["answer"], len(chat["prompt"])) for chat in asked]
-    return {"english": pieces, "chats": chats}
+    return {**pieces, "chats": chats}
 
 
 def write_calibration() -> None:
@@ -167,9 +170,10 @@ def measure_speed(model: str, arms: list[str], repeat: int) -> dict[str, Any]:
 
 def show_perplexity(result: dict[str, Any]) -> None:
     base = result.get("bfloat16", next(iter(result.values())))
-    print(f"\n{'':20}{'English':>12}{'/ bfloat16':>12}{'chats':>12}{'/ bfloat16':>12}{'weights MiB':>13}{'cache KiB/token':>17}")
+    texts = "".join(f"{name:>12}{'/ bfloat16':>12}" for name in SCORED)
+    print(f"\n{'':20}{texts}{'weights MiB':>13}{'cache KiB/token':>17}")
     for arm, got in result.items():
-        columns = "".join(f"{got[name]:12.3f}{got[name] / base[name]:12.4f}" for name in ("english", "chats"))
+        columns = "".join(f"{got[name]:12.3f}{got[name] / base[name]:12.4f}" for name in SCORED)
         print(f"{arm:20}{columns}{got['weights_mib']:13.2f}{got['cache_kib_a_token']:17.3f}")
 
 
@@ -186,7 +190,7 @@ def update(found: dict[str, Any]) -> None:
     """Replaces these arms' perplexities in the saved results, and removes results for other versions of the texts."""
     known = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"] | found
     current = next(iter(found.values()))
-    for text in ("english", "chats"):
+    for text in SCORED:
         for row in known.values():
             if row.get(f"{text}_tokens") != current[f"{text}_tokens"]:
                 for field in (text, f"{text}_tokens", f"{text}_ratio_error"):

@@ -21,7 +21,7 @@ class BeamSearchParams:
     Args:
         beam_width: the number of beams, at most MAX_BEAM_WIDTH.
         max_tokens: the most tokens to generate.
-        ignore_eos: continue after end-of-sequence tokens.
+        ignore_eos: continue after end-of-sequence tokens. The length in a beam's score still leaves out one at the end, as in vLLM.
         temperature: above 0, each beam has a sampled token among its candidates. Log probabilities are those of the raw logits.
         length_penalty: a beam's score is its cumulative log probability divided by its length to this power. The length includes the
             prompt, and no end-of-sequence token. In [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY].

@@ -35,10 +35,10 @@ class EngineConfig:
             without bfloat16; on a CPU float32 instead of a narrower one, unless the CPU multiplies that one natively or is measured
             to be faster with it.
         quantization: quantizes weights on load. By default they stay as the checkpoint has them. int8: weights in eight bits, with a
-            scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, emulated on devices
-            older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group of inputs, embeddings in
-            int8; int4_mixed: the same, but queries, keys and values, and an MLP's last matrix, which lose most, in int8; none: converts
-            the weights of a quantized checkpoint to dtype.
+            scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, but embeddings
+            and output heads in int8, emulated on devices older than Hopper and Ada; int4: weights in four bits, with a scale and an
+            offset for each group of inputs, embeddings in int8; int4_mixed: the same, but queries, keys and values, and an MLP's last
+            matrix, which lose most, in int8; none: converts the weights of a quantized checkpoint to dtype.
         quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller groups lose less.
         calibration_data: for four bits, a file of text: the model reads it at the start, and weights are rounded so that errors cancel
             on such text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.

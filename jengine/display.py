@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
 
@@ -26,6 +27,26 @@ def table_html(rows: Iterable[tuple[str, str]]) -> str:
     """A table of names and values, escaped."""
     cells = (f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{escape(value)}</td></tr>" for name, value in rows)
     return f"<table>{''.join(cells)}</table>"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A line in a terminal and a table in a notebook. It keeps no reference to what it describes.
+
+    Attributes:
+        kind: the name of the described object's class.
+        rows: names and values; the first is the object's own.
+    """
+
+    kind: str
+    rows: tuple[tuple[str, str], ...]
+
+    def __repr__(self) -> str:
+        (_, name), *others = self.rows
+        return f"{self.kind}({name!r}, {', '.join(value for _, value in others)})"
+
+    def _repr_html_(self) -> str:
+        return table_html(self.rows)
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

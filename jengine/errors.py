@@ -19,6 +19,13 @@ class InvalidArgument(JengineError, ValueError):
         shown = _repr(value)
         super().__init__(f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
 
+    @classmethod
+    def needs_extra(cls, field: str, value: object, extra: str, missing: ImportError | None = None) -> InvalidArgument:
+        """A value that needs packages of an extra of jengine. The message has the command that installs them."""
+        from jengine.extras import install_line
+
+        return cls(field, value, f"needs {install_line(extra)}" + ("" if missing is None else f" ({missing})"))
+
 
 class ModelError(JengineError):
     """A model that cannot be read or is not supported. The message names the file and, if there is one, the tensor."""

@@ -57,11 +57,13 @@ class Converted:
         quantization, group_size: the options quantization and quantization_group_size; stored: the form in which the checkpoint's
             file had them, see StoredWeights.
         calibrated: with calibration_data.
+        revision: of the formats of parameters. With 1, fp8 included embeddings and output heads.
     """
 
     quantization: Literal["int4", "int4_mixed", "int8", "w8a8", "fp8", "stored"]
     group_size: int = 128
     calibrated: bool = False
+    revision: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

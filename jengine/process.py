@@ -1,7 +1,9 @@
-"""Detects use in a forked process."""
+"""This process: whether it was forked, and its memory."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 
 from jengine.errors import JengineError
@@ -14,3 +16,9 @@ def check_process(pid: int) -> None:
             f"this model was loaded in process {pid} and cannot be used in process {os.getpid()}, which was forked from it: "
             'load it after the fork, or start processes with multiprocessing.get_context("spawn")'
         )
+
+
+def return_memory() -> None:
+    """Returns freed memory to the operating system. glibc would keep it for later."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -67,7 +67,7 @@ def _needing_http(option: str, value: object) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        raise InvalidArgument(option, value, f"needs pip install 'jengine[http]': {missing}") from None
+        raise InvalidArgument.needs_extra(option, value, "http", missing) from None
 
 
 class ServerApp:
@@ -129,9 +129,9 @@ class ServerApp:
         if config.http_port is None:
             return None
         with _needing_http("http_port", config.http_port):
-            from jengine.serving.http.app import application
             from jengine.serving.http.front import HttpFront
-        return await self._started(HttpFront(application(self._parts(metrics, access)), config), access)
+            from jengine.serving.http.small_pages import api
+        return await self._started(HttpFront(api(self._parts(metrics, access)), config), access)
 
     async def _exporter(self, metrics: Metrics, access: Access) -> MetricsServer | HttpFront | None:
         """Starts the metrics port, if it is enabled, with the playground if that is too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
@@ -33,9 +34,9 @@ class ServerConfig:
         port: the port for gRPC; 0 takes a free one.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes; 0 takes a
             free one. By default there is none. See page.
-        http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs jengine[http]); 0 takes a free one. By
+        http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs the extra http); 0 takes a free one. By
             default there is none.
-        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work (needs jengine[http]). With API
+        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work (needs the extra http). With API
             keys, the chat needs one, and the view of the engine one with admin=1. With TLS, that port then speaks TLS too.
         tool_call_parser: the format of the model's tool calls, for HTTP. auto detects it from the chat template or the tokenizer's
             response_template.
@@ -50,6 +51,8 @@ class ServerConfig:
         max_message_bytes: the largest request.
         client_chat_templates: accept chat templates from clients. A template is a program: it runs in a separate process, which is
             ended when it takes too much time or memory.
+        allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by commas, such as
+            https://chat.example.com; * allows all. By default none.
         write_timeout: seconds after which a client that does not read is disconnected.
         lame_duck_seconds: seconds after SIGTERM during which health says NOT_SERVING but requests are still accepted, so that load
             balancers can leave. Then the drain begins. Has no effect if drain_seconds is 0.
@@ -65,7 +68,7 @@ class ServerConfig:
             one of these keys. Each key has its own request ids, aborts, limits and cached pages.
         request_log: file to which a line of JSON is appended for each request, without its text; - is stdout.
         otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, which receives a span for
-            each request, as a child of its client's `traceparent` (needs jengine[otel]).
+            each request, as a child of its client's `traceparent` (needs the extra otel).
         log_level: level of the server's log on stderr. Prompts and outputs are never logged.
     """
 
@@ -97,6 +100,7 @@ class ServerConfig:
     max_request_seconds: float | None = None
     max_message_bytes: int = 4 * 2**20
     client_chat_templates: bool = False
+    allowed_origins: str | None = None
     write_timeout: float = 10.0
     lame_duck_seconds: float = 2.0
     drain_seconds: float = 20.0
@@ -123,6 +127,11 @@ class ServerConfig:
         for name in ("client_chat_templates", "page"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        if self.allowed_origins is not None and self.http_port is None:
+            raise InvalidArgument("allowed_origins", self.allowed_origins, "needs http_port")
+        for origin in self.origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise InvalidArgument("allowed_origins", origin, "must be such as https://chat.example.com, without a path, or *")
         if self.page and self.metrics_port is None:
             raise InvalidArgument("page", self.page, "needs metrics_port, where it is served")
         for name, above in (
@@ -156,6 +165,11 @@ class ServerConfig:
                 raise InvalidArgument(name, getattr(self, name), f"must be {', '.join(choices)}")
             if name != "log_level" and getattr(self, name) != "auto" and self.http_port is None:
                 raise InvalidArgument(name, getattr(self, name), "needs http_port")
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins of allowed_origins."""
+        return [] if self.allowed_origins is None else [origin.strip() for origin in self.allowed_origins.split(",")]
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

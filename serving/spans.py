@@ -55,7 +55,7 @@ class Spans:
 
             return cls(model, OTLPSpanExporter(endpoint=endpoint))
         except ModuleNotFoundError as missing:
-            raise InvalidArgument("otlp_traces_endpoint", endpoint, f"needs pip install 'jengine[otel]': {missing}") from None
+            raise InvalidArgument.needs_extra("otlp_traces_endpoint", endpoint, "otel", missing) from None
 
     def over(self, request: TrackedRequest, status: str, call: Call) -> None:
         """A request has ended with this gRPC status. The parent is its client's span (`traceparent`), if given."""

@@ -86,7 +86,7 @@ LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or
     (b'{"prompt": "The', "Unterminated string"),
     (b'"prompt"', 'must be a JSON object: "prompt"'),
     (b'{"prompt": "\xff"}', "invalid start byte"),
-    (b"[" * 10_000, "recursion"),
+    (b"[" * 10_000, "is not JSON: it is nested too deeply"),
     (b'{"text": "x"}', 'must have one of prompt, prompt_token_ids, messages; it has 0: {"text": "x"}'),
     (b'{"prompt": "x", "messages": []}', "it has 2"),
     (b'{"prompt": "x", "id": "a"}', "id='a': an earlier line has this id"),

@@ -124,8 +124,9 @@ def test_prompts_by_another_name(model: Path, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     "rows, more, message",
     [
-        ([{"text": "x"}], (), "prompt_column=None: must name the column of the prompts: 0 columns"),
-        ([{"prompt": "x", "messages": "[]"}], (), "2 columns of the input"),
+        ([{"text": "x", "id": 1}], (), "prompt_column=None: must name the column of the prompts (--prompt-column): none of the columns"),
+        ([{"text": "x", "id": 1}], (), "is called prompt or prompt_token_ids or messages; there are text, id"),
+        ([{"prompt": "x", "messages": "[]"}], (), "the columns prompt and messages could be it"),
         ([{"prompt": "x"}], ("--prompt-column=text",), "prompt_column='text': there is no such column, only prompt"),
         ([{"prompt": "x", "error": "y"}], (), "must not have columns of the answers: error"),
         ([{"prompt": "x"}], ("--n=2",), "n=2: is not supported in tables"),

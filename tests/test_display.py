@@ -8,7 +8,7 @@ import pytest
 
 from jengine import display
 from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
-from jengine.display import answer_html, counted, image_html, short, table_html
+from jengine.display import Summary, answer_html, counted, image_html, short, table_html
 from jengine.observe.trace import Trace
 from jengine.request import CompletionOutput, RequestOutput
 from tests.observe.virtual import make_virtual
@@ -92,3 +92,10 @@ def test_a_notebook_shows_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = Trace.empty(trace.facts)
     assert "0 steps" in empty._repr_html_() and empty.plot()
     assert "<script" not in image_html(lambda: b"", "<script>")
+
+
+def test_a_summary() -> None:
+    """It has only text, so that a notebook may keep it when the model is gone."""
+    shown = Summary("LLM", (("model", "demo"), ("numbers", "float32"), ("state", "<open>")))
+    assert repr(shown) == "LLM('demo', float32, <open>)"
+    assert Visible(shown._repr_html_()).text == "modeldemonumbersfloat32state<open>"

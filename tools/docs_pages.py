@@ -145,11 +145,11 @@ def perplexity() -> str:
     found = json.loads((RESULTS / "quantization_perplexity.json").read_text())
     base = found["perplexity"]["bfloat16"]
     rows = [
-        "| | English | / bfloat16 | Chats | / bfloat16 | Weights, MiB | Cache, KiB a token |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| | English | / bfloat16 | Technical | / bfloat16 | Chats | / bfloat16 | Weights, MiB | Cache, KiB a token |",
+        "| --- |" + " ---: |" * 8,
     ]
     for name, row in found["perplexity"].items():
-        texts = " | ".join(_beside(row, base, text) for text in ("english", "chats"))
+        texts = " | ".join(_beside(row, base, text) for text in ("english", "technical", "chats"))
         rows.append(f"| {name} | {texts} | {row['weights_mib']:.1f} | {row['cache_kib_a_token']:.2f} |")
     return "\n".join([*rows, "", _machine(found)])
 

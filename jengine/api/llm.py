@@ -17,7 +17,7 @@ from jengine.api.shared_engine import Call, SharedEngine
 from jengine.beam_params import BeamSearchParams
 from jengine.checks import check_whole
 from jengine.config import EngineConfig
-from jengine.display import counted, table_html
+from jengine.display import Summary, counted
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.errors import EngineDead, InvalidArgument
@@ -281,11 +281,15 @@ class LLM(Embeddings, BeamSearches):
             "targets": {name: getattr(self.engine.load, f"targets_{name}") for name in ("met", "missed", "rejected")},
         }
 
+    def summary(self) -> Summary:
+        """A description for terminals and notebooks. Notebooks keep what they show; unlike the LLM, this keeps no memory of a device."""
+        return Summary("LLM", tuple(self._facts()))
+
     def __repr__(self) -> str:
-        return f"LLM({self.model!r}, {', '.join(value for _, value in self._facts()[1:])})"
+        return repr(self.summary())
 
     def _repr_html_(self) -> str:
-        return table_html(self._facts())
+        return self.summary()._repr_html_()
 
     def _facts(self) -> list[tuple[str, str]]:
         try:
@@ -308,6 +312,8 @@ class LLM(Embeddings, BeamSearches):
             self._shared.open(call, work)
             with progress_bar(total=len(work), desc=desc, unit="request", show=show) as bar:
                 self._finish(call, bar)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # without the frames in which the step was interrupted
         finally:
             self._shared.close(call)
         return call.outputs

@@ -15,7 +15,7 @@ from jengine.engine.engine import Engine
 from jengine.engine.limits import Limits
 from jengine.errors import EngineDead
 from jengine.interrupts import uninterrupted
-from jengine.process import check_process
+from jengine.process import check_process, return_memory
 from jengine.request import Request, RequestOutput
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Update
@@ -197,6 +197,7 @@ class SharedEngine:
             with self._change():
                 self._orders.clear()
                 self._live.ended.clear()
+            return_memory()
 
     # --- stepping ---------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ HEAD = 1 << 16  # maximum bytes of a line
 class Endpoint(Protocol):
     """A server under test."""
 
+    async def reach(self) -> None:
+        """Raises JengineError or OSError if nothing answers."""
+
     def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
         """Yields (new tokens, prompt tokens); 0 prompt tokens if the server has not reported them.
 
@@ -53,6 +56,10 @@ class OpenAIEndpoint:
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._path, self._model, self._key, self._ignore_eos = endpoint, model, api_key, ignore_eos
         self._chat = endpoint.endswith("/chat/completions")
+
+    async def reach(self) -> None:
+        _, writer = await asyncio.open_connection(self._host, self._port)
+        writer.close()
 
     async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
         body: dict[str, Any] = {"model": await self._name(), "temperature": 0.0, "stream": True, "max_tokens": request.output}
@@ -142,6 +149,9 @@ class JengineEndpoint:
 
         self._client = AsyncClient(address, retries=Retries(attempts=1), **options)
         self._ignore_eos = ignore_eos
+
+    async def reach(self) -> None:
+        await self._client.model()
 
     async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
         news = self._client.stream(request.prompt, temperature=0.0, max_tokens=request.output, ignore_eos=self._ignore_eos)

@@ -146,7 +146,7 @@ class Result:
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
-            raise InvalidArgument("plot", str(path), "needs pip install 'jengine[bench]'") from None
+            raise InvalidArgument.needs_extra("plot", str(path), "bench") from None
         figure = Figure(figsize=(10, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         for name in self.metrics:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
-from jengine.checkpoints.converted import PARAMS, has_orbax, is_converted, write_config
+from jengine.checkpoints.converted import PARAMS, REVISION, has_orbax, is_converted, write_config
 from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, load, parts_by_name, read
@@ -98,7 +98,9 @@ def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: Model
         check_calibrated(config, how.calibration_data)
     assert how.quantization != "none"
     calibrated = how.calibration_data is not None
-    done = Converted(quantization=how.quantization or "stored", group_size=how.quantization_group_size, calibrated=calibrated)
+    revision = REVISION if how.quantization == "fp8" else 1
+    kept = how.quantization or "stored"
+    done = Converted(quantization=kept, group_size=how.quantization_group_size, calibrated=calibrated, revision=revision)
     declared = build(config, config.dtype, config.max_position, how.quantization, group_size=done.group_size, calibrated=calibrated)
     with _new_folder(out) as unfinished:
         if how.calibration_data is None:

@@ -19,6 +19,7 @@ from jengine.model_config import ModelConfig
 MARK = "jengine.json"
 PARAMS = "params"
 FORMAT = 1  # changes when parameters with the same names and shapes get another meaning
+REVISION = 2  # of fp8: see model_parts.Converted
 ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 
 
@@ -42,7 +43,7 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
     """The ModelConfig in the content of jengine.json.
 
     Raises:
-        ModelError: the format is another version, or a field is unknown, missing or of the wrong type.
+        ModelError: the format or the revision is another version, or a field is unknown, missing or of the wrong type.
     """
     if fields.get("format") != FORMAT:
         reason = f"format={fields.get('format')!r} is not the one that this version reads, {FORMAT}; convert the model again"
@@ -51,6 +52,9 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
         config: ModelConfig = _record(ModelConfig, fields.get("model"), "model")
     except ValueError as wrong:
         raise ModelError(str(wrong), file=file) from None
+    if (done := config.converted) is not None and done.quantization == "fp8" and done.revision != REVISION:
+        reason = "was converted with fp8 by another version, which stored embeddings in another format; convert the model again"
+        raise ModelError(reason, file=file)
     return config
 
 

@@ -51,7 +51,9 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
     if path.exists():
         raise ModelError("is a file; a model is a GGUF file or a folder in Hugging Face's layout", file=path)
     if model.startswith(("/", "./", "../", "~")) or model.count("/") != 1:
-        raise ModelError("there is no such folder", file=path)
+        kind = "file" if model.endswith(SUFFIX) else "folder"
+        hint = "" if model.startswith(("/", "./", "../", "~")) else "; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"
+        raise ModelError(f"there is no such {kind}{hint}", file=path)
     return _download(model, revision, files)
 
 

@@ -1,12 +1,14 @@
 """Converts a Hugging Face config.json to a ModelConfig, with the reader of its family (`jengine/models`).
 
-A field that affects the model's results, and that the family's reader has not read, is rejected.
+A field that affects the model's results, and that the family's reader has not read, is rejected if it is in UNLESS_READ.
+Any other that jengine does not know causes a warning.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from jengine.checkpoints.config_fields import warn_of_unknown
 from jengine.checkpoints.quantization_config import quantization_config, stored_weights
 from jengine.errors import ModelError
 from jengine.model_config import ModelConfig
@@ -70,6 +72,8 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
     for name, neutral in UNLESS_READ.items():
         if name not in hf.seen and hf.get(name) not in (None, neutral):
             raise ModelError(f"{name} is not supported", file=file)
+    text = fields if FAMILIES[family].text_part is None else fields["text_config"]
+    warn_of_unknown(hf, text, frozenset(("layer_types", *UNLESS_READ)), file)
     return config
 
 

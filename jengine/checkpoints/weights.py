@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
+from jengine.checkpoints.experts import each_expert
 from jengine.checkpoints.files import read_tensors
 from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.quantization import Target, fitted, joined, parts_of, plain
@@ -167,7 +168,8 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
         if model.text_part is not None:
             tensors = _of_text(tensors, model.text_part)
         tensors = _without(tensors, model.skipped, "only the next token is predicted")
-        tensors = {name: tensor for name, tensor in _named(tensors, model.prefix).items() if name not in model.unread}
+        tensors = each_expert(_named(tensors, model.prefix), {piece.name for piece in pieces})
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in model.unread}
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
 

@@ -194,12 +194,22 @@ def json_object(text: bytes) -> dict[str, Any]:
     """Parses a JSON object.
 
     Raises:
-        ValueError, RecursionError, JengineError: it is not valid.
+        JengineError: it is not valid.
     """
-    fields = json.loads(text.decode("utf-8-sig").strip())
+    try:
+        fields = json.loads(text.decode("utf-8-sig").strip())
+    except (ValueError, RecursionError) as wrong:  # of invalid JSON and UTF-8
+        raise JengineError(f"is not JSON: {_reason(wrong)}") from None
     if not isinstance(fields, dict):
         raise JengineError(f"must be a JSON object: {excerpt(text)}")
     return fields
+
+
+def _reason(wrong: Exception) -> str:
+    """Without the line's number within the line, which is always 1."""
+    if isinstance(wrong, json.JSONDecodeError):
+        return f"{wrong.msg} at character {wrong.pos + 1}: {excerpt(wrong.doc.encode())}"
+    return "it is nested too deeply" if isinstance(wrong, RecursionError) else str(wrong)
 
 
 def request(number: int, name: str | int | None, fields: dict[str, Any], defaults: dict[str, Any], shown: str) -> Line:

@@ -67,7 +67,7 @@ class OpenAiBatch:
         try:
             import jengine.serving.http.embedded  # noqa: F401
         except ModuleNotFoundError as missing:
-            raise InvalidArgument("input", str(path), f"OpenAI's batch files need pip install 'jengine[http]': {missing}") from None
+            raise InvalidArgument.needs_extra("input", str(path), "http", missing) from None
 
     def count(self) -> int | None:
         return count_lines(self._path)

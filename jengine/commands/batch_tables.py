@@ -40,7 +40,7 @@ class Table:
         try:
             import pyarrow  # noqa: F401
         except ModuleNotFoundError as missing:
-            raise InvalidArgument("input", str(path), f"tables need pip install 'jengine[parquet]': {missing}") from None
+            raise InvalidArgument.needs_extra("input", str(path), "parquet", missing) from None
         if not read_again(path):
             raise InvalidArgument("input", str(path), "a table must be a file: it is read more than once")
         self.path, self.kind, self._defaults = path, kind, defaults
@@ -61,7 +61,10 @@ class Table:
     def _find_column(self) -> str:
         found = [name for name in PROMPTS if name in self.schema.names]
         if len(found) != 1:
-            limit = f"must name the column of the prompts: {len(found)} columns of the input are called {', '.join(PROMPTS)}"
+            which = (
+                f"none of the columns is called {' or '.join(PROMPTS)}" if not found else f"the columns {' and '.join(found)} could be it"
+            )
+            limit = f"must name the column of the prompts (--prompt-column): {which}; there are {', '.join(self.schema.names)[:200]}"
             raise InvalidArgument("prompt_column", None, limit)
         return found[0]
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, JengineError
 from jengine.commands.connection import add_connection, client_options
 from jengine.commands.flags import add_engine, engine_fields
 from jengine.commands.terminal import note, write
@@ -200,16 +200,27 @@ async def _driven(options: argparse.Namespace) -> Any:
         counts: dict[str, int] = {}
         if options.dataset_name == "sharegpt" and options.dataset_path is not None:
             turns = sharegpt_turns(options.dataset_path, options.num_prompts, options.seed)
+            await _reached(endpoint, options)
             counts = {text: await endpoint.tokens(text) for turn in turns for text in turn}
         requests = _requests(options, lambda text: counts[text])
         if options.dataset_name != "trace":
             requests = with_arrivals(requests, options.request_rate, options.burstiness, options.seed)
         elif options.request_rate != INFINITE:
             raise InvalidArgument("request_rate", options.request_rate, "must not be given with a trace, which has its own arrival times")
+        await _reached(endpoint, options)
         with progress_bar(total=len(requests), desc="requests", unit="request", show=not options.disable_tqdm) as bar:
             return await drive(endpoint, requests, max_concurrency=options.max_concurrency, done=bar.update)
     finally:
         await endpoint.close()
+
+
+async def _reached(endpoint: Endpoint, options: argparse.Namespace) -> None:
+    """Raises InvalidArgument if there is no server, before thousands of requests fail."""
+    try:
+        await endpoint.reach()
+    except (JengineError, OSError) as error:
+        where = f"{options.host}:{options.port}" if options.base_url is None else options.base_url
+        raise InvalidArgument("base_url", where, f"nothing answers there: {error}") from None
 
 
 def _endpoint(options: argparse.Namespace) -> Endpoint:

@@ -88,7 +88,7 @@ def _clear(options: argparse.Namespace) -> None:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise InvalidArgument("yes", False, "must be given if there is no terminal")
+        raise InvalidArgument("yes", False, "give --yes: there is no terminal to ask at")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 

@@ -1,4 +1,4 @@
-"""`jengine serve`: a gRPC server for a model."""
+"""`jengine serve`: a server for a model, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
     parser = commands.add_parser(
         "serve",
-        help="serve a model over gRPC",
-        description="Serve a model over gRPC. Prints one line to stdout when it is ready; progress and the log go to stderr.",
+        help="serve a model over gRPC and OpenAI's API",
+        description="Serve a model over gRPC and, with --http-port, over HTTP with OpenAI's API. Prints one line to "
+        "stdout when it is ready; progress and the log go to stderr.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

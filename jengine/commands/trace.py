@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from jengine import InvalidArgument
@@ -47,6 +48,8 @@ def check_seconds(seconds: float | None) -> None:
 
 def _trace(options: argparse.Namespace) -> None:
     check_seconds(options.seconds)
+    if not re.search(r":\d+$", options.server) and (options.server.endswith(".json") or Path(options.server).exists()):
+        raise InvalidArgument("server", options.server, "must be HOST:PORT of a running server; `jengine explain` reads saved traces")
     with connect(options.server, options) as client:
         trace = client.trace(options.seconds)
     trace.save(options.output)

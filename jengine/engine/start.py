@@ -28,12 +28,13 @@ from jengine.checkpoints import (
 from jengine.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes
+from jengine.display import counted
 from jengine.engine.engine import Engine
 from jengine.engine.measure import measure
 from jengine.engine.precision import choose_dtype
 from jengine.engine.saved_costs import SavedCosts
 from jengine.engine.shapes import describe
-from jengine.errors import InvalidArgument
+from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
 from jengine.execution.host_store import check_host_memory
@@ -48,6 +49,7 @@ from jengine.execution.worker import Worker, decode
 from jengine.model_config import ModelConfig
 from jengine.models.cache import paged
 from jengine.observe.compiles import compile_count
+from jengine.observe.engines import engines
 from jengine.observe.recorder import TraceRecorder
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
@@ -112,6 +114,17 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         OutOfMemory: the device is too small.
         EngineDead: another process of the engine ended.
     """
+    others = len(engines())
+    try:
+        return _start(config, progress)
+    except OutOfMemory as full:
+        if not others:
+            raise
+        what = f"{counted(others, 'other engine')} of this process may hold memory of the device: close() it first"
+        raise OutOfMemory(f"{full}; {what}") from full
+
+
+def _start(config: EngineConfig, progress: bool) -> tuple[Engine, Started]:
     if config.process_id > 0:
         raise InvalidArgument("process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow")
     link = _connected(config)

@@ -35,7 +35,8 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
     "fp8": ("float8_e4m3fn", True),
 }
 TRANSFORMED = ("w8a8",)  # with a Hadamard transform: outliers would otherwise leave few of the eight bits to other activations
-IN_EIGHT_BITS = "int8"  # in a four-bit model: embeddings, output heads and, with int4_mixed, weights for which `_loses_much`
+VOCABULARY = dict.fromkeys((*FOUR_BITS, "fp8"), "int8")  # of embeddings and output heads, if it differs from the other weights
+MIXED = "int8"  # with int4_mixed: weights for which `_loses_much`
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 FILES = (
     *("bloom", "cohere", "deepseek", "ernie", "exaone", "falcon", "gemma", "gemma3n", "gemma4", "glm", "glm_moe", "gpt2", "gpt_neox"),
@@ -155,7 +156,7 @@ def build(
             return jax.eval_shape(partial(quantize_int4, group=group_size, parts=parts, hadamard=hadamard), plain)
         if quantization in (None, "none"):
             return plain
-        name = IN_EIGHT_BITS if quantization in FOUR_BITS else quantization
+        name = VOCABULARY.get(quantization, quantization) if vocabulary else MIXED if quantization in FOUR_BITS else quantization
         kind, inputs = QUANTIZATIONS[name]
         hadamard = block_of(plain.shape[-1] // parts) if name in TRANSFORMED else 1
         return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs, hadamard=hadamard), plain)

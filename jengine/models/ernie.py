@@ -46,12 +46,12 @@ def read_ernie_moe(hf: Fields) -> dict[str, Any]:
     fields = read_ernie(hf)
     first, last, every = (int(hf[f"moe_layer_{name}"]) for name in ("start_index", "end_index", "interval"))
     last = fields["num_layers"] - 1 if last == -1 else last
-    size = int(hf["moe_intermediate_size"])
+    size, chosen = int(hf["moe_intermediate_size"]), int(hf["moe_k"])  # has a default, so the other name comes first
     return {
         **fields,
         "expert_layers": tuple(i for i in range(fields["num_layers"]) if first <= i <= last and (i + 1) % every == 0),
         "num_experts": int(hf["moe_num_experts"]),
-        "experts_per_token": int(hf["moe_k"]),
+        "experts_per_token": int(hf.get("num_experts_per_tok") or chosen),
         "expert_size": size,
         "shared_expert_size": size * int(hf["moe_num_shared_experts"]),
         "normalize_experts": True,

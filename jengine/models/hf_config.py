@@ -50,7 +50,8 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ModelError: a kind or a parameter is not supported.
     """
-    theta = float(parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    older = hf.get("rope_theta")
+    theta = float(parameters.get("rope_theta") or older or 10000.0)
     if parameters.get("partial_rotary_factor") not in (None, 1.0):
         raise ModelError("partial_rotary_factor is not supported")
     kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"

@@ -109,7 +109,7 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
         "intermediate_size": int(hf["intermediate_size_mlp"]),
         "max_position": min(fields["max_position"], int(hf.get("attention_chunk_size") or fields["max_position"])),
         "unrotated_layers": tuple(i for i, one in enumerate(rotated) if not one),
-        "query_scaling_beta": float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0,
+        "query_scaling_beta": float(hf["attn_scale"]) * bool(hf["attn_temperature_tuning"]),
         "query_scaling_step": int(hf["floor_scale"]),
         "qk_norm": bool(hf["use_qk_norm"]),
         "expert_layers": tuple(range(step - 1, layers, step) if sparse is None else sparse),

@@ -138,23 +138,9 @@ class SharedExperts(Experts):
         return all_reduce(self.own_part(x) + gate * self.shared.own_part(x))
 
 
-class StackedExperts(SharedExperts):
-    """Qwen3.5's experts: checkpoints store all experts in one tensor."""
-
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
-        super().__init__(config, dtype, name, parts)
-        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
-        laid, real, both = config.padded(ffn), slice(0, ffn), (experts, 2 * ffn, hidden)
-        halves = (Piece(f"{name}.experts.gate_up_proj", both, (EVERY, real, i), (EVERY, slice(i * ffn, (i + 1) * ffn))) for i in range(2))
-        down = Piece(f"{name}.experts.down_proj", (experts, hidden, ffn), (EVERY, EVERY, real))
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
-        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
-
-
 class Qwen3Next(Llama):
     attention = GatedAttention
     delta_net: type[GatedDeltaNet] = GatedDeltaNet
-    experts: type[SharedExperts] = SharedExperts
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         assert config.linear is not None
@@ -169,12 +155,11 @@ class Qwen3Next(Llama):
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
         if index not in config.expert_layers:
             return super().mlp(config, dtype, name, index)
-        return self.experts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
+        return SharedExperts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
 
 
 class Qwen35(Qwen3Next):
     delta_net = SeparateDeltaNet
-    experts = StackedExperts
 
 
 def read_linear_attention(hf: Fields) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
     try:
         devices = None if target is None else _devices(config, target)
     except NotImplementedError:
-        raise InvalidArgument("target", target, "needs CUDA's plugin and compiler: pip install 'jengine[aot]'") from None
+        raise InvalidArgument.needs_extra("target", target, "aot") from None
     claim_gpu_memory(config.gpu_memory_utilization)
     return describe_on(config, make_mesh(config.tensor_parallel_size, devices))
 

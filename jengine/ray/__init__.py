@@ -1,1 +1,1 @@
-"""jengine on Ray (`pip install 'jengine[ray]'`): Ray Data stages (data.py) and a Ray Serve application (serve.py)."""
+"""jengine on Ray (the extra `ray`): Ray Data stages (data.py) and a Ray Serve application (serve.py)."""

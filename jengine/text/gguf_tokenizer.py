@@ -49,7 +49,12 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"tokenizer.ggml.model={kind!r} is not supported; gpt2 and llama are", file=path)
     tokens: list[str] = file["tokenizer.ggml.tokens"]
-    backend = _byte_level(file, tokens) if kind == "gpt2" else _sentence_piece(file, tokens)
+    try:
+        backend = _byte_level(file, tokens) if kind == "gpt2" else _sentence_piece(file, tokens)
+    except ModelError:
+        raise
+    except Exception as wrong:  # the library raises bare Exception
+        raise ModelError(f"the tokenizer is inconsistent: {wrong}", file=path) from None
     marked = zip(tokens, file.get("tokenizer.ggml.token_type", []), strict=False)
     added = [AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in marked if kind in (CONTROL, USER_DEFINED)]
     backend.add_tokens(added)

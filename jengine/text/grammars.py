@@ -60,12 +60,16 @@ def compile_structure(what: StructuredOutputs, tokenizer: Tokenizer, stack: int 
         stack: bytes of the compiling thread's stack.
 
     Raises:
-        InvalidArgument: a limit is exceeded, or llguidance cannot read it.
+        InvalidArgument: a limit is exceeded, or llguidance cannot read the structure or the tokenizer.
     """
     if tokenizer.eos_token_id is None:
         raise InvalidArgument("structured_outputs", what, "the tokenizer has no end-of-sequence token, which is needed to end the output")
     check_structure(what)
-    guide = view_of(tokenizer)
+    try:
+        guide = view_of(tokenizer)
+    except ValueError as unread:
+        reason = f"llguidance cannot read this model's tokenizer: {unread}"
+        raise InvalidArgument("structured_outputs", what, reason) from None
     try:
         matcher = _on_stack(stack, lambda: llguidance.LLMatcher(guide, _grammar(what), log_level=0, limits=_LIMITS))
     except (TypeError, ValueError, RecursionError) as wrong:

@@ -76,6 +76,7 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     app = Starlette(
         routes=[
             route("GET", "/health", health, open=True),
+            route("GET", "/ping", health, open=True),
             route("GET", "/v1/models", texts.models),
             route("GET", "/v1/models/{model:path}", texts.model),
             route("POST", "/v1/chat/completions", chat.create),

@@ -20,6 +20,7 @@ class Chat(NamedTuple):
 
     Attributes:
         prompt: the prompt's text, once it has been rendered.
+        template_has_tools: whether the chat template shows tools.
         thinks: whether the model may reason before it answers; False if a grammar applies from the first token on.
     """
 
@@ -30,6 +31,7 @@ class Chat(NamedTuple):
     llm: AsyncLLM
     created: int
     model: str
+    template_has_tools: bool
 
     prompt: str = ""
     thinks: bool = True

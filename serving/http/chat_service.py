@@ -8,7 +8,7 @@ from typing import Any
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
-from jengine import CompletionOutput, InvalidArgument, OutputKind, RequestHandle
+from jengine import CompletionOutput, OutputKind, RequestHandle
 from jengine.serving.answers import Answer
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import CHAT
@@ -16,6 +16,7 @@ from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.parameters import chat_params
+from jengine.serving.http.plain_tools import shows_tools, with_tools_as_text
 from jengine.serving.http.service import CreateService, check_conversation, level_of, present, stop_reason, tokens_of
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
@@ -44,26 +45,26 @@ class ChatService(CreateService):
         check_conversation(body)
         llm = self._models.llm
         form = await self._answer_format(llm)
-        tools = read_tools(body, form)
+        shown = shows_tools(llm.tokenizer, body.get("chat_template"))
+        tools = read_tools(body, form, shown)
         params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
         if form.shows_special_tokens and (tools.callable or form.channels) and tools.forced is None:
             params = params.clone(skip_special_tokens=False)
-        return Chat(body, params, tools, form, llm, int(time.time()), self._models.info.name)
+        return Chat(body, params, tools, form, llm, int(time.time()), self._models.info.name, shown)
 
     async def _queue(self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, tracked: TrackedRequest) -> tuple[RequestHandle, Chat]:
         """Renders the prompt and queues the request."""
         body = chat.body
         options = {name: body.get(name) for name in OPTIONS if body.get(name) is not None}
         if (effort := body.get("reasoning_effort")) is not None:
-            template = chat.llm.tokenizer.chat_templates.get("default")
-            if template is None or "reasoning_effort" not in template.names:
-                raise InvalidArgument("reasoning_effort", effort, "the model's chat template has no such variable")
+            # Clients send it to every model. Templates ignore variables that they do not know.
             options["chat_template_kwargs"] = {"reasoning_effort": effort, **options.get("chat_template_kwargs", {})}
-        if chat.tools.shown:
+        if chat.tools.shown and chat.template_has_tools:
             options["tools"] = chat.tools.shown
 
         def read() -> Conversation:
-            return body.get("messages"), options
+            plain = chat.tools.shown and not chat.template_has_tools
+            return with_tools_as_text(body.get("messages"), chat.tools) if plain else body.get("messages"), options
 
         prompt = await self._render(chat.llm, read, body.get("chat_template"), size, call)
         chat = chat.rendered(prompt)

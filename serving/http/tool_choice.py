@@ -57,8 +57,11 @@ class ToolChoice(NamedTuple):
         return CallArray() if self.forced == "required" else NamedCall(self.forced)
 
 
-def read_tools(body: Body, form: AnswerFormat) -> ToolChoice:
+def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
     """Reads the tools and the tool choice of a body.
+
+    Args:
+        shown: whether the chat template shows tools.
 
     Raises:
         InvalidArgument: naming the field.
@@ -76,6 +79,9 @@ def read_tools(body: Body, form: AnswerFormat) -> ToolChoice:
     if choice == "none":
         return ToolChoice(tools, [], None, parallel)
     if choice in (None, "auto"):
+        if not shown:
+            limit = "the model's chat template has no tools, so the model cannot choose; use required or a tool's name, or none"
+            raise InvalidArgument("tool_choice", choice or "auto", limit)
         if not form.tools:
             limit = "the format of this model's tool calls is unknown; use required, none or a tool's name (or --tool-call-parser)"
             raise InvalidArgument("tool_choice", choice, limit)

@@ -193,6 +193,8 @@ def test_a_server_by_each_protocol(make_server: Any, capsys: pytest.CaptureFixtu
         (["serve", "--metric-percentiles", "101"], "metric_percentiles='101'"),
         (["serve", "--max-concurrency", "0"], "max_concurrency=0"),
         (["serve", "--num-prompts", "0"], "num_prompts=0"),
+        (["serve", "--port", "9"], "base_url='127.0.0.1:9': nothing answers there: "),
+        (["serve", "--port", "9", "--backend", "jengine"], "base_url='127.0.0.1:9': nothing answers there: "),
         (["serve", "--dataset-name", "sharegpt"], "dataset_path=None"),
         (["serve", "--dataset-path", "x"], "dataset_path="),
         (["serve", "--tls"], "tls=True"),

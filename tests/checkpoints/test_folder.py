@@ -73,6 +73,20 @@ def test_no_such_folder(model: str) -> None:
         resolve(model)
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt2", "gpt2: there is no such folder; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"),
+        ("nosuch.gguf", "nosuch.gguf: there is no such file; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"),
+        ("./nosuch.gguf", "nosuch.gguf: there is no such file"),
+    ],
+)
+def test_what_to_give_instead(model: str, message: str) -> None:
+    with pytest.raises(ModelError) as wrong:
+        resolve(model)
+    assert str(wrong.value) == message
+
+
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "weights").touch()
     with pytest.raises(ModelError, match="is a file; a model is a GGUF file or a folder"):

@@ -333,3 +333,32 @@ def test_opt_350m_is_the_odd_one() -> None:
 def test_refused(variant: str, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ModelError, match=rf"config\.json: {match}"):
         read(variant, **changes)
+
+
+def test_unknown_fields_cause_a_warning() -> None:
+    known = read("llama_gqa")
+    fields = {**VARIANTS["llama_gqa"], "some_new_feature": True}
+    with pytest.warns(UserWarning, match="some_new_feature") as caught:
+        assert model_config(fields, "a/config.json") == known
+        model_config(fields, "a/config.json")
+    text = "a/config.json: some_new_feature=true is unknown to jengine and has no effect"
+    assert [str(warning.message) for warning in caught] == [text]  # once, although several parts of an engine read the file
+    with pytest.warns(UserWarning, match=r"new_list=\[0, 1, .*\.\.\. is unknown"):
+        read("llama_gqa", new_list=list(range(100)))
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
+def test_unknown_fields_without_a_value_do_not(value: object) -> None:
+    assert read("llama_gqa", some_new_feature=value) == read("llama_gqa")
+
+
+def test_only_the_text_models_fields_count() -> None:
+    assert read("gemma3_images", image_feature=True) == read("gemma3_images")
+    text = {**VARIANTS["gemma3_images"]["text_config"], "text_feature": 2}
+    with pytest.warns(UserWarning, match="text_feature=2 is unknown"):
+        read("gemma3_images", text_config=text)
+
+
+def test_both_names_of_ernies_experts() -> None:
+    assert read("ernie4_5_moe", moe_k=..., num_experts_per_tok=2).experts_per_token == 2
+    assert read("ernie4_5_moe", moe_k=2, num_experts_per_tok=...).experts_per_token == 2

@@ -287,3 +287,31 @@ def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     save_file({**weights("gemma3_images"), "audio_tower.weight": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"audio_tower\.weight.*is not part of this model"):
         loaded(tmp_path)
+
+
+def test_experts_one_by_one_or_stacked(tmp_path: Path) -> None:
+    """Qwen3.5's own checkpoints stack the experts of a layer; those of its text model that transformers saves do not."""
+    write_model(tmp_path, "qwen3_5_moe_text")
+    stacked, apart = loaded(tmp_path), {}
+    for name, array in weights("qwen3_5_moe_text").items():
+        module, _, part = name.rpartition(".")
+        if not module.endswith(".experts"):
+            apart[name] = array
+            continue
+        for expert, matrix in enumerate(array):
+            halves = {"gate_proj": matrix[:40], "up_proj": matrix[40:]} if part == "gate_up_proj" else {"down_proj": matrix}
+            apart |= {f"{module}.{expert}.{half}.weight": np.ascontiguousarray(rows) for half, rows in halves.items()}
+    assert "model.layers.3.mlp.experts.5.up_proj.weight" in apart
+    save_file(apart, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path), stacked)
+
+
+def test_stacked_experts_of_another_shape(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3_5_moe_text")
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors = weights("qwen3_5_moe_text")
+    save_file({**tensors, name: tensors[name][:-1]}, tmp_path / "model.safetensors")
+    fails(tmp_path, file="", tensor="model.layers.0.mlp.experts.5.down_proj.weight", match="is missing")
+    save_file({**tensors, name: tensors[name][..., :-1]}, tmp_path / "model.safetensors")
+    match = r"has shape \[64, 39\]; the configuration needs \[64, 40\]"
+    fails(tmp_path, file="model.safetensors", tensor="model.layers.0.mlp.experts.0.down_proj.weight", match=match)

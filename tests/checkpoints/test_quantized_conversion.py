@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -13,9 +14,9 @@ from jengine.checkpoints import convert, load, read_config
 from jengine.checkpoints.orbax import by_name
 from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
-from jengine.errors import InvalidArgument
+from jengine.errors import InvalidArgument, ModelError
 from jengine.model_config import ModelConfig
-from jengine.model_parts import StoredWeights
+from jengine.model_parts import Converted, StoredWeights
 from jengine.models import Model, Params, build
 from jengine.parallel.mesh import make_mesh
 from jengine.serving.engines import model_engine
@@ -106,3 +107,17 @@ def test_options_that_convert_rejects(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"quantization_group_size=16: must be 32, 64 or 128"):
         EngineConfig.of(str(folder), {"quantization": "int4", "quantization_group_size": 16})
     assert not (tmp_path / "out").exists()
+
+
+def test_fp8_of_an_earlier_version_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Its embeddings are e4m3, and would be read as int8."""
+    out = convert(str(folder), tmp_path / "out", quantization="fp8", progress=False)
+    assert read_config(out).converted == Converted(quantization="fp8", revision=2)
+    mark = json.loads((out / "jengine.json").read_text())
+    del mark["model"]["converted"]["revision"]
+    (out / "jengine.json").write_text(json.dumps(mark))
+    with pytest.raises(ModelError, match=r"jengine\.json: was converted with fp8 by another version.*convert the model again"):
+        read_config(out)
+    mark["model"]["converted"]["quantization"] = "w8a8"  # has not changed
+    (out / "jengine.json").write_text(json.dumps(mark))
+    assert read_config(out).converted == Converted(quantization="w8a8")

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
+from jengine.config import EngineConfig
+from jengine.engine import start
 from jengine.engine.engine import Engine
+from jengine.errors import OutOfMemory
 from jengine.request import Request, SamplingParams
 from jengine.table.program_table import VARIANTS
 from tests.engine.running import SMALL, limit_pages, overlapped_steps, prompts, run
@@ -121,3 +125,16 @@ def test_steady_steps_overlap(engine: Engine) -> None:
     run(engine, work)
     overlapped, steps = overlapped_steps(engine)
     assert steps >= 100 and overlapped >= 0.95 * steps
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_full_device_names_other_engines(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OutOfMemory("no room for the KV cache")
+
+    monkeypatch.setattr(start, "_start", full)
+    monkeypatch.setattr(start, "engines", lambda: [object()] * others)
+    with pytest.raises(OutOfMemory, match=r"^no room for the KV cache") as error:
+        start.start_engine(EngineConfig(model="demo"))
+    told = str(error.value).partition("; ")[2]
+    assert told.startswith(f"{others} other engine") and "close() it" in told if others else not told

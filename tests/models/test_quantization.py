@@ -92,3 +92,14 @@ def test_what_is_quantized(tmp_path: Path) -> None:
     assert layer["mlp"]["gate_up"].scale.shape == layer["mlp"]["gate_up"].values.shape[:-1]
     assert not isinstance(layer["mlp"]["router"], Quantized)
     assert len(quantized(params)) == 2 + 4 * len(params["layers"])
+
+
+@pytest.mark.parametrize("variant", ["llama_gqa", pytest.param("llama_tied", marks=pytest.mark.full)])
+def test_fp8_leaves_the_vocabulary_to_int8(variant: str, tmp_path: Path) -> None:
+    """Logits lose much if the head's weights and inputs are rounded to e4m3."""
+    write_model(tmp_path, variant)
+    params = build(read_config(tmp_path), "bfloat16", 64, "fp8").params
+    for name in {"embed", "lm_head"} & params.keys():
+        assert (params[name].kind, params[name].inputs, params[name].hadamard) == ("int8", False, 1)
+    layer = params["layers"][0]
+    assert {(leaf.kind, leaf.inputs) for leaf in quantized(layer)} == {("float8_e4m3fn", True)}

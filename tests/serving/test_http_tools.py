@@ -16,7 +16,8 @@ from tests.serving.conftest import MockServer, serve_mock
 from tests.text.conftest import byte_level, write
 
 # The model's own words alone; the comment tells the format.
-ECHO = "{# <tool_call> </think> #}{% if enable_thinking or tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+ECHO = "{# <tool_call> </think> #}{% if enable_thinking or tools %}{% endif %}{{ reasoning_effort }}"
+ECHO += "{% for m in messages %}{{ m.content }}{% endfor %}"
 END = "<END>"
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -79,6 +80,10 @@ def test_a_call(client: OpenAI) -> None:
     assert streamed_call["arguments"] == call.function.arguments and streamed_call["id"] != call.id
 
 
+def test_an_effort_that_the_template_uses(client: OpenAI) -> None:
+    assert whole(client, " work", tools=None, reasoning_effort="high")[0].content == "high work"
+
+
 def test_several_calls(client: OpenAI) -> None:
     message, _ = whole(client, CALL + CALL)
     assert message.content is None and [call.function.name for call in message.tool_calls] == ["weather"] * 2
@@ -137,8 +142,60 @@ def test_what_is_wrong(server: MockServer, options: dict[str, Any], param: str |
     assert answer.status_code == 400 and error["param"] == (param or "tools"), error
 
 
-def test_a_template_without_tools(tokenizer_folder: Path) -> None:
+PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"  # as SmolLM2's: it has no tools
+
+
+@pytest.fixture(scope="module")
+def without_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
+    folder: Path = write(byte_level(), tmp_path_factory.mktemp("plain"))
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    with serve_mock(folder, server={"http_port": 0}) as server:
+        yield server
+        server.wait_until_idle()
+
+
+def prompted(server: MockServer, says: str, **options: Any) -> tuple[int, str]:
+    """The status, and the prompt as text, or the error's message."""
+    body = {**asked(says, **options), "stop": ["<NEVER>"], "max_tokens": 1, "return_token_ids": True}
+    answer = httpx.post(f"{server.http}/chat/completions", json=body, timeout=60)
+    if answer.status_code != 200:
+        return answer.status_code, answer.json()["error"]["message"]
+    text = httpx.post(server.http.removesuffix("/v1") + "/detokenize", json={"tokens": answer.json()["prompt_token_ids"]}, timeout=60)
+    return 200, text.json()["prompt"]
+
+
+def test_forced_calls_without_tools_in_the_template(without_tools: MockServer) -> None:
+    """The definitions come in a system message; the grammar guarantees the form."""
+    status, prompt = prompted(without_tools, "Rain?", tool_choice="required")
+    definition = json.dumps(WEATHER["function"])
+    assert status == 200 and prompt == (
+        f"<system>You can call these functions:\n{definition}\n\nAnswer with a JSON array of calls and nothing else: "
+        '[{"name": "...", "parameters": {...}}]<user>Rain?' + END
+    )
+    named = {"type": "function", "function": {"name": "weather"}}
+    tools = [WEATHER, {"type": "function", "function": {"name": "news"}}]
+    system = {"role": "system", "content": "Be brief."}
+    messages = [system, *asked("Rain?")["messages"]]
+    status, prompt = prompted(without_tools, "", tool_choice=named, tools=tools, messages=messages)
+    assert status == 200 and prompt.startswith(f"<system>Be brief.\nCall this function:\n{definition}\n\nAnswer") and "news" not in prompt
+
+
+def test_calls_and_results_without_tools_in_the_template(without_tools: MockServer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "rain"}]
+    status, prompt = prompted(without_tools, "", tool_choice="none", messages=messages)
+    text = '<assistant>[{"name": "weather", "parameters": {"city": "Rome"}}]<user>Result of the call:\nrain'
+    assert (status, prompt) == (200, text)
+
+
+@pytest.mark.parametrize("options", [{}, {"tool_choice": "auto"}, {"chat_template": PLAIN, "tool_choice": "auto"}])
+def test_a_template_without_tools_says_what_works(without_tools: MockServer, options: dict[str, Any]) -> None:
+    status, message = prompted(without_tools, "x", **options)
+    assert status == 400 and "tool_choice='auto': the model's chat template has no tools" in message and "use required" in message
+
+
+def test_a_parser_does_not_give_a_template_tools(tokenizer_folder: Path) -> None:
     options = {"http_port": 0, "tool_call_parser": "hermes"}
     with serve_mock(tokenizer_folder, server=options) as server:
         answer = httpx.post(f"{server.http}/chat/completions", json=asked("x"), timeout=60)
-        assert answer.status_code == 400 and "the model's chat template does not support tools" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "the model's chat template has no tools" in answer.json()["error"]["message"]

@@ -62,6 +62,8 @@ def test_commands(mock_server: MockServer, tmp_path: Path, capsys: pytest.Captur
     for arguments, message in (
         (["trace", mock_server.address, "--seconds", "0"], "seconds=0.0: must be a finite number above 0"),
         (["trace", mock_server.address, "--output", str(tmp_path / "none" / "x")], "cannot be written: No such file"),
+        (["trace", "nofile.json"], "server='nofile.json': must be HOST:PORT of a running server; `jengine explain` reads saved traces"),
+        (["trace", str(file)], "must be HOST:PORT of a running server"),
         (["explain", str(tmp_path / "anna")], "jengine: error: "),
         (["explain", __file__], "was not saved by `jengine trace` or Trace.save"),
     ):

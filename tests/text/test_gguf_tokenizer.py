@@ -104,6 +104,8 @@ def test_chat_templates(tmp_path: Path) -> None:
         ({"ggml.model": "bert"}, r"tokenizer\.ggml\.model='bert' is not supported; gpt2 and llama are"),
         ({"ggml.pre": "unheard-of"}, r"tokenizer\.ggml\.pre='unheard-of' is not supported; "),
         ({}, r"tokenizer\.ggml\.pre='default' is not supported"),
+        ({"ggml.pre": "gpt-2", "ggml.merges": ["unheard of"]}, r"m\.gguf: the tokenizer is inconsistent: .*`unheard` out of vocabulary"),
+        ({"ggml.model": "llama", "ggml.scores": [0.0]}, r"m\.gguf: the tokenizer is inconsistent"),
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import decoders
 
 from jengine.api.prompts import make_requests
 from jengine.errors import InvalidArgument, JengineError
@@ -73,6 +74,13 @@ def test_limits(what: StructuredOutputs, limit: str, tokenizer: Tokenizer) -> No
         with pytest.raises(InvalidArgument, match=limit) as wrong:
             refuse(what)  # type: ignore[operator]
         assert wrong.value.field == "structured_outputs"
+
+
+def test_a_tokenizer_that_llguidance_cannot_read() -> None:
+    backend = byte_level()
+    backend.decoder = decoders.Fuse()
+    with pytest.raises(InvalidArgument, match=r"^structured_outputs=.*: llguidance cannot read this model's tokenizer: .*decoder"):
+        compile_structure(StructuredOutputs(choice=["a"]), Tokenizer(backend, {"eos_token": "</s>"}))
 
 
 def test_rules_are_counted() -> None:

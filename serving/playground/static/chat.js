@@ -10,6 +10,19 @@ const EMPTY = {
   complete: "This model continues a text. Begin one, such as: def fibonacci(n):",
 };
 
+// Browsers allow this on localhost and over HTTPS only.
+function copyButton(text) {
+  const button = element("button", "Copy", "quiet copy");
+  button.type = "button";
+  button.hidden = !navigator.clipboard;
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text.textContent);
+    button.textContent = "Copied";
+    setTimeout(() => (button.textContent = "Copy"), 1500);
+  });
+  return button;
+}
+
 export class Chat {
   constructor() {
     this.messages = []; // of the conversation, as the API takes them
@@ -55,6 +68,7 @@ export class Chat {
     this.messages = [];
     const label = this.mode === "chat" ? "Message" : "Text to continue";
     [$("prompt-label").textContent, $("prompt").placeholder] = [label, label];
+    $("system-box").hidden = this.mode !== "chat";
     $("log").replaceChildren(element("p", EMPTY[this.mode], "empty"));
   }
 
@@ -71,8 +85,9 @@ export class Chat {
     const { signal } = this.running;
     const messages = this.messages;
     const body = { model: this.model?.name, stream: true, stream_options: { include_usage: true }, ...samplingOf($("fields")) };
-    const asked = { role: "user", content: text };
-    const [path, given] = chat ? ["/v1/chat/completions", { messages: [...messages, asked] }] : ["/v1/completions", { prompt: text }];
+    const asked = { role: "user", content: text }, rules = $("system").value.trim();
+    const system = rules ? [{ role: "system", content: rules }] : [];
+    const [path, given] = chat ? ["/v1/chat/completions", { messages: [...system, ...messages, asked] }] : ["/v1/completions", { prompt: text }];
     try {
       const answer = await this.answer(path, { ...body, ...given }, signal, shown);
       if (chat) messages.push(asked, { role: "assistant", content: answer });
@@ -82,6 +97,7 @@ export class Chat {
       if (!$("prompt").value) $("prompt").value = text;
     } finally {
       shown.box.classList.remove("running");
+      if (shown.text.textContent) shown.box.append(copyButton(shown.text));
       this.busy(null);
     }
   }

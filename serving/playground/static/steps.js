@@ -13,7 +13,9 @@ export class Steps {
   }
 
   draw(steps) {
+    const begun = !this.steps.length && steps.length;
     this.steps = steps;
+    if (begun) this.pick(null);
     const last = steps.at(-1);
     this.drawCells();
     this.drawTimes();
@@ -85,7 +87,8 @@ export class Steps {
 
   pick(step) {
     this.picked = step;
-    this.detail.textContent = step ? words(step) : "Point at a step, or focus the drawing and use the arrow keys.";
+    const hint = this.steps.length ? "Point at a step, or focus the drawing and use the arrow keys." : "No steps yet: send a message.";
+    this.detail.textContent = step ? words(step) : hint;
     this.drawCells();
   }
 }

@@ -1,0 +1,66 @@
+"""Pages of the API's port beside OpenAI's API: links, the version, metrics."""
+
+from __future__ import annotations
+
+from html import escape
+
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jengine import __version__
+from jengine.serving.bounds import check_admin
+from jengine.serving.http.app import Parts, application, endpoint
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.metrics import PrometheusMetrics
+from jengine.serving.metrics_server import pages_of
+
+HTML = b"text/html; charset=utf-8"
+LINKS = {
+    "/v1/models": "the model",
+    "/health": "200 if the model answers",
+    "/version": "jengine's version",
+    "/metrics": "metrics for Prometheus, if --metrics-port is given",
+}
+POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+
+
+def api(parts: Parts) -> ASGIApp:
+    """The application of the API's port. Pages of other origins may use it if config.allowed_origins has them."""
+    app = application(parts, small_pages(parts))
+    origins = parts.config.origins
+    return CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",)) if origins else app
+
+
+def small_pages(parts: Parts) -> list[Route]:
+    """The routes. `/` needs no key; `/metrics` needs one with admin=1, or a client on this machine if there are no keys."""
+
+    async def root(call: HttpCall) -> None:
+        await call.answer(200, _root(parts.shared.models.info.name).encode(), kind=HTML)
+
+    async def version(call: HttpCall) -> None:
+        await call.answer(200, msgspec.json.encode({"version": __version__}))
+
+    routes = [
+        endpoint(parts, "GET", "/", root, open=True),
+        endpoint(parts, "GET", "/version", version),
+    ]
+    if isinstance(parts.metrics, PrometheusMetrics):
+        make = pages_of(parts.metrics, parts.why_not_ready)["/metrics"]
+
+        async def metrics(call: HttpCall) -> None:
+            check_admin(call.peer())
+            page = await make(call.header(b"accept") or "")
+            await call.answer(page.status, page.body, kind=page.content_type.encode())
+
+        routes.append(endpoint(parts, "GET", "/metrics", metrics))
+    return routes
+
+
+def _root(model: str) -> str:
+    links = "".join(f'<li><a href="{path}">{path}</a>: {escape(text)}</li>' for path, text in LINKS.items())
+    return (
+        "<!doctype html><meta charset=utf-8><title>jengine</title>"
+        f"<h1>jengine</h1><p>OpenAI's API for <b>{escape(model)}</b>. POST to {', '.join(POSTS)}.</p><ul>{links}</ul>"
+    )
