@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,11 @@ class WarmEngine(NamedTuple):
     info: EngineInfo
 
 
-def model_engine(**options: Any) -> WarmEngine:
+def model_engine(report: Callable[[str, str, int, int], None] | None = None, **options: Any) -> WarmEngine:
     """An engine with a model; the options are EngineConfig's. Progress bars are shown if stderr is a terminal.
+
+    Args:
+        report: gets the start's progress; see jengine.observe.progress.Report.
 
     Raises:
         InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.
@@ -28,7 +32,7 @@ def model_engine(**options: Any) -> WarmEngine:
     from jengine import start_engine  # imports jax, which the mock does not need
 
     config = EngineConfig(**options)
-    engine, started = start_engine(config)
+    engine, started = start_engine(config, progress=report or True)
     tokenizer = prepared(started.require_tokenizer())
     info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),
