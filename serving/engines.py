@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,11 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
     Raises:
         InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.
     """
-    from jengine import start_engine  # imports jax, which the mock does not need
+    gc.disable()  # what imports create stays, so looking for garbage among it would only take time
+    try:
+        from jengine import start_engine  # imports jax, which the mock does not need
+    finally:
+        gc.enable()
 
     config = EngineConfig(**options)
     engine, started = start_engine(config, progress=report or True)

@@ -48,5 +48,5 @@ class StartProgress:
             return now.work
         if now.unit != PROGRAM:
             return f"{now.work}, {100 * now.done // now.total} %"
-        time_left = "time left unknown" if left is None else f"about {math.ceil(left)} s left"
-        return f"{now.work}, {now.done} of {now.total} programs, {time_left}"
+        time_left = ", time left unknown" if left is None else f", about {math.ceil(left)} s left" if left else ""
+        return f"{now.work}, {now.done} of {now.total} programs{time_left}"

@@ -183,7 +183,7 @@ def compile_all(
         building = [pool.submit(build, key) for key in keys]
         built = (done.result() for done in as_completed(building))
         try:
-            yield from progress_bar(built, desc="compiling", total=len(keys), unit="program", show=progress and bool(keys))
+            yield from progress_bar(built, desc="compiling", total=len(keys), unit="program", show=progress if keys else False)
         finally:
             pool.shutdown(cancel_futures=True)
 

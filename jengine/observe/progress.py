@@ -43,7 +43,6 @@ class _Reported:
         self.n = 0
 
     def __enter__(self) -> _Reported:
-        self.refresh()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,6 +50,7 @@ class _Reported:
 
     def __iter__(self) -> Iterator[Any]:
         with self:
+            self._tell()
             for item in self._iterable:
                 yield item
                 self.update()
