@@ -1,9 +1,9 @@
 # jengine serve on a CPU.
 #
 #   docker build -t jengine .
-#   docker run --rm -p 127.0.0.1:50051:50051 -v jengine-cache:/cache jengine demo
+#   docker run --rm -p 127.0.0.1:8000:8000 -p 127.0.0.1:50051:50051 -v jengine-cache:/cache jengine demo
 #
-# Options: as flags after the model, or as JENGINE_* variables (JENGINE_MAX_NUM_SEQS=64). /cache keeps compiled programs and downloaded
+# OpenAI's API is on 8000, gRPC on 50051. Options: as flags after the model, or as JENGINE_* variables (JENGINE_MAX_NUM_SEQS=64). /cache keeps compiled programs and downloaded
 # models, so that the next start compiles nothing. Beyond this machine, serve TLS: JENGINE_TLS_CERT, JENGINE_TLS_KEY.
 # Kubernetes: a grpc probe on 50051 asks for the server's health; at SIGTERM it stops within 28 s by default, and
 # terminationGracePeriodSeconds (30) must grow with --drain-seconds. The variables of a Service named jengine are ignored.
@@ -27,9 +27,11 @@ COPY --from=build /opt/jengine /opt/jengine
 ENV PATH=/opt/jengine/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     JENGINE_HOST=0.0.0.0 \
+    JENGINE_HTTP_PORT=8000 \
     JENGINE_CACHE_DIR=/cache/jengine \
     HF_HOME=/cache/huggingface
 USER 10001
 VOLUME /cache
-EXPOSE 50051
+EXPOSE 8000 50051
+HEALTHCHECK --interval=10s --start-period=600s CMD ["python", "-m", "jengine.serving.health_check"]
 ENTRYPOINT ["jengine", "serve"]

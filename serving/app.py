@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from jengine.serving.server import SERVICES, Built, build_server
 from jengine.serving.service_links import service_links
 from jengine.serving.signals import stop_signal
 from jengine.serving.spans import Spans
+from jengine.serving.status_log import write_status
 from jengine.serving.supervisor import OnEnd, Supervisor
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ class ServerApp:
             if exporter is not None:
                 stack.push_async_callback(exporter.close)
             await self._built.server.start()
+            if config.log_stats:
+                stack.callback(asyncio.create_task(write_status(self._supervisor), name="status-log").cancel)
             await self._serve(exporter)
 
     async def _http(self, metrics: Metrics, access: Access) -> HttpFront | None:
@@ -139,7 +143,7 @@ class ServerApp:
         if not isinstance(metrics, PrometheusMetrics):
             return None
         assert config.metrics_port is not None
-        pages = pages_of(metrics, self._why_not_ready)
+        pages = pages_of(metrics, self._why_not_ready, lambda: self._supervisor.retry_seconds)
         if not config.page:
             exporter = MetricsServer(pages)
             await exporter.start(config.host, config.metrics_port)
@@ -245,7 +249,7 @@ class ServerApp:
             return "stopping: new requests should go elsewhere"
         if self._supervisor.serving:
             return None
-        return "the engine has ended and is being restarted" if self._ready else "starting: the engine is not ready yet"
+        return self._supervisor.why_not_ready
 
     def _print_ready(self, exporter: MetricsServer | HttpFront | None) -> None:
         """Prints the only line on stdout."""
@@ -269,4 +273,6 @@ class ServerApp:
             parts.append(f"metrics on {address}/metrics")
             if config.page:
                 parts.append(f"page on {address}/")
+        if not sys.stderr.isatty():
+            log.info("ready in %.1f s", seconds)
         print(f"jengine: serving {info.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ import grpc
 import msgspec
 
 from jengine import GenerationParams, InvalidArgument, Profile, ProfileOptions, Trace, uninterrupted
-from jengine.serving.client_errors import Attempts, Retries, ServerError, exception_of
+from jengine.serving.client_errors import Attempts, Retries, ServerError, Waiting, exception_of
 from jengine.serving.client_messages import (
     Call,
     Messages,
@@ -165,6 +166,28 @@ class Client(_Connection):
         got: pb.GetModelResponse = self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT)
         return got
 
+    def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Wait for a server that starts.
+
+        Args:
+            timeout: seconds after which this gives up.
+            progress: called about once a second with what the server does, such as "starting: compiling, 3 of 9 programs,
+                about 4 s left".
+
+        Raises:
+            ServerError: it is not ready in time, or cannot be reached.
+        """
+        wait = Waiting(self._retries, timeout)
+        while True:
+            try:
+                self._stub.GetModel(pb.GetModelRequest(), timeout=SHORT, **self._options)
+                return
+            except grpc.RpcError as error:
+                pause = wait.pause(error, progress)
+                if pause is None:
+                    raise exception_of(error, pb.GetModelRequest()) from None
+            time.sleep(pause)
+
     def load(self) -> pb.GetLoadResponse:
         """Return the server's load: running, waiting, free_pages, pages, cached_pages."""
         got: pb.GetLoadResponse = self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
@@ -281,6 +304,18 @@ class AsyncClient(_Connection):
     async def model(self) -> pb.GetModelResponse:
         got: pb.GetModelResponse = await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT)
         return got
+
+    async def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
+        wait = Waiting(self._retries, timeout)
+        while True:
+            try:
+                await self._stub.GetModel(pb.GetModelRequest(), timeout=SHORT, **self._options)
+                return
+            except grpc.RpcError as error:
+                pause = wait.pause(error, progress)
+                if pause is None:
+                    raise exception_of(error, pb.GetModelRequest()) from None
+            await asyncio.sleep(pause)
 
     async def load(self) -> pb.GetLoadResponse:
         got: pb.GetLoadResponse = await self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)

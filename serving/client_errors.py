@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -15,6 +16,7 @@ from jengine import InvalidArgument, JengineError
 from jengine.serving.errors import DETAILS_KEY
 
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, if the server does not say
+POLL_SECONDS = 1.0  # between two looks at a server that starts
 
 
 class ServerError(JengineError):
@@ -107,3 +109,20 @@ class Attempts:
             return None
         self._left -= 1
         return pause
+
+
+class Waiting:
+    """The attempts to reach a server that starts. While it says so, they are not limited in number, only by `seconds`."""
+
+    def __init__(self, retries: Retries, seconds: float) -> None:
+        self._attempts, self._until = Attempts(retries), time.monotonic() + seconds
+
+    def pause(self, error: grpc.RpcError, progress: Callable[[str], None]) -> float | None:
+        """As Attempts.pause. Passes what the server says to `progress`."""
+        left, told = self._until - time.monotonic(), retry_seconds(error)
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or told is None:
+            pause = self._attempts.pause(error)
+        else:
+            progress(error.details() or "")
+            pause = min(told, POLL_SECONDS)
+        return None if pause is None or left <= 0.0 else min(pause, left)

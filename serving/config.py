@@ -70,6 +70,8 @@ class ServerConfig:
         otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, which receives a span for
             each request, as a child of its client's `traceparent` (needs the extra otel).
         log_level: level of the server's log on stderr. Prompts and outputs are never logged.
+        log_stats: log a line every ten seconds if anything happened: requests, tokens a second, use of the cache, and before that the
+            progress of the start.
     """
 
     host: str = "127.0.0.1"
@@ -112,6 +114,7 @@ class ServerConfig:
     request_log: str | Path | None = None
     otlp_traces_endpoint: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_stats: bool = True
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
@@ -124,7 +127,7 @@ class ServerConfig:
         if self.max_tokens_limit is not None:
             _whole("max_tokens_limit", self.max_tokens_limit, 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
-        for name in ("client_chat_templates", "page"):
+        for name in ("client_chat_templates", "page", "log_stats"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if self.allowed_origins is not None and self.http_port is None:
@@ -181,7 +184,6 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 # --- where values come from -----------------------------------------------------------------------
 
 KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get_type_hints(of).items()}
-SERVED: dict[str, Any] = {"warm_up": "all"}  # changed defaults of EngineConfig
 Sourced = dict[str, tuple[Any, str]]  # option: (value, place where it was given)
 
 
@@ -202,7 +204,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
         {name: value for name, (value, _) in given.items() if name in of.__dataclass_fields__} for of in (ServerConfig, EngineConfig)
     )
     with naming_source(given):
-        return ServerConfig(**server), EngineConfig(**{**SERVED, **engine})
+        return ServerConfig(**server), EngineConfig(**engine)
 
 
 def sourced_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Sourced:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 import os
 import queue
@@ -52,6 +53,7 @@ from jengine.serving.wire import (
     Ready,
     ResetPrefixCache,
     SetStrategy,
+    Starting,
     TakeProfile,
     TakeTrace,
     TraceTaken,
@@ -60,6 +62,8 @@ from jengine.serving.wire import (
     has_masks,
     requests_of,
 )
+
+REPORT_SECONDS = 0.2  # between two reports of the same work during the start
 
 
 def _WAKE() -> None:
@@ -81,6 +85,7 @@ class EngineChild:
         self._engine: Steps
         self._told: object = None  # the last load sent to the server
         self._totals, self._totals_at = StepTotals(), 0.0  # the last totals sent to the server, and the time
+        self._working_on, self._reported_at = "", 0.0  # the start's last reported work, and the time
 
     def run(self) -> None:
         """Starts the engine, and steps it until the server sends Quit."""
@@ -88,13 +93,22 @@ class EngineChild:
         threading.Thread(target=self._mask, name="masks", daemon=True).start()
         configure = self._configured.get()
         module, _, function = configure.engine.partition(":")
-        self._engine, self._tokenizer, info = getattr(import_module(module), function)(**json.loads(configure.options))
+        make = getattr(import_module(module), function)
+        watching = {"report": self._report_start} if "report" in inspect.signature(make).parameters else {}
+        self._engine, self._tokenizer, info = make(**json.loads(configure.options), **watching)
         gc.collect()
         gc.freeze()  # excludes objects of the start from garbage collection
         self._told = self._engine.load
         self._heartbeat.ready(info.longest_step)
         self._send(Ready(self._engine.limits, self._engine.load, info))
         run_engine(self._engine, self._take_orders, self._deliver)
+
+    def _report_start(self, work: str, unit: str, done: int, total: int) -> None:
+        """Sends the start's progress, a few times a second. Called in the loop's thread."""
+        now = time.monotonic()
+        if work != self._working_on or done == total or now >= self._reported_at + REPORT_SECONDS:
+            self._working_on, self._reported_at = work, now
+            self._send(Starting(work, unit, done, total))
 
     # --- the loop's thread -----------------------------------------------------------------------
 

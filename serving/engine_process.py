@@ -38,6 +38,7 @@ from jengine import (
     Trace,
     Updates,
 )
+from jengine.serving.starting import StartProgress
 from jengine.serving.watchdog import Watchdog
 from jengine.serving.wire import (
     RECEIVE,
@@ -55,6 +56,7 @@ from jengine.serving.wire import (
     Report,
     ResetPrefixCache,
     SetStrategy,
+    Starting,
     TakeProfile,
     TakeTrace,
     TooLarge,
@@ -85,6 +87,8 @@ class EngineProcess:
 
     Attributes:
         limits, load, totals, info: available when `start` has returned.
+        progress: of the start.
+        generated: number of tokens generated so far.
     """
 
     limits: Limits
@@ -101,13 +105,14 @@ class EngineProcess:
         watchdog_seconds: float = WATCHDOG_SECONDS,
     ) -> None:
         self._configure = Configure(engine, json.dumps(options, default=str))
-        self._on_end, self._watchdog_seconds = on_end, watchdog_seconds
+        self.on_end, self._watchdog_seconds = on_end, watchdog_seconds
         self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # data for the writer to send; None ends it
         self._answers: deque[Callable[[Any], None]] = deque()  # callbacks for the child's answers, in the order of the questions
         self._profiled: deque[Callable[[str], None]] = deque()  # the same for the running profile, which takes long
         self._lock = threading.RLock()  # protects the following
         self._child: _Child | None = None
-        self._ready = self._connected = self._quitting = False
+        self._awaited = self._ready = self._connected = self._quitting = False
+        self.progress, self.generated = StartProgress(), 0
         self._gone = threading.Event()
 
     @classmethod
@@ -125,20 +130,32 @@ class EngineProcess:
         """The child's process id, available early in `start`."""
         return None if self._child is None else self._child.process.pid
 
+    def spawn(self) -> None:
+        """Starts the child, whose imports take seconds, and returns. `start` waits for it.
+
+        Raises:
+            EngineDead: after `quit`.
+        """
+        with self._lock:
+            if self._quitting:
+                raise EngineDead("the engine process was told to quit before it was started")
+            if self._child is None:
+                self._child, self.progress = _Child(self._watchdog_seconds), StartProgress()
+                self._child.send(frame(self._configure))
+
     def start(self) -> None:
-        """Starts the child and waits until it has warmed up. `quit` in another thread interrupts this.
+        """Starts the child, unless `spawn` has, and waits until it has warmed up. `quit` in another thread interrupts this.
 
         Raises:
             InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine, which runs in the child.
             EngineDead: the child ended for another reason.
         """
         with self._lock:
-            if self._quitting:
-                raise EngineDead("the engine process was told to quit before it was started")
-            child = self._child = _Child(self._watchdog_seconds)
+            self.spawn()
+            child, self._awaited = self._child, True
+            assert child is not None
         try:
-            child.send(frame(self._configure))
-            ready = next(child.messages(), [None])[0]
+            ready, others = self._answer(child)
             if isinstance(ready, Failed):
                 raise error_of(ready)
             with self._lock:
@@ -146,11 +163,24 @@ class EngineProcess:
                     raise child.hung or child.end()
                 self.limits, self.load, self.totals, self.info = ready.limits, ready.load, StepTotals(), ready.info
                 self._ready = True
+            for batch in others:
+                self.load = batch.load
         except BaseException:
             child.process.kill()
             child.end()
             self._gone.set()
             raise
+
+    def _answer(self, child: _Child) -> tuple[Ready | Failed | None, list[Batch]]:
+        """Waits for the end of the start. Returns the answer, None if the child has ended, and batches that came with it."""
+        for messages in child.messages():
+            for message in messages:
+                if isinstance(message, Starting):
+                    self.progress = self.progress.after(message)
+            found = [message for message in messages if isinstance(message, Ready | Failed)]
+            if found or not all(isinstance(message, Starting) for message in messages):
+                return found[0] if found else None, [message for message in messages if isinstance(message, Batch)]
+        return None, []
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
         """See jengine.Backend. Messages of the child that arrive together are delivered together."""
@@ -208,7 +238,7 @@ class EngineProcess:
                 self._outbox.put(frame(Quit()))
             elif first and not self._gone.is_set():
                 child.process.kill()
-                if self._ready:  # otherwise `start` is waiting for it
+                if self._ready or not self._awaited:  # otherwise `start` is waiting for it
                     child.end()
                     self._gone.set()
         if wait and not self._gone.wait(QUIT_SECONDS + 2 * EXIT_SECONDS):  # the writer is blocked, too: the child does not read
@@ -235,8 +265,8 @@ class EngineProcess:
             error = None if self._quitting else hung or error or how
         if error is not None:
             fail(error)
-        if self._on_end is not None:
-            self._on_end(error)
+        if self.on_end is not None:
+            self.on_end(error)
         if hung:
             child.end(writer)
             self._gone.set()
@@ -249,6 +279,7 @@ class EngineProcess:
             for message in messages:
                 if isinstance(message, Batch):
                     self.load, self.totals = message.load, message.totals or self.totals
+                    self.generated += len(message.tokens)
                     updates += [*message.scores, *message.tokens, *message.pooled, *message.beams, *message.ended]
                 elif isinstance(message, PrefixCacheReset):
                     self._answers.popleft()(message.done)
@@ -282,7 +313,7 @@ class _Child:
 
     def __init__(self, watchdog_seconds: float) -> None:
         self.hung: EngineDead | None = None
-        self._frames: Frames[Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed] = Frames(Report)
+        self._frames: Frames[Starting | Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed] = Frames(Report)
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
@@ -296,7 +327,7 @@ class _Child:
         with contextlib.suppress(ConnectionError):  # the child has died: reading reports how
             self._socket.sendall(data)
 
-    def messages(self) -> Iterator[list[Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed]]:
+    def messages(self) -> Iterator[list[Starting | Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed]]:
         """The child's messages until it closes the socket, as lists of those that arrived together.
 
         Raises:

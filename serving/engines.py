@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +21,23 @@ class WarmEngine(NamedTuple):
     info: EngineInfo
 
 
-def model_engine(**options: Any) -> WarmEngine:
+def model_engine(report: Callable[[str, str, int, int], None] | None = None, **options: Any) -> WarmEngine:
     """An engine with a model; the options are EngineConfig's. Progress bars are shown if stderr is a terminal.
+
+    Args:
+        report: gets the start's progress; see jengine.observe.progress.Report.
 
     Raises:
         InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.
     """
-    from jengine import start_engine  # imports jax, which the mock does not need
+    gc.disable()  # what imports create stays, so looking for garbage among it would only take time
+    try:
+        from jengine import start_engine  # imports jax, which the mock does not need
+    finally:
+        gc.enable()
 
     config = EngineConfig(**options)
-    engine, started = start_engine(config)
+    engine, started = start_engine(config, progress=report or True)
     tokenizer = prepared(started.require_tokenizer())
     info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),

@@ -18,7 +18,7 @@ from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
 from jengine.serving.field_count import MAX_FIELDS, has_too_many_fields
-from jengine.serving.model_provider import RESTART_SECONDS, ModelProvider
+from jengine.serving.model_provider import RESTART_SECONDS, ModelProvider, NotReady
 from jengine.serving.overload import Busy, SlowReader
 
 log = logging.getLogger("jengine.serving")
@@ -116,6 +116,8 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
         return _invalid(error)
     if isinstance(error, ModelError):
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, error.reason)
+    if isinstance(error, NotReady):
+        return Refusal(grpc.StatusCode.UNAVAILABLE, str(error), retry_seconds=retry_seconds)
     if isinstance(error, EngineDead):
         return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; try again", retry_seconds=retry_seconds)
     if isinstance(error, Busy):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from jengine import InvalidArgument
 from jengine.serving.listening import listen, reason
 from jengine.serving.metrics import PrometheusMetrics
+from jengine.serving.model_provider import RESTART_SECONDS
 
 MOST_CONNECTIONS = 64
 LONGEST_HEAD = 8192  # bytes
@@ -25,11 +27,17 @@ log = logging.getLogger("jengine.serving")
 
 
 class Page(NamedTuple):
-    """A response."""
+    """A response. retry_after: seconds after which another request is worthwhile."""
 
     status: HTTPStatus
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
+    retry_after: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Beside the content's."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
 MakePage = Callable[[str], Awaitable[Page]]  # maps a request's Accept header to a page
@@ -108,8 +116,9 @@ async def _make(handler: MakePage, accept: str) -> Page:
 
 
 async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> None:
+    more = "".join(f"{name}: {value}\r\n" for name, value in page.headers.items())
     head = (
-        f"HTTP/1.1 {page.status.value} {page.status.phrase}\r\nContent-Type: {page.content_type}\r\n"
+        f"HTTP/1.1 {page.status.value} {page.status.phrase}\r\nContent-Type: {page.content_type}\r\n{more}"
         f"Content-Length: {len(page.body)}\r\nConnection: close\r\n\r\n"
     )
     writer.write(head.encode() + (page.body if body else b""))
@@ -121,11 +130,14 @@ async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> 
 # --- pages ------------------------------------------------------------------------------------------
 
 
-def pages_of(metrics: PrometheusMetrics, why_not_ready: Callable[[], str | None]) -> Pages:
+def pages_of(
+    metrics: PrometheusMetrics, why_not_ready: Callable[[], str | None], retry_seconds: Callable[[], float] = lambda: RESTART_SECONDS
+) -> Pages:
     """The pages of a server.
 
     Args:
         why_not_ready: returns None if the model answers.
+        retry_seconds: returns the seconds after which it should answer.
     """
     registry = CollectorRegistry()
     registry.register(metrics)
@@ -136,7 +148,9 @@ def pages_of(metrics: PrometheusMetrics, why_not_ready: Callable[[], str | None]
 
     async def readyz(accept: str) -> Page:
         why = why_not_ready()
-        return Page(HTTPStatus.OK, b"ok\n") if why is None else Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n".encode())
+        if why is None:
+            return Page(HTTPStatus.OK, b"ok\n")
+        return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n".encode(), retry_after=math.ceil(retry_seconds()))
 
     async def prometheus(accept: str) -> Page:
         encode, content_type = choose_encoder(accept)

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jengine import AsyncLLM, Limits
+from jengine import AsyncLLM, EngineDead, Limits
 
 RESTART_SECONDS = 2.0  # initial estimate for a start from saved programs
+
+
+class NotReady(EngineDead):
+    """The model does not answer yet, or not at the moment. The message is for clients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +43,11 @@ class ModelProvider(Protocol):
 
     @property
     def llm(self) -> AsyncLLM:
-        """Raises EngineDead while no engine is running."""
+        """Raises NotReady while no engine is running."""
 
     @property
     def info(self) -> ModelInfo:
-        """Raises EngineDead until the first engine runs."""
+        """Raises NotReady until the first engine runs."""
 
     @property
     def retry_seconds(self) -> float:

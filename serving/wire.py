@@ -159,6 +159,15 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     stream_interval: int = 1
 
 
+class Starting(Message):
+    """What the engine does before it is ready; see jengine.observe.progress.Report. Sent often, any number of times."""
+
+    work: str
+    unit: str
+    done: int
+    total: int
+
+
 class Ready(Message):
     """Sent once, after warm-up."""
 
@@ -208,7 +217,7 @@ class Failed(Message):
     arguments: str
 
 
-Report = Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed
+Report = Starting | Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed
 
 
 # --- a server and its sandbox's workers -------------------------------------------------------

@@ -112,11 +112,11 @@ def test_only_what_is_ready_and_unknown_is_measured(monkeypatch: pytest.MonkeyPa
     runner, costs = ExactRunner(), StepCosts(TABLE)
     first = first_needed(TABLE)
     assert measured(monkeypatch, runner, costs, ReadyPrograms(TABLE, first)) <= {*first}
-    assert {*costs.trunks} == {TrunkKey(8, 0), TrunkKey(8, 1)} and {key.variant for key in costs.samplers} == {"full"}
-    costs.trunks[TrunkKey(8, 0)] = Cost(7.0)
+    assert {*costs.trunks} == {TrunkKey(16, 0), TrunkKey(8, 1)} and {key.variant for key in costs.samplers} == {"full"}
+    costs.trunks[TrunkKey(16, 0)] = Cost(7.0)
     measured(monkeypatch, runner, costs)
     assert {*costs.trunks} == {*TABLE.trunks()} and {*costs.samplers} == {*TABLE.samplers()}
-    assert costs.trunks[TrunkKey(8, 0)].seconds == 7.0
+    assert costs.trunks[TrunkKey(16, 0)].seconds == 7.0
     steps = runner.steps
     assert measured(monkeypatch, runner, costs) == set() and runner.steps == steps
 

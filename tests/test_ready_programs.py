@@ -71,21 +71,22 @@ def test_limits_grow_with_the_programs(table: ProgramTable) -> None:
 def test_a_trunk_without_its_full_sampler_does_not_count() -> None:
     table = ProgramTable.build(max_num_seqs=32, max_num_batched_tokens=512, tile_size=64)
     first = first_needed(table)
-    assert first == [TrunkKey(8, 0), SamplerKey(8, "full"), TrunkKey(8, 1), SamplerKey(16, "full"), ScoreKey(1)]
-    ready = ReadyPrograms(table, [*first, TrunkKey(32, 0), TrunkKey(32, 1)])
-    assert ready.max_rows == 8 and ready.trunk(1, 0) == TrunkKey(8, 0)
+    assert first == [TrunkKey(8, 1), SamplerKey(16, "full"), ScoreKey(1), TrunkKey(16, 0)], "they share the sampler"
+    ready = ReadyPrograms(table, [*first, TrunkKey(8, 0), TrunkKey(32, 0), TrunkKey(32, 1)])
+    assert ready.max_rows == 8 and ready.trunk(1, 0) == TrunkKey(16, 0)
+    assert ReadyPrograms(table, [*first, TrunkKey(8, 0), SamplerKey(8, "full")]).trunk(1, 0) == TrunkKey(8, 0)
     ready = ReadyPrograms(
         table, [*first, TrunkKey(32, 0), TrunkKey(32, 1), SamplerKey(32, "full"), SamplerKey(table.sample_rows(TrunkKey(32, 1)), "full")]
     )
-    assert ready.max_rows == 32 and ready.trunk(9, 0) == TrunkKey(32, 0) and ready.sampler(TrunkKey(32, 0), "greedy").variant == "full"
+    assert ready.max_rows == 32 and ready.trunk(17, 0) == TrunkKey(32, 0) and ready.sampler(TrunkKey(32, 0), "greedy").variant == "full"
     with pytest.raises(ValueError, match="empty"):
-        ReadyPrograms(table, first[:2])
+        ReadyPrograms(table, first[:3])
 
 
 def test_a_trunk_without_its_pooler_does_not_count() -> None:
     table = ProgramTable.build(max_num_seqs=32, max_num_batched_tokens=512, tile_size=64, pooling=True)
     first = first_needed(table)
-    assert first[-2:] == [ScoreKey(1), PoolKey(1)]
+    assert first[2:4] == [ScoreKey(1), PoolKey(1)]
     assert ReadyPrograms(table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full")]).max_tiles == 1
     assert ReadyPrograms(table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full"), PoolKey(2)]).max_tiles == 2
 

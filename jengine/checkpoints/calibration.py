@@ -22,7 +22,7 @@ from jengine.errors import InvalidArgument
 from jengine.model_config import ModelConfig
 from jengine.models import Model, Params, build
 from jengine.models.layers import Attend, Calibrated, flattened
-from jengine.observe.progress import progress_bar
+from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.mesh import with_shardings
 from jengine.text.tokenizer import Tokenizer
 from pallas_kernels.gptq import gptq
@@ -63,7 +63,7 @@ def check_calibrated(model: ModelConfig, file: str | Path) -> None:
         raise InvalidArgument("calibration_data", str(file), "the folder was converted with quantization: it is calibrated before that")
 
 
-def load_calibrated(path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, progress: bool = True) -> Params:
+def load_calibrated(path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, progress: Progress = True) -> Params:
     """Loads plain parameters and calibrates them; see `load`.
 
     Args:
@@ -74,7 +74,7 @@ def load_calibrated(path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, pr
     return calibrate(model, params, with_shardings(mesh, model.params, model.axes), tokens, progress)
 
 
-def calibrate(model: Model, params: Params, targets: Params, tokens: np.ndarray, progress: bool = True) -> Params:
+def calibrate(model: Model, params: Params, targets: Params, tokens: np.ndarray, progress: Progress = True) -> Params:
     """Quantizes plain parameters on one device to the forms of `targets`.
 
     Weights of experts are rounded to nearest, because few tokens reach each expert.

@@ -28,7 +28,7 @@ from jengine.model_config import ModelConfig
 from jengine.models import Model, Params, build
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
-from jengine.observe.progress import progress_bar
+from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.mesh import with_shardings
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import GROUP, Quantized, is_quantized
@@ -40,7 +40,7 @@ CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attenti
 log = logging.getLogger("jengine")
 
 
-def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
+def load(path: Path, model: Model, mesh: Mesh, progress: Progress = True) -> Params:
     """Loads the parameters of `model`: a tree like model.params, with arrays placed by their logical axes.
 
     Host memory beyond what the device holds peaks at the largest parameter; from a converted folder, at a few batches.
@@ -54,7 +54,7 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
     """
     fill = _from_safetensors if not is_converted(path) else _from_orbax if model.config.converted is None else _as_it_is
     total = num_bytes(model.params)
-    with progress_bar(total=total, desc="weights", unit="B", unit_scale=True, show=progress) as bar:
+    with progress_bar(total=total, desc="loading weights", unit="B", unit_scale=True, show=progress) as bar:
         try:
             return fill(path, model, with_shardings(mesh, model.params, model.axes), bar.update)
         except jax.errors.JaxRuntimeError as error:

@@ -11,16 +11,17 @@ import re
 import signal
 import sys
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams
-from jengine.commands.connection import CONNECTION, add_connection, client_options
+from jengine.commands.connection import CONNECTION, add_connection, connect
 from jengine.commands.flags import ENGINE_SKIPS, add_sampling_and_engine, engine_fields, flag_values, sampling_fields
 from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
     from jengine import LLM, CompletionOutput
+    from jengine.client import Client
 
 PROMPT, MORE = "> ", "| "
 QUOTES = '"""'
@@ -90,7 +91,7 @@ def _local(options: argparse.Namespace) -> Model:
 def _served(options: argparse.Namespace) -> Model:
     for name, value in flag_values(options, EngineConfig, skip=ENGINE_SKIPS).items():
         raise InvalidArgument(name, value, "is an engine option: pass it to `jengine serve`")
-    return ServedModel(options.server, **client_options(options))
+    return ServedModel(connect(options.server, options))
 
 
 # --- models -------------------------------------------------------------------------------------
@@ -146,14 +147,12 @@ class LocalModel:
 
 
 class ServedModel:
-    """A server's model. The options are those of jengine.client.Client."""
+    """A server's model."""
 
     waits = True
 
-    def __init__(self, address: str, **options: Any) -> None:
-        from jengine.serving.client import Client
-
-        self.client = Client(address, **options)
+    def __init__(self, client: Client) -> None:
+        self.client = client
         info = self.client.model()
         self.max_model_len, self.continues = info.max_model_len, not info.has_chat_template
         self._text, self._around = 0, 0.0  # tokens: of the messages, last counted; that the template adds to each message, last learned

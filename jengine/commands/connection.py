@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import InvalidArgument
+from jengine.commands.terminal import passing
 
 if TYPE_CHECKING:
     from jengine.client import Client
@@ -40,7 +42,11 @@ def client_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def connect(address: str, options: argparse.Namespace) -> Client:
-    """Creates a client for the server at host:port."""
+    """Creates a client for the server at host:port. On a terminal, waits for a server that starts, and shows what it does."""
     from jengine.client import Client
 
-    return Client(address, **client_options(options))
+    client = Client(address, **client_options(options))
+    if sys.stderr.isatty():
+        with passing() as show:
+            client.wait_until_ready(progress=show)
+    return client

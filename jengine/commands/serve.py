@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
-from jengine import EngineConfig, JengineError
+from jengine import EngineConfig, EngineDead, JengineError
 from jengine.commands.flags import add_fields
 
 EPILOG = """\
@@ -20,13 +21,13 @@ Ctrl-C exits immediately.
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from jengine.serving.config import SERVED, ServerConfig  # plain data; the server itself is imported later
+    from jengine.serving.config import ServerConfig  # plain data; the server itself is imported later
 
     parser = commands.add_parser(
         "serve",
-        help="serve a model over gRPC and OpenAI's API",
-        description="Serve a model over gRPC and, with --http-port, over HTTP with OpenAI's API. Prints one line to "
-        "stdout when it is ready; progress and the log go to stderr.",
+        help="serve a model over OpenAI's API and gRPC",
+        description="Serve a model: OpenAI's API with --http-port, and gRPC. Prints one line to stdout when it is ready; progress and\n"
+        "the log go to stderr.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,7 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="a TOML file of options")
     add_fields(parser.add_argument_group("server"), ServerConfig)
-    add_fields(parser.add_argument_group("engine"), EngineConfig, skip=("model",), defaults=SERVED)
+    add_fields(parser.add_argument_group("engine"), EngineConfig, skip=("model",))
     parser.set_defaults(run=_serve)
 
 
@@ -54,11 +55,24 @@ def _serve(options: argparse.Namespace) -> None:
         follow(engine, progress=False)
         return
 
-    from jengine.serving import app
     from jengine.serving.engine_process import EngineProcess
 
+    first = EngineProcess.of(engine, watchdog_seconds=server.watchdog_seconds)
+    first.spawn()  # before the server is imported, since both imports take seconds
+    waiting = [first]
+
+    def make(on_end: Callable[[EngineDead | None], None]) -> EngineProcess:
+        if not waiting:
+            return EngineProcess.of(engine, on_end, server.watchdog_seconds)
+        first.on_end = on_end
+        return waiting.pop()
+
     try:
-        app.run(server, engine.model, lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds))
+        from jengine.serving import app
+
+        app.run(server, engine.model, make)
     except JengineError as error:  # caused by the environment rather than the options: the port is in use, the model cannot be read
         print(f"jengine: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    finally:
+        first.quit()

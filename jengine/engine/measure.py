@@ -11,7 +11,7 @@ import jax
 
 from jengine.execution.runner import InFlight, Runner
 from jengine.models.cache import paged
-from jengine.observe.progress import progress_bar
+from jengine.observe.progress import Progress, progress_bar
 from jengine.request import SamplingParams
 from jengine.scheduling.costs import Cost, Slopes, StepCosts, SwapCosts
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan, Swaps
@@ -32,7 +32,7 @@ PARAMS = {  # typical parameters of requests of each variant
 }
 
 
-def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: bool) -> set[TrunkKey | SamplerKey]:
+def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: Progress) -> set[TrunkKey | SamplerKey]:
     """Adds missing costs of ready programs to `costs`. Returns these programs. Must run before the first request."""
     bench = Bench(runner, ready)
     trunks = [key for key in ready.trunks() if key not in costs.trunks]

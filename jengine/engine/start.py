@@ -50,6 +50,7 @@ from jengine.model_config import ModelConfig
 from jengine.models.cache import paged
 from jengine.observe.compiles import compile_count
 from jengine.observe.engines import engines
+from jengine.observe.progress import Progress, begin
 from jengine.observe.recorder import TraceRecorder
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
@@ -105,8 +106,11 @@ class Started:
         return Tokenizer.load(self.tokenizer_folder) if self.tokenizer is None else self.tokenizer
 
 
-def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine, Started]:
+def start_engine(config: EngineConfig, *, progress: Progress = True) -> tuple[Engine, Started]:
     """Does everything that comes before the first request. Adds the tokenizer's end-of-sequence token to the model's.
+
+    Args:
+        progress: whether to show progress bars on a terminal; a function is called with the progress as well.
 
     Raises:
         InvalidArgument: the model or device does not support an option.
@@ -197,7 +201,7 @@ def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelCon
     return dataclasses.replace(model, eos_token_ids=(token, *known))
 
 
-def follow(config: EngineConfig, *, progress: bool = True) -> None:
+def follow(config: EngineConfig, *, progress: Progress = True) -> None:
     """Runs every process but the first: repeats the calls of process 0 until that ends.
 
     Raises:
@@ -231,10 +235,11 @@ def _connected(config: EngineConfig) -> Link:
     return link
 
 
-def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, Started]:
+def _prepare(config: EngineConfig, link: Link, progress: Progress) -> tuple[Worker, Started]:
     """Prepares weights and programs on this process's devices."""
     compile_count()  # starts counting
     clock = time.perf_counter()
+    begin(progress, "reading the configuration")
     folder = resolve(config.model, config.revision)
     started = Started(folder, folder if config.tokenizer is None else resolve(config.tokenizer))
 
@@ -261,6 +266,7 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     if config.process_id == 0 and has_tokenizer(started.tokenizer_folder):
         started.tokenizer = Tokenizer.load(started.tokenizer_folder)  # before the weights, so that errors show early
     lap("tokenizer")
+    begin(progress, "loading weights")
     if config.calibration_data is None:
         params = load(started.folder, shapes.model, mesh, progress=progress)
     else:
@@ -268,6 +274,7 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
             started.folder, shapes.model, mesh, read_text(config.calibration_data, started.require_tokenizer()), progress
         )
     lap("weights")
+    begin(progress, "loading programs")
     spec = _with_pages(config, shapes, root, link)
     link.agree(f"{spec.fingerprint()} {spec.host_pages}", partial(_same, "config", "options, versions or models differ"))
     store = given or open_cache(spec, root, limit, wait=config.num_processes == 1)

@@ -15,7 +15,7 @@ import jax
 from jengine.execution.cache_folders import trim
 from jengine.execution.program_folder import MANIFEST, FolderLock, UntrustedProgram, make_private, tidy, touch
 from jengine.execution.program_store import ProgramStore
-from jengine.observe.progress import progress_bar
+from jengine.observe.progress import Progress, progress_bar
 
 log = logging.getLogger("jengine")
 POLL = 0.2  # seconds between checks for programs that another process has compiled
@@ -81,7 +81,7 @@ class ProgramCache(ProgramStore):
             log.warning("saved programs are rejected and compiled again: %s", error)
 
     @contextmanager
-    def filling(self, names: list[str], devices: Sequence[jax.Device], *, progress: bool) -> Iterator[Loaded]:
+    def filling(self, names: list[str], devices: Sequence[jax.Device], *, progress: Progress) -> Iterator[Loaded]:
         """A context in which missing programs are compiled and passed to `keep`.
 
         Yields, like `load`, those that another process has compiled meanwhile. One process at a time fills a

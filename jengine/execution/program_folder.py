@@ -2,6 +2,9 @@
 
 A saved executable is code that runs in this process. So the folder and its files must belong to the user, no
 one else may be able to write them, and a file's hash must match the one in the manifest.
+
+Kubernetes grants a volume's group (`fsGroup`) write permission to everything in it, whenever it mounts the volume. If
+that is all that is wrong and has let in no one else, the permission is removed again; see `_granted_by_mount`.
 """
 
 from __future__ import annotations
@@ -10,13 +13,18 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+log = logging.getLogger("jengine")
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+IN_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets this variable in every container
+FS_GROUP = "; if this is a Kubernetes volume with fsGroup, set fsGroupChangePolicy: OnRootMismatch"
 NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP  # on file systems without flock
 
 
@@ -71,13 +79,48 @@ def make_private(folder: Path) -> None:
 
 
 def must_be_private(path: Path) -> None:
-    """Raises UntrustedProgram unless the path belongs to this user and no one else may write it."""
+    """Removes what a mount has granted. Raises UntrustedProgram unless the path belongs to this user and no one else may write it."""
     try:
-        stat = path.stat()
+        found = path.stat()
+        if _granted_by_mount(found):
+            path.chmod(stat.S_IMODE(found.st_mode) & stat.S_IRWXU)
+            found = path.stat()
+            if path.is_dir():
+                log.info("removed the write permission that a mount gave to the group of %s%s", path, FS_GROUP)
     except OSError as error:
         raise UntrustedProgram(f"{path} cannot be read: {error.strerror}") from None
-    if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
-        raise UntrustedProgram(f"{path} must belong to you and be writable by no one else: programs are code")
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+        by_group = FS_GROUP if found.st_mode & stat.S_IWGRP else ""
+        raise UntrustedProgram(f"{path} must belong to you and be writable by no one else: programs are code{by_group}")
+
+
+def _granted_by_mount(found: os.stat_result) -> bool:
+    """Whether the group's write permission can have come from a mount only, and has let in no one else.
+
+    The path must be this user's and closed to all others, and its group one of this process's that has no other member.
+    Outside of a pod, where groups are for people to share files, it must also be the user's private group, which has the
+    user's number.
+    """
+    mode = stat.S_IMODE(found.st_mode)
+    if not hasattr(os, "getuid") or found.st_uid != os.getuid() or not mode & stat.S_IWGRP or mode & stat.S_IRWXO:
+        return False
+    own = found.st_gid in {os.getgid(), *os.getgroups()} and not _others_in(found.st_gid)
+    return own and (found.st_gid == os.getuid() or IN_POD in os.environ)
+
+
+def _others_in(group: int) -> bool:
+    """Whether the group has members other than this user."""
+    import grp
+    import pwd
+
+    try:
+        members = {*grp.getgrgid(group).gr_mem}
+    except KeyError:  # Kubernetes' groups usually have no name, and no members
+        return False
+    try:
+        return bool(members - {pwd.getpwuid(os.getuid()).pw_name})
+    except KeyError:
+        return bool(members)
 
 
 def write_private(path: Path, data: bytes) -> None:

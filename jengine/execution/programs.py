@@ -32,10 +32,10 @@ from jengine.execution.slots import UPDATE_WORDS, SlotState, update_slots
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import announced, retrieval_count
-from jengine.observe.progress import progress_bar
+from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.pages import SWAPS
-from jengine.table.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
+from jengine.table.program_table import VARIANTS, BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
 from jengine.table.ready_programs import by_use, first_needed
 from pallas_kernels.products import using
 
@@ -82,7 +82,7 @@ class Programs:
         store: ProgramCache | PrebuiltPrograms | None,
         *,
         threads: int,
-        progress: bool,
+        progress: Progress,
         first: Sequence[Key] | None = None,
     ) -> None:
         self.spec, self._store, self._threads = spec, store, threads
@@ -93,7 +93,7 @@ class Programs:
         prepare(spec)
         self.obtain(program_keys(spec) if first is None else first, progress=progress)
 
-    def obtain(self, keys: Sequence[Key], *, progress: bool = False, background: bool = False) -> None:
+    def obtain(self, keys: Sequence[Key], *, progress: Progress = False, background: bool = False) -> None:
         """Loads programs, or compiles and saves them.
 
         Args:
@@ -127,7 +127,7 @@ class Programs:
                 self.memory[key] = ProgramMemory(**memory[str(key)]) if str(key) in memory else memory_of(self._programs[key])
                 self.loaded += 1
 
-    def _compile(self, keys: list[Key], cache: ProgramCache | None, progress: bool, background: bool) -> None:
+    def _compile(self, keys: list[Key], cache: ProgramCache | None, progress: Progress, background: bool) -> None:
         """Compiles programs and saves each as soon as it is compiled.
 
         If JAX's own compilation cache supplies a program, saving stops there, since such a program cannot be
@@ -155,13 +155,14 @@ def compile_all(
     keys: list[Key],
     *,
     threads: int,
-    progress: bool,
+    progress: Progress,
     options: CompilerOptions | None = None,
     background: bool = False,
 ) -> Iterator[Built]:
     """Compiles with several threads. Yields programs as they finish.
 
-    The largest are compiled first: they take longest, and show early whether memory suffices.
+    Those that take longest are compiled first: the largest trunk, which also shows early whether memory suffices, and
+    the full samplers.
 
     Args:
         options: XLA's compiler options, for each program.
@@ -177,14 +178,21 @@ def compile_all(
             program = lower(spec, key).compile(compiler_options=options)
         return Built(key, program, time.perf_counter() - start)
 
-    keys = sorted(keys, key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else -isinstance(key, BurstKey))
+    keys = _longest_first(spec, keys)
     with ThreadPoolExecutor(threads, "compile", initializer=lower_priority if background else None) as pool:
         building = [pool.submit(build, key) for key in keys]
         built = (done.result() for done in as_completed(building))
         try:
-            yield from progress_bar(built, desc="compiling", total=len(keys), unit="program", show=progress and bool(keys))
+            yield from progress_bar(built, desc="compiling", total=len(keys), unit="program", show=progress if keys else False)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _longest_first(spec: ExecutionSpec, keys: list[Key]) -> list[Key]:
+    trunks = sorted((key for key in keys if isinstance(key, TrunkKey)), key=spec.table.tokens, reverse=True)
+    full = sorted((key for key in keys if isinstance(key, SamplerKey) and key.variant == VARIANTS[-1]), reverse=True)
+    bursts = [key for key in keys if isinstance(key, BurstKey)]
+    return [*dict.fromkeys([*trunks[:1], *full, *trunks, *bursts, *keys])]
 
 
 def gpu_options(spec: ExecutionSpec) -> CompilerOptions:

@@ -20,7 +20,7 @@ from jengine.execution.logits import count_chunks
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
-from jengine.observe.progress import progress_bar
+from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.link import Link, SingleProcess
 from jengine.scheduling.step_plan import Span, StepPlan, Swaps
 from jengine.table.pages import SWAPS
@@ -225,7 +225,7 @@ class Runner:
         """Whether device memory is this process's host memory."""
         return str(self.spec.mesh.devices.flat[0].platform) == "cpu"
 
-    def warm_up(self, ready: ReadyPrograms, *, progress: bool, ran: Collection[TrunkKey | SamplerKey] = ()) -> None:
+    def warm_up(self, ready: ReadyPrograms, *, progress: Progress, ran: Collection[TrunkKey | SamplerKey] = ()) -> None:
         """Runs each program once through the normal path, with padding only, except those that `ran` before."""
         plans = [plan for plan in self._padding_plans(ready) if plan.trunk not in ran or plan.sampler not in ran]
         for plan in progress_bar(plans, desc="warming up", unit="program", show=progress):

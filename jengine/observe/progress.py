@@ -1,24 +1,73 @@
-"""Progress bars for terminals and notebooks. Log files get none."""
+"""Progress bars for terminals and notebooks, and reports of progress for programs. Log files get no bars."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "IProgress not found")  # Jupyter without ipywidgets: bars are text
     from tqdm.auto import tqdm
 
+# Called in any thread with the current work, such as "compiling", its unit, such as "program", how much is done, and of how much.
+Report = Callable[[str, str, int, int], None]
+Progress = bool | Report  # whether to show bars; a function is called as well
 
-def progress_bar(iterable: Any = None, *, show: bool, **options: Any) -> Any:
+
+def progress_bar(iterable: Any = None, *, show: Progress, **options: Any) -> Any:
     """A tqdm bar that is removed when it ends.
 
     Args:
-        show: whether to show it, if stderr is a terminal or a notebook's.
+        show: whether to show it, if stderr is a terminal or a notebook's; a function gets its progress, too.
         options: options of tqdm.
     """
-    return tqdm(iterable, disable=not (show and is_seen()), leave=False, **options)
+    bar = tqdm(iterable, disable=not (show and is_seen()), leave=False, **options)
+    return _Reported(bar, iterable, show, options) if callable(show) else bar
+
+
+def begin(progress: Progress, work: str) -> None:
+    """Reports work whose progress is not known."""
+    if callable(progress):
+        progress(work, "", 0, 0)
+
+
+class _Reported:
+    """A bar whose progress is reported. Supports what jengine uses of tqdm."""
+
+    def __init__(self, bar: Any, iterable: Any, report: Report, options: dict[str, Any]) -> None:
+        self._bar, self._iterable, self._report = bar, iterable, report
+        total = options.get("total") or (len(iterable) if hasattr(iterable, "__len__") else 0)
+        self._of = options.get("desc", ""), options.get("unit", ""), total
+        self.n = 0
+
+    def __enter__(self) -> _Reported:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        with self:
+            self._tell()
+            for item in self._iterable:
+                yield item
+                self.update()
+
+    def update(self, count: int = 1) -> None:
+        self._bar.update(count)
+        self.n += count
+        self._tell()
+
+    def refresh(self) -> None:
+        self._bar.n = self.n
+        self._bar.refresh()
+        self._tell()
+
+    def _tell(self) -> None:
+        work, unit, total = self._of
+        self._report(work, unit, self.n, total)
 
 
 def is_seen() -> bool:

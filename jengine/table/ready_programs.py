@@ -19,7 +19,7 @@ class ReadyPrograms:
 
     Args:
         ready: keys of ready programs; None: all. They must include a trunk for prompts and one for decoding
-            with as many rows.
+            with at least as many rows.
 
     Attributes:
         max_rows: maximum number of running sequences.
@@ -40,7 +40,8 @@ class ReadyPrograms:
             self.max_rows = max(key.rows for key in serving if not key.tiles)
             self.max_tiles = max(key.tiles for key in serving if key.tiles)
         else:
-            self.max_rows = max(key.rows for key in serving if key.tiles and table.longest(key.rows, 0) in self._trunks)
+            plain = max((key.rows for key in serving if not key.tiles), default=0)
+            self.max_rows = max(key.rows for key in serving if key.tiles and key.rows <= plain)
             self.max_tiles = max(key.tiles for key in serving if key.rows >= self.max_rows)
         self.tile_buckets = tuple(bucket for bucket in table.tile_buckets if bucket <= self.max_tiles)
 
@@ -91,9 +92,16 @@ class ReadyPrograms:
 
 
 def first_needed(table: ProgramTable) -> list[TableKey]:
-    """The smallest set that serves any request: few rows, one tile, full samplers. For a batch-invariant table,
-    everything."""
-    return _with_others(table, _first_trunks(table), VARIANTS[-1:])
+    """The smallest set that serves any request: a trunk with one tile, one without, and the full sampler that both share.
+    For a batch-invariant table, everything.
+
+    The full sampler takes longer to compile than everything else, so the trunk without tiles is the one whose steps have
+    as many samples as those of the other, if there is one.
+    """
+    few, mixed = _first_trunks(table)
+    rows = table.sample_rows(mixed)
+    decode = table.longest(rows, 0) if rows in table.row_buckets else few
+    return _with_others(table, [mixed, decode], VARIANTS[-1:])
 
 
 def by_use(table: ProgramTable) -> list[TableKey]:

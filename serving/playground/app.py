@@ -57,7 +57,7 @@ async def _stream(call: HttpCall, feed: LiveFeed) -> None:
 def _page(make: MakePage) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         page = await make(request.headers.get("accept", ""))
-        return Response(page.body, page.status, media_type=page.content_type)
+        return Response(page.body, page.status, page.headers, page.content_type)
 
     return handle
 

@@ -26,6 +26,7 @@ from jengine.execution.program_store import ProgramStore
 from jengine.execution.programs import CompilerOptions, Key, Programs, lower, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.observe.compiles import announced
+from jengine.observe.progress import Progress
 from jengine.scheduling.costs import StepCosts, SwapCosts
 from jengine.table.program_table import ProgramTable
 from tests.compiling import QUICK
@@ -49,7 +50,7 @@ class OnDemand(Programs):
         store: ProgramCache | PrebuiltPrograms | None,
         *,
         threads: int,
-        progress: bool,
+        progress: Progress,
         first: Sequence[Key] | None = None,
     ) -> None:
         super().__init__(spec, None, threads=threads, progress=progress, first=[])

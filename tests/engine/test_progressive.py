@@ -115,7 +115,7 @@ def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine,
     assert not engine.wait_until_compiled(timeout=0.0)
     assert tokens(engine) == expected
     assert engine.scheduler.predictor.ready.max_rows == 8 and engine.load.programs_ready == first
-    assert {str(step.trunk) for step in engine.records.steps} == {"trunk[8+0t]", "trunk[8+1t]"}
+    assert {str(step.trunk) for step in engine.records.steps} == {"trunk[16+0t]", "trunk[8+1t]"}
     for ready in range(first + 1, total, 8):
         gate.open(8)
         for _ in range(min(8, total - ready)):

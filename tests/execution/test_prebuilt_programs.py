@@ -149,7 +149,7 @@ def flip_a_bit(folder: Path) -> None:
         (change_fact("mesh", {"tensor": 8}), "mesh.tensor is 8 there, 1 is wanted"),
         (flip_a_bit, "is damaged: its hash is not the recorded one"),
         (lambda folder: a_program(folder).unlink(), "cannot be read: No such file or directory"),
-        (lambda folder: a_program(folder).chmod(0o620), "writable by no one else"),
+        (lambda folder: a_program(folder).chmod(0o602), "writable by no one else"),
         (lambda folder: folder.chmod(0o777), "writable by no one else"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),

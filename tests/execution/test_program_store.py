@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.execution import program_folder
 from jengine.execution import programs as programs_module
+from jengine.execution.program_folder import LOCK
 from jengine.execution.programs import ALLOCATE, Key, Programs, open_cache
 from jengine.observe.compiles import retrieval_count
 from jengine.table.program_table import SamplerKey
@@ -26,7 +29,9 @@ KEYS: list[Key] = [ALLOCATE, SamplerKey(16, "greedy"), SamplerKey(24, "greedy")]
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also makes the user's group one with other members."""
     monkeypatch.setattr(programs_module, "program_keys", lambda spec: KEYS)
+    monkeypatch.setattr(program_folder, "_others_in", lambda group: True)
 
 
 def start(root: Path) -> Programs:
@@ -161,6 +166,51 @@ def test_what_is_in_doubt_is_compiled_again(
     repaired = start(tmp_path)
     assert (repaired.compiled, repaired.loaded) == (0, len(KEYS))
     assert answers(repaired) == answers(again)
+
+
+def test_what_kubernetes_grants_at_a_mount_is_taken_back(
+    saved: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kubelet's fsGroup: chmod g+rw on every file, and g+rwxs on every folder, at each mount."""
+    caplog.set_level("INFO", "jengine")
+    monkeypatch.setattr(program_folder, "_others_in", lambda group: False)
+    monkeypatch.setenv(program_folder.IN_POD, "10.0.0.1")
+    folder = saved(tmp_path)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o2770 if path.is_dir() else 0o660)
+    again = start(tmp_path)
+    assert (again.compiled, again.loaded) == (0, len(KEYS))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir() if file.name != LOCK} == {0o600}
+    assert "fsGroupChangePolicy: OnRootMismatch" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "gid", "pod", "others", "believed"),
+    [
+        (0o660, 7, 7, False, False, True),  # the user's private group
+        (0o660, 7, 30, True, False, True),  # fsGroup: 30
+        (0o660, 7, 30, False, False, False),  # a group of people who share files
+        (0o660, 7, 31, True, False, False),  # not a group of this process
+        (0o660, 7, 7, True, True, False),  # someone else was added to it
+        (0o660, 8, 7, True, False, False),  # another user's
+        (0o662, 7, 7, True, False, False),  # all may write
+        (0o664, 7, 7, True, False, False),  # jengine's files were never readable by all: not a mount's doing
+        (0o600, 7, 7, True, False, False),  # nothing to repair
+    ],
+)
+def test_a_groups_write_permission_is_a_mounts_only_if_it_let_in_no_one(
+    mode: int, uid: int, gid: int, pod: bool, others: bool, believed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 7)
+    monkeypatch.setattr(os, "getgid", lambda: 7)
+    monkeypatch.setattr(os, "getgroups", lambda: [7, 30])
+    monkeypatch.setattr(program_folder, "_others_in", lambda group: others)
+    monkeypatch.setenv(program_folder.IN_POD, "10.0.0.1")
+    if not pod:
+        monkeypatch.delenv(program_folder.IN_POD)
+    found = os.stat_result((stat.S_IFREG | mode, 1, 1, 1, uid, gid, 10, 0, 0, 0))
+    assert program_folder._granted_by_mount(found) is believed
 
 
 def test_bytes_that_are_no_program_are_compiled_again(saved: Callable[[Path], Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ def starts_late(seconds: float) -> WarmEngine:
     """The mock engine, after a delay."""
     time.sleep(seconds)
     return mock_engine()
+
+
+def starts_in_steps(report: Callable[[str, str, int, int], None], mark: str, **options: Any) -> WarmEngine:
+    """The mock engine, after a file exists; says meanwhile that it compiles."""
+    for done in range(4):
+        report("compiling", "program", done, 9)
+        time.sleep(0.25)  # longer than between two reports
+    while not Path(mark).exists():
+        time.sleep(0.01)
+    return mock_engine(**options)
 
 
 def slow_but_known(seconds: float) -> WarmEngine:

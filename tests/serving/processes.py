@@ -34,7 +34,7 @@ app.run(config, "mock", lambda on_end: EngineProcess(engine, options, on_end, co
 """
 READY = re.compile(
     r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "
-    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:; OpenAI's API on ([^\s;]+))?"
+    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:, \d+ to follow)?(?:; OpenAI's API on ([^\s;]+))?"
     r"(?:; metrics on ([^\s;]+))?(?:; page on (\S+))?\n"
 )
 

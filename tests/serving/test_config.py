@@ -30,7 +30,7 @@ OTHER: dict[str, Any] = {
     "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3, "cpu_threads": 1,
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",
-    "warm_up": "progressive", "stream_interval": 3, "num_scheduler_steps": 1,  # batch_invariant allows no other
+    "warm_up": "all", "log_stats": False, "stream_interval": 3, "num_scheduler_steps": 1,  # batch_invariant allows no other
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> No
     flags = {"flags": OTHER, "environment": {}, "file": {"config": str(file)}}[source]
     server, engine = resolve_config(flags, environment(OTHER) if source == "environment" else {})
     assert dataclasses.asdict(server) | dataclasses.asdict(engine) == OTHER
-    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig(warm_up="all"))
+    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig())
 
 
 @given(st.data())
@@ -74,7 +74,7 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
         environment(variables) | ({"JENGINE_CONFIG": str(path)} if in_variable else {}),
     )
     got = dataclasses.asdict(server) | dataclasses.asdict(engine)
-    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig(warm_up="all"))
+    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig())
     assert got == {**defaults, "model": "m", **file, **variables, **flags}
 
 

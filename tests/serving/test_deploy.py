@@ -25,19 +25,64 @@ from jengine.serving.mock_engine import MockEngine
 DEPLOY = Path(__file__).parent.parent.parent / "serving" / "deploy"
 
 
-def manifests() -> dict[str, Any]:
-    """The manifests, by kind."""
-    found = [*yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())]
-    assert len({one["kind"] for one in found}) == len(found)
-    return {one["kind"]: one for one in found}
+OVERLAYS = "cpu", "nvidia-gpu", "shared-cache"
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """A strategic merge, as far as our patches need it: lists of named objects are merged by name."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        both = {**base, **{name: merged(base[name], value) if name in base else value for name, value in patch.items()}}
+        return {name: value for name, value in both.items() if value is not None}
+    if isinstance(base, list) and isinstance(patch, list) and all("name" in one for one in [*base, *patch]):
+        old, new = ({one["name"]: one for one in these} for these in (base, patch))
+        assert old.keys() >= new.keys(), "a patch names nothing of the base"
+        return [merged(one, new[name]) if name in new else one for name, one in old.items()]
+    return patch
+
+
+def kustomized(folder: Path) -> dict[str, Any]:
+    """What `kubectl kustomize` prints for a folder, by kind. Every file that it names must exist, and every file must be named."""
+    own = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert own.keys() <= {"apiVersion", "kind", "resources", "components", "patches", "images"}
+    assert (own["kind"], own["apiVersion"]) in {
+        ("Kustomization", "kustomize.config.k8s.io/v1beta1"), ("Component", "kustomize.config.k8s.io/v1alpha1"),
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name in own.get("resources", []):
+        path = folder / name
+        new = kustomized(path) if path.is_dir() else {(one := yaml.safe_load(path.read_text()))["kind"]: one}
+        assert not found.keys() & new.keys()
+        found |= new
+    patches = [folder / one["path"] for one in own.get("patches", [])]
+    for name in own.get("components", []):
+        part = yaml.safe_load((folder / name / "kustomization.yaml").read_text())
+        assert part["kind"] == "Component"
+        found |= {(one := yaml.safe_load((folder / name / file).read_text()))["kind"]: one for file in part["resources"]}
+        patches += [folder / name / one["path"] for one in part["patches"]]
+    for path in patches:
+        patch = yaml.safe_load(path.read_text())
+        assert patch["metadata"]["name"] == found[patch["kind"]]["metadata"]["name"]
+        found[patch["kind"]] = merged(found[patch["kind"]], patch)
+    for image in own.get("images", []):
+        for one in found["Deployment"]["spec"]["template"]["spec"]["containers"]:
+            if one["image"] == image["name"]:
+                one["image"] = f"{image['newName']}:{image['newTag']}"
+    named = {*own.get("resources", []), *(one["path"] for one in own.get("patches", [])), "kustomization.yaml"}
+    assert {file.name for file in folder.iterdir()} <= named | {Path(name).name for name in named}
+    return found
+
+
+def manifests(overlay: str = "cpu") -> dict[str, Any]:
+    """The manifests of an overlay, by kind."""
+    return kustomized(DEPLOY / "kubernetes" / "overlays" / overlay)
 
 
 def compose() -> Any:
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
-def container() -> Any:
-    [one] = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+def container(overlay: str = "cpu") -> Any:
+    [one] = manifests(overlay)["Deployment"]["spec"]["template"]["spec"]["containers"]
     return one
 
 
@@ -82,9 +127,32 @@ def test_labels_and_names_agree() -> None:
     assert every["Service"]["spec"]["selector"].items() <= labels.items()
     assert template["metadata"]["annotations"]["prometheus.io/port"] == "9090"
     assert every["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == every["Deployment"]["metadata"]["name"]
-    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in template["spec"]["volumes"] if "persistentVolumeClaim" in volume]
-    assert claims == [every["PersistentVolumeClaim"]["metadata"]["name"]]
-    assert template["spec"]["securityContext"]["runAsUser"] == 10001, "the image's user"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_overlay_is_whole(overlay: str) -> None:
+    every = manifests(overlay)
+    pod = every["Deployment"]["spec"]["template"]["spec"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert all(len(volume) == 2 for volume in volumes.values()), "a name and one source"
+    assert {mount["name"] for mount in container(overlay)["volumeMounts"]} == volumes.keys()
+    assert re.fullmatch(r"registry\.example\.com/jengine:[\w.-]+", container(overlay)["image"]), "plainly the user's to set"
+    security = pod["securityContext"]
+    assert security["runAsNonRoot"] and security["runAsUser"] == 10001, "the image's user"
+    assert security["fsGroupChangePolicy"] == "OnRootMismatch", "otherwise each mount lets the group write saved programs"
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    own = container(overlay)["securityContext"]
+    assert own == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    writable = {mount["mountPath"] for mount in container(overlay)["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"/cache", "/tmp"}
+    shared = "persistentVolumeClaim" in volumes["cache"]
+    assert shared == (overlay == "shared-cache") == ("PersistentVolumeClaim" in every)
+    if shared:
+        claim = every["PersistentVolumeClaim"]
+        assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "with another mode, the second node's pods would wait forever"
+    if overlay == "nvidia-gpu":
+        assert container(overlay)["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
 def test_mounted_files_are_there() -> None:

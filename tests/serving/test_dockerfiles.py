@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from jengine.serving.config import KINDS, PREFIX
 
 ROOT = Path(__file__).parent.parent.parent
-INSTRUCTIONS = {"FROM", "WORKDIR", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT"}
+INSTRUCTIONS = {"FROM", "WORKDIR", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
@@ -38,10 +39,14 @@ def test_dockerfile(name: str) -> None:
     last = {step: what for step, what in steps}
     assert last["USER"].isdecimal() and int(last["USER"]) >= 1000, "runs as root"
     assert json.loads(last["ENTRYPOINT"]) == ["jengine", "serve"], "a shell would not pass SIGTERM on"
-    assert int(last["EXPOSE"]) == 50051
+    assert [*map(int, last["EXPOSE"].split())] == [8000, 50051]
+    command = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
+    assert command[:2] == ["python", "-m"] and find_spec(command[2]) is not None
     variables = [pair.partition("=") for pair in shlex.split(last["ENV"])]
     ours = {variable.removeprefix(PREFIX).lower(): value for variable, _, value in variables if variable.startswith(PREFIX)}
-    assert ours["host"] == "0.0.0.0" and set(ours) <= set(KINDS), "the server refuses a variable that it does not know"
+    assert (ours["host"], ours["http_port"]) == ("0.0.0.0", "8000") and set(ours) <= set(KINDS), (
+        "the server refuses a variable that it does not know"
+    )
     assert ours["cache_dir"].startswith(last["VOLUME"])
 
 

@@ -40,7 +40,7 @@ def test_probes_while_it_starts(tokenizer_folder: Path, tmp_path: Path) -> None:
     with mock_process(tokenizer_folder, server={"metrics_port": port}, **slow) as server:
         address = f"127.0.0.1:{port}"
         wait_until(lambda: probe(address, "/healthz") == (200, "ok\n"))
-        assert probe(address, "/readyz") == (503, "starting: the engine is not ready yet\n")
+        assert probe(address, "/readyz") == (503, "starting: loading libraries\n")
         assert probe(address, "/metrics")[0] == 200 and probe(address, "/anything")[0] == 404
         wait_until(mark.exists)
         server.send(signal.SIGTERM)

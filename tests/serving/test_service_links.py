@@ -37,7 +37,7 @@ LINKS = {
 
 def test_service_links_are_ignored() -> None:
     given = {"JENGINE_MODEL": "demo", "JENGINE_MAX_WAITING": "3", **LINKS}
-    assert resolve_config({}, given) == (ServerConfig(max_waiting=3), EngineConfig(model="demo", warm_up="all"))
+    assert resolve_config({}, given) == (ServerConfig(max_waiting=3), EngineConfig(model="demo"))
     assert service_links({"PATH": "/bin", "REDIS_SERVICE_HOST": "10.0.0.1", **given}, PREFIX) == sorted(LINKS)
 
 

@@ -36,7 +36,7 @@ function onEvent(event) {
     document.title = `${event.model.name} – jengine`;
   }
   const restarted = history.add(event);
-  if (event.state !== "serving") notice(`The engine does not answer: ${event.why}. This page goes on when it does.`);
+  if (event.state !== "serving") notice(`The engine does not answer yet: ${event.why}. This page goes on when it does.`);
   else if (restarted) notice("The engine was restarted. Requests that ran have ended.", performance.now() + NOTICE);
   else if (noticeEnds === Infinity || performance.now() > noticeEnds) notice("");
   if (event.steps) {

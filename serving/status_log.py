@@ -1,0 +1,90 @@
+"""Lines in the log, every few seconds: what the start does, and what the engine does while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from typing import NamedTuple, Protocol
+
+from jengine import EngineDead, Load, StepTotals
+
+SECONDS = 10.0  # between two lines
+
+log = logging.getLogger("jengine.serving")
+
+
+class Watched(Protocol):
+    """What the log is about: a Supervisor. `load` and `totals` raise EngineDead while no engine is running."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def totals(self) -> StepTotals: ...
+
+    @property
+    def generated(self) -> int: ...
+
+    @property
+    def why_not_ready(self) -> str: ...
+
+
+class Sample(NamedTuple):
+    """The state at one time. Counters never decrease.
+
+    Attributes:
+        at: monotonic seconds.
+        prompt_tokens: computed so far; tokens from the prefix cache do not count.
+        generated: tokens generated so far.
+    """
+
+    at: float
+    load: Load
+    prompt_tokens: int
+    generated: int
+
+
+def sample(engine: Watched) -> Sample:
+    """Raises EngineDead while no engine is running."""
+    return Sample(time.monotonic(), engine.load, engine.totals.prompt_tokens, engine.generated)
+
+
+def line(before: Sample, now: Sample) -> str | None:
+    """Describes the time between two samples; None if nothing happened."""
+    load, old = now.load, before.load
+    prompt, generated = now.prompt_tokens - before.prompt_tokens, now.generated - before.generated
+    parts = []
+    if prompt or generated or load.running or load.waiting:
+        seconds = max(now.at - before.at, 1e-9)
+        looked_up, found = load.prefix_queries - old.prefix_queries, load.prefix_hits - old.prefix_hits
+        parts = [
+            f"running: {load.running}, waiting: {load.waiting}",
+            f"prompt: {prompt / seconds:.1f} tokens/s",
+            f"generation: {generated / seconds:.1f} tokens/s",
+            f"KV cache: {100 * (load.pages - load.free_pages) / max(load.pages, 1):.1f} %",
+            f"prefix hits: {100 * found / looked_up:.1f} %" if looked_up else "prefix hits: none looked up",
+        ]
+    if load.programs_ready != old.programs_ready:
+        parts.append(f"compiled in the background: {load.programs_ready} of {load.programs} programs")
+    return "; ".join(parts) or None
+
+
+async def write_status(engine: Watched, seconds: float = SECONDS) -> None:
+    """Writes lines until it is cancelled.
+
+    While the engine starts there is a line only without a terminal, which shows progress bars instead.
+    """
+    before: Sample | None = None
+    while True:
+        try:
+            now = sample(engine)
+            if text := before and line(before, now):
+                log.info("%s", text)
+            before = now
+        except EngineDead:
+            before = None
+            if not sys.stderr.isatty():
+                log.info("%s", engine.why_not_ready)
+        await asyncio.sleep(seconds)
