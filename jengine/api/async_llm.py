@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import math
 import os
@@ -20,6 +21,7 @@ from jengine.api.chat import ChatOptions, Conversation, chat_prompt
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
+from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.beams import GenerationParams, split
 from jengine.config import EngineConfig
 from jengine.errors import EngineDead, InvalidArgument, JengineError
@@ -29,6 +31,8 @@ from jengine.service_level import ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
+from jengine.vllm.names import OF_LLM, missing
+from jengine.vllm.translate import accepts
 
 
 class AsyncLLM(AsyncEmbeddings, AsyncInsight):
@@ -84,24 +88,25 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm"."""
         return self._default_params
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.tokenizer
+    def get_tokenizer(self) -> ScriptTokenizer:
+        """The model's tokenizer, with the interface of transformers' tokenizers."""
+        return ScriptTokenizer(self.tokenizer, model_max_length=self._max_model_len)
 
     # --- public, called in the event loop --------------------------------------------------------
 
+    @accepts
     async def generate(
         self,
         prompt: Prompt,
         sampling_params: GenerationParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         priority: int = 0,
         ttft_ms: float | None = None,
         tpot_ms: float | None = None,
         client: str = "",
         timeout: float | None = None,
-        output_kind: OutputKind = "cumulative",
+        output_kind: OutputKind | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
@@ -111,7 +116,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             request_id: for `abort`; must not be in use. None generates one.
             priority, ttft_ms, tpot_ms, client: see ServiceLevel.
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
-            output_kind: what each output has. cumulative: everything so far; delta: only the new text, tokens and logprobs of every
+            output_kind: what each output has. None: that of the sampling parameters, or else cumulative; cumulative: everything so
+                far; delta: only the new text, tokens and logprobs of every
                 completion, even if there are none; final: everything, in one output at the end. A slow reader gets several tokens
                 at a time.
 
@@ -138,6 +144,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             async for output in handle:
                 yield output
 
+    @accepts
     def chat(
         self,
         messages: Conversation,
@@ -149,7 +156,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         tpot_ms: float | None = None,
         client: str = "",
         timeout: float | None = None,
-        output_kind: OutputKind = "cumulative",
+        output_kind: OutputKind | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation, with the model's chat template; otherwise like `generate`.
@@ -214,6 +221,31 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         self._fail_asked(EngineDead("the engine has been closed"))
         atexit.unregister(self.backend.quit)
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the engine's thread, from outside the event loop too. Requests that run fail with EngineDead; `close` ends them properly.
+
+        Args:
+            timeout: accepted as in vLLM; a step ends sooner.
+        """
+        self._closing = True
+        self.backend.quit()
+        atexit.unregister(self.backend.quit)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, **none: Any) -> AsyncLLM:
+        """An AsyncLLM with these options.
+
+        Raises:
+            InvalidArgument: a further argument, or as the constructor.
+        """
+        for name, value in none.items():
+            if value is not None and name not in ("start_engine_loop", "usage_context", "enable_log_requests", "disable_log_stats"):
+                raise InvalidArgument(name, value, "must be None")
+        return cls(**dataclasses.asdict(engine_args))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(missing("AsyncLLM", name, OF_LLM))
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -265,7 +297,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         tpot_ms: float | None = None,
         client: str = "",
         timeout: float | None = None,
-        output_kind: OutputKind = "cumulative",
+        output_kind: OutputKind | None = None,
     ) -> RequestHandle:
         """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate over the handle, then close it.
 
@@ -278,6 +310,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             EngineDead: the engine has failed, or was closed.
         """
         self._check_usable()
+        output_kind = output_kind or getattr(sampling_params, "output_kind", None) or "cumulative"
         if output_kind not in OUTPUT_KINDS:
             raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):

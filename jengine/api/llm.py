@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Generator, Sequence
@@ -13,6 +14,7 @@ from jengine.api.llm_beams import BeamSearches
 from jengine.api.llm_embeddings import Embeddings
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
+from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.api.shared_engine import Call, SharedEngine
 from jengine.beam_params import BeamSearchParams
 from jengine.checks import check_whole
@@ -30,8 +32,9 @@ from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.expectations import expect, hypothetical
 from jengine.scheduling.forecast import Prediction
 from jengine.service_level import ServiceLevel, levels, one_each
-from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
+from jengine.vllm.names import OF_LLM, missing
+from jengine.vllm.translate import accepts
 
 
 class LLM(Embeddings, BeamSearches):
@@ -65,6 +68,7 @@ class LLM(Embeddings, BeamSearches):
         self._default_params = self.started.default_sampling_params
         self._ids = itertools.count()
 
+    @accepts
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -108,6 +112,7 @@ class LLM(Embeddings, BeamSearches):
             raise InvalidArgument("prompt", prompt, "must be one prompt: text or a list of token ids; generate takes several")
         return self._follow(self._requests(prompt, sampling_params))
 
+    @accepts
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -224,9 +229,9 @@ class LLM(Embeddings, BeamSearches):
         """
         return self._default_params
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.tokenizer
+    def get_tokenizer(self) -> ScriptTokenizer:
+        """The model's tokenizer, with the interface of transformers' tokenizers."""
+        return ScriptTokenizer(self.tokenizer, self.model, self.max_model_len)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Wait until every program is ready, as with warm_up="all". Requests are served meanwhile.
@@ -242,6 +247,14 @@ class LLM(Embeddings, BeamSearches):
     def close(self) -> None:
         """Free weights and cache. Calls in other threads end with EngineDead. May be called again."""
         self._shared.quit()
+
+    @classmethod
+    def from_engine_args(cls, config: EngineConfig) -> LLM:
+        """An LLM with these options."""
+        return cls(**dataclasses.asdict(config))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(missing("LLM", name, OF_LLM))
 
     def __enter__(self) -> LLM:
         return self

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +94,10 @@ def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: Model
     """Quantizes the parameters for one device and writes them to `out`."""
     if how.calibration_data is not None:
         check_calibrated(config, how.calibration_data)
-    assert how.quantization is not None and how.quantization != "none"
+    if how.quantization not in get_args(Quantization):
+        raise InvalidArgument("quantization", how.quantization, f"must be {', '.join(get_args(Quantization))}")
     calibrated = how.calibration_data is not None
-    done = Converted(quantization=how.quantization, group_size=how.quantization_group_size, calibrated=calibrated)
+    done = Converted(quantization=cast(Any, how.quantization), group_size=how.quantization_group_size, calibrated=calibrated)
     declared = build(config, config.dtype, config.max_position, done.quantization, group_size=done.group_size, calibrated=calibrated)
     with _new_folder(out) as unfinished:
         if how.calibration_data is None:
