@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from jengine.checks import check_four_bits, check_number, check_targets, check_whole
 from jengine.errors import InvalidArgument
 from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
-from jengine.vllm.translate import ENGINE_SETTINGS, takes, value_of
+from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, takes, value_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -195,7 +195,7 @@ class EngineConfig:
         if self.dtype not in ("auto", *DTYPES):
             raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")
         if self.quantization not in (None, *get_args(Quantization), *get_args(CheckpointFormat)):
-            limit = f"must be None, {', '.join(get_args(Quantization))}; AWQ, GPTQ and other quantized checkpoints need no option"
+            limit = f"must be None, {', '.join(get_args(Quantization))}{HINTS['quantization']}"
             raise InvalidArgument("quantization", self.quantization, limit)
         check_four_bits(self.quantization, self.quantization_group_size, self.calibration_data)
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):

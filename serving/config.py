@@ -240,7 +240,7 @@ def _translated(given: Sourced, note: Callable[[str], None]) -> Sourced:
             note(f"{one} ({where})")
         for option, meant in options.items():
             if option in out and out[option][0] != meant:
-                raise InvalidArgument(name, value, f"this means {option}={meant!r}, which is given as {out[option][0]!r} too ({where})")
+                raise InvalidArgument(name, value, f"{option} is given as {out[option][0]!r} too, perhaps under vLLM's name ({where})")
             out[option] = (meant, where)
     return out
 

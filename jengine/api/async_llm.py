@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
@@ -21,7 +20,7 @@ from jengine.api.chat import ChatOptions, Conversation, chat_prompt
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
-from jengine.api.script_tokenizer import ScriptTokenizer
+from jengine.api.vllm_methods import AsyncVllmMethods
 from jengine.beams import GenerationParams, split
 from jengine.config import EngineConfig
 from jengine.errors import EngineDead, InvalidArgument, JengineError
@@ -31,11 +30,10 @@ from jengine.service_level import ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
-from jengine.vllm.names import OF_LLM, missing
 from jengine.vllm.translate import accepts
 
 
-class AsyncLLM(AsyncEmbeddings, AsyncInsight):
+class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use one event loop at a
@@ -56,6 +54,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         config = EngineConfig.of(str(model), options)
         engine, self.started = start_engine(config, progress=progress)
         self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params, config.stream_interval)
+        self.model = config.model
 
     @classmethod
     def over(
@@ -87,10 +86,6 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm"."""
         return self._default_params
-
-    def get_tokenizer(self) -> ScriptTokenizer:
-        """The model's tokenizer, with the interface of transformers' tokenizers."""
-        return ScriptTokenizer(self.tokenizer, model_max_length=self._max_model_len)
 
     # --- public, called in the event loop --------------------------------------------------------
 
@@ -169,7 +164,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as `generate`.
             ModelError: the model has no chat template.
         """
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self._max_model_len, **options)
+        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
         return self.generate(
             prompt,
             sampling_params,
@@ -221,31 +216,6 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         self._fail_asked(EngineDead("the engine has been closed"))
         atexit.unregister(self.backend.quit)
 
-    def shutdown(self, timeout: float | None = None) -> None:
-        """End the engine's thread, from outside the event loop too. Requests that run fail with EngineDead; `close` ends them properly.
-
-        Args:
-            timeout: accepted as in vLLM; a step ends sooner.
-        """
-        self._closing = True
-        self.backend.quit()
-        atexit.unregister(self.backend.quit)
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig, **none: Any) -> AsyncLLM:
-        """An AsyncLLM with these options.
-
-        Raises:
-            InvalidArgument: a further argument, or as the constructor.
-        """
-        for name, value in none.items():
-            if value is not None and name not in ("start_engine_loop", "usage_context", "enable_log_requests", "disable_log_stats"):
-                raise InvalidArgument(name, value, "must be None")
-        return cls(**dataclasses.asdict(engine_args))
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(missing("AsyncLLM", name, OF_LLM))
-
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -268,7 +238,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             params,
             f"request-{next(self._ids)}",
             masks=not self.backend.makes_masks,
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             beams=beams,
         )
         self.backend.limits.validate(requests[0])
@@ -283,7 +253,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             InvalidArgument: a message or option is wrong, or as `prepare`.
             ModelError: the model has no chat template.
         """
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self._max_model_len, **options)
+        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
         return self.prepare(prompt, sampling_params)
 
     def submit(
@@ -336,7 +306,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         return handle
 
     @property
-    def _max_model_len(self) -> int:
+    def max_model_len(self) -> int:
+        """Tokens a sequence may have, prompt and output together."""
         return self.backend.limits.sequence.max_model_len
 
     def _check_usable(self) -> None:

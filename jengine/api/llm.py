@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Generator, Sequence
@@ -14,8 +13,8 @@ from jengine.api.llm_beams import BeamSearches
 from jengine.api.llm_embeddings import Embeddings
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
-from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.api.shared_engine import Call, SharedEngine
+from jengine.api.vllm_methods import VllmMethods
 from jengine.beam_params import BeamSearchParams
 from jengine.checks import check_whole
 from jengine.config import EngineConfig
@@ -33,11 +32,10 @@ from jengine.scheduling.expectations import expect, hypothetical
 from jengine.scheduling.forecast import Prediction
 from jengine.service_level import ServiceLevel, levels, one_each
 from jengine.updates import Load
-from jengine.vllm.names import OF_LLM, missing
 from jengine.vllm.translate import accepts
 
 
-class LLM(Embeddings, BeamSearches):
+class LLM(Embeddings, BeamSearches, VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own requests have ended. A
@@ -229,10 +227,6 @@ class LLM(Embeddings, BeamSearches):
         """
         return self._default_params
 
-    def get_tokenizer(self) -> ScriptTokenizer:
-        """The model's tokenizer, with the interface of transformers' tokenizers."""
-        return ScriptTokenizer(self.tokenizer, self.model, self.max_model_len)
-
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Wait until every program is ready, as with warm_up="all". Requests are served meanwhile.
 
@@ -247,14 +241,6 @@ class LLM(Embeddings, BeamSearches):
     def close(self) -> None:
         """Free weights and cache. Calls in other threads end with EngineDead. May be called again."""
         self._shared.quit()
-
-    @classmethod
-    def from_engine_args(cls, config: EngineConfig) -> LLM:
-        """An LLM with these options."""
-        return cls(**dataclasses.asdict(config))
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(missing("LLM", name, OF_LLM))
 
     def __enter__(self) -> LLM:
         return self

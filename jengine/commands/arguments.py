@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 from jengine import InvalidArgument
 from jengine.vllm.setting import Setting
-from jengine.vllm.translate import suggestion
+from jengine.vllm.translate import HINTS, suggestion
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
-            what = f"must be {', '.join(names)}" if len(names) < 13 else "there is no such command"
+            command = isinstance(action, argparse._SubParsersAction)
+            what = "there is no such command" if command else f"must be {', '.join(names)}{HINTS.get(action.dest, '')}"
             raise argparse.ArgumentError(action, f"{value!r}: {what}{suggestion(str(value), names)}")
 
 

@@ -78,7 +78,10 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("trust_remote_code", CODE, False),
     no_effect("code_revision", CODE),
     no_effect("enable_chunked_prefill", "prompts are always computed in chunks; see max_num_batched_tokens", True),
-    no_effect("prefix_caching_hash_algo", "cached pages are found by their tokens, without a hash; see enable_prefix_caching"),
+    no_effect(
+        "prefix_caching_hash_algo", "cached pages are found by their tokens, without a hash; see enable_prefix_caching",
+        "builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor",
+    ),
     no_effect("compilation_config", PROGRAMS, flags=("-cc",)),
     no_effect("optimization_level", PROGRAMS, flags=("-O",)),
     no_effect("performance_mode", PROGRAMS, "balanced"),

@@ -34,6 +34,7 @@ VALUES: dict[str, dict[str, str]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "tool_call_parser": {"openai": "harmony", "deepseek_v3": "deepseek"},
 }
+HINTS = {"quantization": "; AWQ, GPTQ and other quantized checkpoints need no option, and int4 quantizes others on load"}
 
 
 def value_of(name: str, value: Any) -> Any:
@@ -69,7 +70,7 @@ def translated(
             raise InvalidArgument(name, value, f"there is no such {what}{suggestion(name, {*names, *settings})}")
         for option, one in options.items():
             if option in own and own[option] != one:
-                raise InvalidArgument(name, value, f"this means {option}={one!r}, which is given as {own[option]!r} too")
+                raise InvalidArgument(name, value, f"{option} is given as {own[option]!r} too, perhaps under vLLM's name")
             own[option] = one
         notes += [note] if note else []
     return own, notes
