@@ -271,18 +271,12 @@ def test_evictions_are_logged(make_server: MakeServer, caplog: pytest.LogCapture
     assert "ipv4:127.0.0.1" in caplog.text and "0.2 s" in caplog.text
 
 
-def test_a_key_without_a_file(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Given as an option, alone or beside the file's; the key appears nowhere."""
-    keys = tmp_path / "keys"
-    keys.write_text(hash_line("another-key-of-twenty-characters", "anna") + "\n")
-    keys.chmod(0o600)
-    for server in ({"api_key": "sk-short"}, {"api_key": ("sk-other", "sk-short"), "api_keys": keys}):
-        with serve_mock(tokenizer_folder, server=server) as mock:
-            with mock.stub("sk-short") as stub:
-                assert stub.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5
-            for key in (None, "sk-wrong", "anna"):
-                with mock.stub(key) as stub, pytest.raises(grpc.RpcError) as refused:
-                    stub.Generate(generate(sampling_params=SHORT))
-                assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
-    with mock_of_file(tokenizer_folder, keys) as mock, mock.stub("another-key-of-twenty-characters") as stub:
-        assert stub.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5
+def test_a_key_without_a_file(make_server: MakeServer, keys: Any) -> None:
+    """Given as an option, alone or beside those of a file."""
+    for server in ({"api_key": "sk-short"}, keys(api_key=("sk-other", "sk-short"))):
+        with make_server(server=server) as mock:
+            for key in ("sk-short", *([ANNA] if "api_keys" in server else [])):
+                with mock.stub(key) as stub:
+                    assert stub.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5
+            with mock.stub("sk-wrong") as stub:
+                assert refused(lambda stub=stub: stub.Generate(generate(sampling_params=SHORT)))[0] is grpc.StatusCode.UNAUTHENTICATED
