@@ -11,6 +11,7 @@ import pytest
 
 import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, StructuredOutputs, cli
+from jengine.checkpoints.folder import kept_format
 from jengine.serving import app
 from jengine.serving.access import Access
 from jengine.serving.config import ServerConfig
@@ -251,3 +252,34 @@ def test_names_of_the_package() -> None:
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
         from jengine import Nothing  # type: ignore[attr-defined]  # noqa: F401
     assert not hasattr(jengine, "Nothing")
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"quantization": "awq"}, "quantization='awq': this checkpoint is not quantized; None keeps weights as they are"),
+        ({"chat_template": "nowhere.jinja"}, "there is no such file, and it is no Jinja template either"),
+        ({"tensor_parallel_size": 99}, "JAX_NUM_CPU_DEVICES=99"),
+    ],
+)
+def test_what_only_the_start_can_refuse(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(says)):
+        jengine.LLM("demo", progress=False, max_model_len=64, **options)
+
+
+def test_a_format_that_a_checkpoint_has_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    assert kept_format("gptq", tmp_path) is kept_format("gptq_marlin", tmp_path) is kept_format(None, tmp_path) is None
+    assert kept_format("int4", tmp_path) == "int4"
+    with pytest.raises(InvalidArgument, match="quantization='awq': this checkpoint is stored as gptq"):
+        kept_format("awq", tmp_path)
+
+
+def test_attributes_of_engines() -> None:
+    """An AttributeError names what to use instead."""
+    for of in (jengine.LLM, jengine.AsyncLLM):
+        engine = of.__new__(of)
+        for name, says in (("encode", "embed gives embeddings"), ("llm_engine", "LLM.engine is the engine"), ("sleep", "close() frees")):
+            with pytest.raises(AttributeError, match=re.escape(says)):
+                getattr(engine, name)
+        assert not hasattr(engine, "nothing_of_the_kind")
