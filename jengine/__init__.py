@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jengine.api.llm import LLM
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
+    from jengine.api.script_tokenizer import ScriptTokenizer
     from jengine.beam_params import BeamSearchParams
     from jengine.beams import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.config import EngineConfig
@@ -97,6 +98,7 @@ __all__ = [
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "ScriptTokenizer",
     "SequenceLimits",
     "Started",
     "StepTotals",
@@ -162,6 +164,7 @@ _MODULES = {
         "check_entries",
     ),
     "jengine.api.request_handle": ("OutputKind", "RequestHandle"),
+    "jengine.api.script_tokenizer": ("ScriptTokenizer",),
     "jengine.scheduling.forecast": ("Prediction",),
     "jengine.scheduling.options": ("StrategyName",),
     "jengine.scheduling.sequence_limits": ("SequenceLimits",),
@@ -173,14 +176,24 @@ _MODULES = {
     "jengine.updates": ("Beam", "BeamsFound", "Ended", "Load", "Pooled", "PromptScores", "TokenLogprobs", "TokenUpdate", "Update"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
+_ALIASES = {"AsyncEngineArgs": "EngineConfig", "AsyncLLMEngine": "AsyncLLM", "EngineArgs": "EngineConfig"}  # vLLM's names
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    own = _ALIASES.get(name, name)
+    if own not in _HOME:
+        raise _missing(name)
+    value = globals()[name] = getattr(import_module(_HOME[own]), own)
     return value
 
 
+def _missing(name: str) -> Exception:
+    """An ImportError for names of vLLM, since `from jengine import ...` hides the message of an AttributeError."""
+    from jengine.vllm.names import OF_PACKAGE, missing
+
+    text = missing(__name__, name, OF_PACKAGE)
+    return ImportError(text, name=__name__) if name in OF_PACKAGE else AttributeError(text)
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jengine import JengineError, __version__
 from jengine.commands import (
@@ -27,6 +27,7 @@ from jengine.commands import (
     trace,
     tune,
 )
+from jengine.commands.arguments import Parser
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
@@ -69,10 +70,10 @@ def _leave(*_: object) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jengine", description="An LLM inference engine compiled by JAX/XLA.")
+    parser = Parser(prog="jengine", description="An LLM inference engine compiled by JAX/XLA.")
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())  # without a command
-    commands = parser.add_subparsers(metavar="COMMAND")
+    commands: argparse._SubParsersAction[Any] = parser.add_subparsers(metavar="COMMAND")
     for command in (generate, chat, serve, explain, trace, profile, convert, compile, plan, simulate, tune, bench, cache):
         command.add(commands)
     completions.add(commands, parser)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -12,23 +11,27 @@ from typing import Any, Literal, get_args
 from jengine.checks import check_four_bits, check_number, check_targets, check_whole
 from jengine.errors import InvalidArgument
 from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
-from jengine.vllm_options import without_no_ops
+from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, takes, value_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int4", "int4_mixed", "int8", "w8a8", "fp8", "none"]
+CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf"]
 AttentionBackend = Literal["auto", "mosaic", "flashinfer"]
 BURST_STEPS = 8
 
 
+@takes(ENGINE_SETTINGS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """An engine's options. None lets the engine choose for the model and the device.
+    """An engine's options. None lets the engine choose for the model and the device. Options of vLLM are taken too, where jengine
+    does the same under another name, or in any case.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
         revision: branch, tag or commit of a model on the hub.
         tokenizer: another model to take the tokenizer from; by default the model's own.
+        chat_template: a Jinja template for conversations instead of the model's: a file, or the template itself.
         generation_config: the source of sampling parameters for requests that set none. auto: the model's generation_config.json; vllm:
             the defaults of SamplingParams.
         dtype: number format of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU
@@ -38,7 +41,8 @@ class EngineConfig:
             scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, but embeddings
             and output heads in int8, emulated on devices older than Hopper and Ada; int4: weights in four bits, with a scale and an
             offset for each group of inputs, embeddings in int8; int4_mixed: the same, but queries, keys and values, and an MLP's last
-            matrix, which lose most, in int8; none: converts the weights of a quantized checkpoint to dtype.
+            matrix, which lose most, in int8; none: converts the weights of a quantized checkpoint to dtype; awq, gptq,
+            compressed-tensors, mxfp4, gguf: keeps them, and requires that the checkpoint has this format.
         quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller groups lose less.
         calibration_data: for four bits, a file of text: the model reads it at the start, and weights are rounded so that errors cancel
             on such text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
@@ -113,9 +117,10 @@ class EngineConfig:
     model: str = "demo"
     revision: str | None = None
     tokenizer: str | None = None
+    chat_template: str | Path | None = None
     generation_config: Literal["auto", "vllm"] | None = "auto"
     dtype: Dtype = "auto"
-    quantization: Quantization | None = None
+    quantization: Quantization | CheckpointFormat | None = None
     quantization_group_size: int = 128
     calibration_data: str | Path | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
@@ -158,19 +163,16 @@ class EngineConfig:
 
     @classmethod
     def of(cls, model: str, options: dict[str, Any]) -> EngineConfig:
-        """Make a configuration from keyword options. Options of vLLM that would change nothing here are accepted; see vllm_options.
+        """Make a configuration from keyword options. Warns of options of vLLM that have no effect here.
 
         Raises:
             InvalidArgument: an unknown option, or a value out of range.
         """
-        options = without_no_ops(options)
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name, value in options.items():
-            if name not in known:
-                raise InvalidArgument(name, value, f"no such option; options are {', '.join(known)}")
-        return cls(model=model, **options)
+        return cls(**{"model": model, **options})
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            object.__setattr__(self, name, value_of(name, getattr(self, name)))
         for name in ("tile_size", "stream_interval", "tensor_parallel_size", "num_processes"):
             check_whole(name, getattr(self, name), 1, None)
         for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads", "cpu_threads"):
@@ -178,7 +180,7 @@ class EngineConfig:
                 check_whole(name, getattr(self, name), 1, None)
         if self.num_pages is not None:
             check_whole("num_pages", self.num_pages, 2, None)
-        for name in ("model", "revision", "tokenizer", "cache_dir", "programs", "record_trace", "calibration_data"):
+        for name in ("model", "revision", "tokenizer", "chat_template", "cache_dir", "programs", "record_trace", "calibration_data"):
             if not isinstance(getattr(self, name), str | Path | None):
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -192,11 +194,12 @@ class EngineConfig:
             raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
         if self.dtype not in ("auto", *DTYPES):
             raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")
-        if self.quantization not in (None, *get_args(Quantization)):
-            raise InvalidArgument("quantization", self.quantization, f"must be None, {', '.join(get_args(Quantization))}")
+        if self.quantization not in (None, *get_args(Quantization), *get_args(CheckpointFormat)):
+            limit = f"must be None, {', '.join(get_args(Quantization))}{HINTS['quantization']}"
+            raise InvalidArgument("quantization", self.quantization, limit)
         check_four_bits(self.quantization, self.quantization_group_size, self.calibration_data)
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
-            raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
+            raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8 (e4m3)")
         if self.generation_config not in ("auto", "vllm", None):
             raise InvalidArgument("generation_config", self.generation_config, "must be auto, vllm or None")
         for name, kinds in (

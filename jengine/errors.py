@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 
 _repr = reprlib.Repr(maxlist=80, maxtuple=80, maxdict=80, maxstring=200).repr  # repr would take seconds for a list of millions
+
+
+SECRET = re.compile(r"(?i)(^|_)(api_?key|hf_token|password)$")  # fields whose values must not be shown
 
 
 class JengineError(Exception):
@@ -16,7 +20,7 @@ class InvalidArgument(JengineError, ValueError):
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         self.field, self.value, self.limit = field, value, limit
-        shown = _repr(value)
+        shown = "..." if SECRET.search(field) else _repr(value)
         super().__init__(f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -12,11 +11,13 @@ from jengine.checks import check_number, check_whole
 from jengine.display import answer_html, counted, short
 from jengine.errors import InvalidArgument
 from jengine.pooling import PoolingParams
+from jengine.vllm.translate import SAMPLING_SETTINGS, STRUCTURED_SETTINGS, takes, translated, warn
 
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_STOP_TOKEN_IDS = 16  # including end-of-sequence ids; the width of a slot's stop list on the device
+DEVICE_STOPS = 32  # the width of a slot's list on the device of tokens that min_tokens suppresses
+MASKED_STOPS = 16  # with more stop tokens than these, min_tokens needs a mask; the rest of the list is for end-of-sequence tokens
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
 MAX_LOGIT_BIAS = 300
@@ -27,27 +28,15 @@ MAX_CACHE_SALT = 256  # characters
 MAX_ENTRIES = {
     "stop": MAX_TEXTS,
     "bad_words": MAX_TEXTS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "stop_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "logit_bias": MAX_LOGIT_BIAS,
 }
 FLOAT32_MAX = 3.4e38
 FinishReason = Literal["stop", "length", "abort", "error"]
-INSTEAD = {  # alternatives to parameters of other engines and older versions of vLLM
-    "best_of": "vLLM has removed it; n gives several completions",
-    "guided_decoding": "structured_outputs does this",
-    "guided_grammar": 'structured_outputs={"grammar": ...} does this',
-    "guided_json": 'structured_outputs={"json": ...} does this',
-    "guided_regex": 'structured_outputs={"regex": ...} does this',
-    "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
-    "max_completion_tokens": "max_tokens does this",
-    "max_new_tokens": "max_tokens does this",
-    "response_format": "structured_outputs does this",
-    "truncate_prompt_tokens": "pass prompt_token_ids, cut to what you want",
-    "use_beam_search": "BeamSearchParams do this: LLM.beam_search, AsyncLLM.generate, completions over gRPC and HTTP",
-}
 
 
+@takes(STRUCTURED_SETTINGS, "field")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on the output: exactly one of a JSON schema, a regular expression, a choice of texts and a Lark grammar.
@@ -76,8 +65,16 @@ class StructuredOutputs:
             raise InvalidArgument(f"structured_outputs.{given[0]}", value, f"must be {wanted}")
 
 
+class _Shown:
+    """What a SamplingParams may carry besides sampling parameters: AsyncLLM's output_kind, as in vLLM. No part of comparisons."""
+
+    __slots__ = ("output_kind",)
+    output_kind: str | None
+
+
+@takes(SAMPLING_SETTINGS, "sampling parameter", "output_kind")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(_Shown):
     """How a request's tokens are chosen and when it ends. Names and meanings follow vLLM.
 
     Lists have a maximum length, which is checked before duplicates are removed.
@@ -96,7 +93,7 @@ class SamplingParams:
         ignore_eos: continue after the model's end-of-sequence token.
         stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, with MAX_TEXTS_CHARACTERS
             characters in total.
-        stop_token_ids: tokens that end the output; at most MAX_STOP_TOKEN_IDS, the end-of-sequence tokens included.
+        stop_token_ids: tokens that end the output; at most MAX_ALLOWED_TOKEN_IDS.
         repetition_penalty: above 1, tokens that occur in the prompt or the output become less likely; below 1, likelier. Must be
             above 0.
         presence_penalty: subtracted from the logits of tokens that occur in the output; in [-2, 2].
@@ -142,14 +139,6 @@ class SamplingParams:
     detokenize: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-
-    if not TYPE_CHECKING:  # type checkers use the fields
-
-        def __new__(cls, *_: object, **fields: object) -> SamplingParams:
-            for name in fields:
-                if name not in cls.__dataclass_fields__:
-                    raise InvalidArgument(name, fields[name], f"there is no such sampling parameter{_hint(name, cls)}")
-            return object.__new__(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
@@ -205,10 +194,12 @@ class SamplingParams:
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed. Raises as the constructor does."""
-        for name, value in changes.items():
-            if name not in type(self).__dataclass_fields__:
-                raise InvalidArgument(name, value, f"there is no such sampling parameter{_hint(name, type(self))}")
-        return replace(self, **changes)
+        own, notes = translated(changes, (*type(self).__dataclass_fields__, "output_kind"), SAMPLING_SETTINGS, "sampling parameter")
+        warn(notes)
+        kind = own.pop("output_kind", getattr(self, "output_kind", None))
+        copy = replace(self, **own)
+        object.__setattr__(copy, "output_kind", kind)
+        return copy
 
     @property
     def penalizes(self) -> bool:
@@ -218,26 +209,24 @@ class SamplingParams:
     @property
     def masks(self) -> bool:
         """Whether a token mask must be computed on the host."""
-        return self.allowed_token_ids is not None or bool(self.bad_words) or self.structured_outputs is not None
+        return self.allowed_token_ids is not None or bool(self.bad_words) or self.structured_outputs is not None or self.many_stops
+
+    @property
+    def many_stops(self) -> bool:
+        """Whether min_tokens suppresses more stop tokens than a slot's list on the device has room for."""
+        return self.min_tokens > 0 and len(self.stop_token_ids) > MASKED_STOPS
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-def _hint(name: str, of: type[SamplingParams]) -> str:
-    """What to use instead of a parameter that does not exist."""
-    if name in INSTEAD:
-        return f": {INSTEAD[name]}"
-    similar = difflib.get_close_matches(name, of.__dataclass_fields__, n=1)
-    return f"; did you mean {similar[0]}?" if similar else ""
-
-
 def _structured(fields: dict[str, Any]) -> StructuredOutputs:
-    unknown = [name for name in fields if name not in StructuredOutputs.__dataclass_fields__]
-    if unknown:
-        raise InvalidArgument("structured_outputs", unknown, "exactly one of json, regex, choice and grammar must be given")
-    return StructuredOutputs(**fields)
+    try:
+        return StructuredOutputs(**fields)
+    except InvalidArgument as wrong:
+        field = wrong.field if wrong.field.startswith("structured_outputs") else f"structured_outputs.{wrong.field}"
+        raise InvalidArgument(field, wrong.value, wrong.limit) from None
 
 
 def check_entries(name: str, count: int) -> None:

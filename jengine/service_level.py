@@ -59,7 +59,10 @@ def levels(count: int, **given: Any) -> list[ServiceLevel]:
     Raises:
         InvalidArgument: the number of values is different.
     """
+    given = {name: values for name, values in given.items() if values is not None}
     each = [one_each(name, values, count) for name, values in given.items()]
+    if not given:
+        return [ServiceLevel()] * count
     return [ServiceLevel(**dict(zip(given, values, strict=True))) for values in zip(*each, strict=True)]
 
 

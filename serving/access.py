@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 
@@ -33,8 +32,9 @@ class Access:
 
     def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
         self.tls = None if config.tls_cert is None else Tls(config)
-        self._keys_file = config.api_keys
-        self.authenticator = None if config.api_keys is None else Authenticator(_load(config.api_keys), metrics)
+        self._keys_file, self._keys = config.api_keys, config.api_key or ()
+        uses_keys = self._keys_file is not None or self._keys
+        self.authenticator = Authenticator(self._load_keys(), metrics) if uses_keys else None
         self.credentials: grpc.ServerCredentials | None = None if self.tls is None else self.tls.credentials
         keys = self.authenticator
         self.interceptors: list[grpc.aio.ServerInterceptor] = [] if keys is None else [KeyInterceptor(keys)]
@@ -44,7 +44,7 @@ class Access:
     @property
     def reloads(self) -> bool:
         """Whether there are files to reload."""
-        return self.tls is not None or self.authenticator is not None
+        return self.tls is not None or self._keys_file is not None
 
     def certificate_expiry(self) -> float | None:
         """Expiry of the server's certificate in seconds since 1970; None without TLS."""
@@ -57,7 +57,7 @@ class Access:
         """
         if self.tls is not None:
             _try(self._reload_certificates)
-        if self.authenticator is not None:
+        if self._keys_file is not None:
             _try(self._reload_keys)
 
     def _reload_certificates(self) -> None:
@@ -66,15 +66,15 @@ class Access:
         log.info("reloaded certificates, valid until %s UTC", f"{self.tls.files.expires:%Y-%m-%d %H:%M}")
 
     def _reload_keys(self) -> None:
-        assert self.authenticator is not None and self._keys_file is not None
-        self.authenticator.keys = _load(self._keys_file)
+        assert self.authenticator is not None
+        self.authenticator.keys = self._load_keys()
         log.info("reloaded %d API keys", len(self.authenticator.keys))
 
-
-def _load(path: str | Path) -> ApiKeys:
-    keys = ApiKeys.load(path)
-    warn_of_access("api_keys", path, 0o022)  # users with write access could add a key; read access shows only hashes
-    return keys
+    def _load_keys(self) -> ApiKeys:
+        keys = ApiKeys.of(self._keys_file, self._keys)
+        if self._keys_file is not None:
+            warn_of_access("api_keys", self._keys_file, 0o022)  # users with write access could add a key; read access shows only hashes
+        return keys
 
 
 def _try(reload: Callable[[], None]) -> None:

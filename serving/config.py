@@ -6,15 +6,18 @@ import contextlib
 import math
 import os
 import re
+import sys
 import tomllib
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.service_links import is_service_link
+from jengine.vllm.setting import whole_number
+from jengine.vllm.translate import SERVE_SETTINGS, suggestion, translated, value_of
 
 PREFIX = "JENGINE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -64,6 +67,8 @@ class ServerConfig:
         tls_cert: PEM file of the server's certificate chain; turns TLS on.
         tls_key: PEM file of the certificate's private key.
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
+        api_key: an API key; every request then needs it, or another one. Set the environment variable, since other users of the
+            machine can read flags. For several clients, use api_keys.
         api_keys: file with the hashes of API keys, as `python -m jengine.serving.security` writes them; every request then needs
             one of these keys. Each key has its own request ids, aborts, limits and cached pages.
         request_log: file to which a line of JSON is appended for each request, without its text; - is stdout.
@@ -110,6 +115,7 @@ class ServerConfig:
     tls_cert: str | Path | None = None
     tls_key: str | Path | None = None
     tls_client_ca: str | Path | None = None
+    api_key: list[str] | tuple[str, ...] | str | None = field(default=None, repr=False)
     api_keys: str | Path | None = None
     request_log: str | Path | None = None
     otlp_traces_endpoint: str | None = None
@@ -117,6 +123,7 @@ class ServerConfig:
     log_stats: bool = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tool_call_parser", value_of("tool_call_parser", self.tool_call_parser))
         _whole("port", self.port, 0, 65535)
         for name in ("metrics_port", "http_port"):
             if getattr(self, name) is not None:
@@ -156,6 +163,11 @@ class ServerConfig:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log"):
             if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
                 raise InvalidArgument(name, getattr(self, name), "must be a file's path")
+        keys = (self.api_key,) if isinstance(self.api_key, str) else self.api_key
+        if keys is not None:
+            if not isinstance(keys, list | tuple) or not keys or not all(isinstance(key, str) and key.strip() == key != "" for key in keys):
+                raise InvalidArgument("api_key", self.api_key, "must be text without spaces around it")
+            object.__setattr__(self, "api_key", tuple(keys))
         if not isinstance(self.otlp_traces_endpoint, str | None) or self.otlp_traces_endpoint == "":
             raise InvalidArgument("otlp_traces_endpoint", self.otlp_traces_endpoint, "must be a URL")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -187,17 +199,24 @@ KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get
 Sourced = dict[str, tuple[Any, str]]  # option: (value, place where it was given)
 
 
-def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> tuple[ServerConfig, EngineConfig]:
+def print_note(text: str) -> None:
+    print(f"jengine: note: {text}", file=sys.stderr)
+
+
+def resolve_config(
+    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, note: Callable[[str], None] = print_note
+) -> tuple[ServerConfig, EngineConfig]:
     """The server's and the engine's options: each from its flag, else its JENGINE_* variable, else the TOML file, else the default.
 
     Args:
         flags: the flags that were given, by option name; `config` is the path of the TOML file.
         environ: JENGINE_PORT is `port`, and so on; JENGINE_CONFIG is the file. Kubernetes' service links are ignored.
+        note: gets a line about each option of vLLM that has no effect here.
 
     Raises:
         InvalidArgument: an unknown name or an invalid value; says where it was given.
     """
-    given = sourced_options(flags, environ)
+    given = sourced_options(flags, environ, note)
     if "model" not in given:
         raise InvalidArgument("model", None, f"must be given: as an argument, as {PREFIX}MODEL, or in a file (--config)")
     server, engine = (
@@ -207,8 +226,9 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
         return ServerConfig(**server), EngineConfig(**engine)
 
 
-def sourced_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Sourced:
-    """The options of the server and the engine that were given in any of these places, for `resolve_config`.
+def sourced_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, note: Callable[[str], None] = print_note) -> Sourced:
+    """The options of the server and the engine that were given in any of these places, for `resolve_config`; vLLM's under
+    jengine's names.
 
     Raises:
         InvalidArgument: an unknown name, or a value that cannot be read.
@@ -216,7 +236,29 @@ def sourced_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.en
     from_flags = {name: (value, "command line") for name, value in flags.items()}
     from_environ = _from_environ(environ)
     file, where = (from_environ | from_flags).pop("config", (None, ""))
-    return ({} if file is None else _from_file(Path(file), where)) | from_environ | from_flags
+    listed = {} if file is None else _from_file(Path(file), where)
+    return _translated(listed, note) | _translated(from_environ, note) | _translated(from_flags, note)
+
+
+def _translated(given: Sourced, note: Callable[[str], None]) -> Sourced:
+    """One place's options under jengine's names."""
+    out: Sourced = {}
+    for name, (value, where) in given.items():
+        if name == "config":
+            continue
+        try:
+            options, notes = translated({name: value}, KINDS, SERVE_SETTINGS)
+        except InvalidArgument as wrong:
+            raise InvalidArgument(wrong.field, wrong.value, f"{wrong.limit} ({where})") from None
+        except ValueError as wrong:
+            raise InvalidArgument(name, value, f"{wrong} ({where})") from None
+        for one in notes:
+            note(f"{one} ({where})")
+        for option, meant in options.items():
+            if option in out and out[option][0] != meant:
+                raise InvalidArgument(name, value, f"{option} is given as {out[option][0]!r} too, perhaps under vLLM's name ({where})")
+            out[option] = (meant, where)
+    return out
 
 
 @contextlib.contextmanager
@@ -235,21 +277,36 @@ def _from_environ(environ: Mapping[str, str]) -> Sourced:
         if not variable.startswith(PREFIX) or is_service_link(variable, text):
             continue
         name = variable.removeprefix(PREFIX).lower()
-        if name != "config" and name not in KINDS:
-            raise InvalidArgument(variable, text, "there is no such option; unset this environment variable")
-        given[name] = (_parsed(variable, text, KINDS.get(name, str)), f"environment variable {variable}")
+        if name != "config" and name not in KINDS and name not in SERVE_SETTINGS:
+            raise InvalidArgument(variable, text, f"there is no such option; unset this environment variable{_similar(name, PREFIX)}")
+        given[name] = (_parsed(variable, text, _kind(name)), f"environment variable {variable}")
     return given
 
 
 def _from_file(path: Path, where: str) -> Sourced:
+    if path.suffix in (".yaml", ".yml"):
+        raise InvalidArgument("config", str(path), f"must be TOML, lines such as max_model_len = 4096; this is YAML ({where})")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as wrong:
         raise InvalidArgument("config", str(path), f"cannot be read: {wrong} ({where})") from None
+    table = {name.replace("-", "_"): value for name, value in table.items()}
     for name, value in table.items():
-        if name not in KINDS:
-            raise InvalidArgument(name, value, f"there is no such option ({path})")
+        if name not in KINDS and name not in SERVE_SETTINGS:
+            raise InvalidArgument(name, value, f"there is no such option ({path}){_similar(name)}")
     return {name: (value, str(path)) for name, value in table.items()}
+
+
+def _similar(name: str, prefix: str = "") -> str:
+    return suggestion(name, {*KINDS, *SERVE_SETTINGS}, lambda found: prefix + found.upper() if prefix else found)
+
+
+def _kind(name: str) -> Any:
+    """The type of an option's values, also under vLLM's name."""
+    setting = SERVE_SETTINGS.get(name)
+    if setting is None or name in KINDS:
+        return KINDS.get(name, str)
+    return KINDS[setting.to] if setting.to and setting.read is None else bool if setting.switch else str
 
 
 def _parsed(variable: str, text: str, hint: Any) -> Any:
@@ -261,7 +318,7 @@ def _parsed(variable: str, text: str, hint: Any) -> Any:
         if bool in kinds:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         kind = next((kind for kind in (str, float, int) if kind in kinds), str)  # the remaining hints are choices, which are text
-        return kind(text)
+        return whole_number(text) if kind is int else kind(text)
     except (KeyError, ValueError):
         wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"
         raise InvalidArgument(variable, text, f"must be {wanted} (environment variable)") from None

@@ -41,6 +41,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
     tokenizer = prepared(started.require_tokenizer())
     info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),
+        chat_template=None if config.chat_template is None else tokenizer.chat_templates["default"].source,
         dtype=started.dtype,
         quantization=started.quantization,
         devices=started.devices,

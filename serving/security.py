@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import re
 import sys
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -90,6 +91,17 @@ class ApiKeys:
         return len(self._keys)
 
     @classmethod
+    def of(cls, path: str | Path | None, keys: Iterable[str]) -> ApiKeys:
+        """The keys of a file, and these. Each of the latter is a client of its own.
+
+        Raises:
+            InvalidArgument: as `load`.
+        """
+        known = {} if path is None else cls.load(path)._keys
+        digests = [hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys]
+        return cls({digest: Key(_default_name(digest.hex())) for digest in digests} | known)
+
+    @classmethod
     def load(cls, path: str | Path) -> ApiKeys:
         """Loads a file with a key per line: its hash in hexadecimal, its name, and settings. # begins a comment.
 
@@ -107,6 +119,9 @@ class ApiKeys:
         try:
             lines = Path(path).read_bytes().decode().splitlines()
         except OSError as error:
+            if _may_be_a_key(str(path)):
+                limit = "there is no such file; a key itself is given as JENGINE_API_KEY or --api-key"
+                raise InvalidArgument("api_keys", "(not shown)", limit) from None
             raise wrong(f"cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
             raise wrong("is not UTF-8 text") from None
@@ -122,7 +137,7 @@ class ApiKeys:
                     "`python -m jengine.serving.security NAME` prints, which reads the key from stdin"
                 )
             try:
-                key = _key_of(words[1:], f"sha256-{words[0][:8].lower()}")
+                key = _key_of(words[1:], _default_name(words[0]))
             except ValueError as error:
                 raise wrong(f"line {number}: {error}") from None
             if by_name.setdefault(key.name, key) != key:
@@ -147,6 +162,10 @@ class ApiKeys:
         return self._keys.get(bytes.fromhex(presented)) if re.fullmatch(r"[0-9a-fA-F]{64}", presented) else None
 
 
+def _default_name(digest: str) -> str:
+    return f"sha256-{digest[:8].lower()}"
+
+
 def _key_of(words: list[str], default_name: str) -> Key:
     """Parses the words after a hash: a name, then settings. Raises ValueError."""
     settings: dict[str, int] = {}
@@ -165,6 +184,12 @@ def _key_of(words: list[str], default_name: str) -> Key:
     if not name.isprintable():
         raise ValueError(f"the name {name!r} is not printable")
     return Key(name, **settings)
+
+
+def _may_be_a_key(path: str) -> bool:
+    """Whether text that names no file is rather a key than a mistyped path."""
+    folder, slash, name = path.rpartition("/")
+    return not re.search(r"\.[a-z]{2,5}$", name) and not (slash and Path(folder or "/").is_dir())
 
 
 def hash_line(key: str, *words: str) -> str:

@@ -236,7 +236,7 @@ class Supervisor:
         info = engine.info
         if self._tokenizer is None:
             assert info.tokenizer_folder is not None
-            self._tokenizer = Tokenizer.load(Path(info.tokenizer_folder))
+            self._tokenizer = Tokenizer.load(Path(info.tokenizer_folder), info.chat_template)
         self._facts = ModelInfo(
             name=self._name,
             limits=engine.limits,

@@ -132,7 +132,7 @@ def warn_of_access(field: str, path: str | Path, mode: int) -> None:
 def warn_of_plaintext(config: ServerConfig) -> None:
     """Warns once, at the start, if the server can be reached from other machines without TLS."""
     if config.tls_cert is None and not _is_loopback(config.host):
-        what = "requests and answers" if config.api_keys is None else "API keys, requests and answers"
+        what = "requests and answers" if config.api_keys is None and not config.api_key else "API keys, requests and answers"
         log.warning("serving plaintext on %s: the network can read %s; set tls_cert and tls_key to turn TLS on", config.host, what)
 
 

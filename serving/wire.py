@@ -157,6 +157,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     sampling_defaults: dict[str, Any] = {}  # defaults for requests, where they differ from SamplingParams
     longest_step: float = 0.0
     stream_interval: int = 1
+    chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
 
 
 class Starting(Message):

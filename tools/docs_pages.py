@@ -20,6 +20,9 @@ from jengine import EngineConfig, Load, SamplingParams
 from jengine.commands.flags import add_fields
 from jengine.serving.config import ServerConfig
 from jengine.serving.metrics import PrometheusMetrics
+from jengine.vllm import engine_settings, server_settings
+from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
+from jengine.vllm.setting import Setting
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -124,6 +127,29 @@ def metrics() -> str:
 
 def _exposed(metric: Metric) -> str:
     return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+# --- vLLM --------------------------------------------------------------------------------------------
+
+
+def vllm_same() -> str:
+    """A table of vLLM's settings that jengine has under the same name."""
+    rows = [f"| `{name}` | {note} |" for name, note in {**engine_settings.SAME, **server_settings.SAME}.items()]
+    return "\n".join(["| Setting | Differences |", "| --- | --- |", *rows])
+
+
+def vllm_settings(kind: str | None, settings: tuple[Setting, ...]) -> str:
+    """A table of vLLM's settings of this kind, or of all kinds."""
+    rows = [f"| `{one.name}` | {_accepted(one)}{one.why} |" for one in settings if kind in (None, one.kind)]
+    return "\n".join(["| vLLM | jengine |", "| --- | --- |", *rows])
+
+
+def _accepted(setting: Setting) -> str:
+    if setting.kind == "renamed":
+        given = [f"`{name}={value!r}`" for options in setting.gives.values() for name, value in options.items()]
+        return f"`{setting.to}`{'; ' if setting.why else ''}" if setting.to else f"{given[0]}; " if setting.why else given[0]
+    values = [f"`{fit}`" for fit in setting.fits if not isinstance(fit, bool)] if setting.kind == "not supported" else []
+    return f"only {', '.join(values)}: " if values else ""
 
 
 # --- figures -----------------------------------------------------------------------------------------
@@ -259,6 +285,11 @@ CONTENT: dict[str, Callable[[], str]] = {
     "server options": lambda: options(ServerConfig, SERVER_SECTIONS),
     "sampling parameters": lambda: options(SamplingParams, SAMPLING_SECTIONS),
     "metrics": metrics,
+    "vllm: same": vllm_same,
+    "vllm: renamed": lambda: vllm_settings("renamed", (*engine_settings.ENGINE, *server_settings.SERVER)),
+    "vllm: no effect": lambda: vllm_settings("no effect", (*engine_settings.ENGINE, *server_settings.SERVER)),
+    "vllm: not supported": lambda: vllm_settings("not supported", (*engine_settings.ENGINE, *server_settings.SERVER)),
+    "vllm: sampling": lambda: vllm_settings(None, (*SAMPLING, *STRUCTURED, *CALLS)),
     "comparison": compare,
     "perplexity": perplexity,
     "quantized steps": quantized_steps,

@@ -20,6 +20,7 @@ from jengine.api.chat import ChatOptions, Conversation, chat_prompt
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
+from jengine.api.vllm_methods import AsyncVllmMethods
 from jengine.beams import GenerationParams, split
 from jengine.config import EngineConfig
 from jengine.errors import EngineDead, InvalidArgument, JengineError
@@ -29,9 +30,10 @@ from jengine.service_level import ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
+from jengine.vllm.translate import accepts
 
 
-class AsyncLLM(AsyncEmbeddings, AsyncInsight):
+class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use one event loop at a
@@ -52,6 +54,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         config = EngineConfig.of(str(model), options)
         engine, self.started = start_engine(config, progress=progress)
         self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params, config.stream_interval)
+        self.model = config.model
 
     @classmethod
     def over(
@@ -84,24 +87,21 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm"."""
         return self._default_params
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.tokenizer
-
     # --- public, called in the event loop --------------------------------------------------------
 
+    @accepts
     async def generate(
         self,
         prompt: Prompt,
         sampling_params: GenerationParams | None = None,
-        *,
         request_id: str | None = None,
+        *,
         priority: int = 0,
         ttft_ms: float | None = None,
         tpot_ms: float | None = None,
         client: str = "",
         timeout: float | None = None,
-        output_kind: OutputKind = "cumulative",
+        output_kind: OutputKind | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
@@ -111,7 +111,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             request_id: for `abort`; must not be in use. None generates one.
             priority, ttft_ms, tpot_ms, client: see ServiceLevel.
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
-            output_kind: what each output has. cumulative: everything so far; delta: only the new text, tokens and logprobs of every
+            output_kind: what each output has. None: that of the sampling parameters, or else cumulative; cumulative: everything so
+                far; delta: only the new text, tokens and logprobs of every
                 completion, even if there are none; final: everything, in one output at the end. A slow reader gets several tokens
                 at a time.
 
@@ -138,6 +139,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             async for output in handle:
                 yield output
 
+    @accepts
     def chat(
         self,
         messages: Conversation,
@@ -149,7 +151,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         tpot_ms: float | None = None,
         client: str = "",
         timeout: float | None = None,
-        output_kind: OutputKind = "cumulative",
+        output_kind: OutputKind | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation, with the model's chat template; otherwise like `generate`.
@@ -162,7 +164,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as `generate`.
             ModelError: the model has no chat template.
         """
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self._max_model_len, **options)
+        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
         return self.generate(
             prompt,
             sampling_params,
@@ -236,7 +238,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             params,
             f"request-{next(self._ids)}",
             masks=not self.backend.makes_masks,
-            max_model_len=self._max_model_len,
+            max_model_len=self.max_model_len,
             beams=beams,
         )
         self.backend.limits.validate(requests[0])
@@ -251,7 +253,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             InvalidArgument: a message or option is wrong, or as `prepare`.
             ModelError: the model has no chat template.
         """
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self._max_model_len, **options)
+        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
         return self.prepare(prompt, sampling_params)
 
     def submit(
@@ -265,7 +267,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         tpot_ms: float | None = None,
         client: str = "",
         timeout: float | None = None,
-        output_kind: OutputKind = "cumulative",
+        output_kind: OutputKind | None = None,
     ) -> RequestHandle:
         """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate over the handle, then close it.
 
@@ -278,6 +280,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             EngineDead: the engine has failed, or was closed.
         """
         self._check_usable()
+        output_kind = output_kind or getattr(sampling_params, "output_kind", None) or "cumulative"
         if output_kind not in OUTPUT_KINDS:
             raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
@@ -303,7 +306,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         return handle
 
     @property
-    def _max_model_len(self) -> int:
+    def max_model_len(self) -> int:
+        """Tokens a sequence may have, prompt and output together."""
         return self.backend.limits.sequence.max_model_len
 
     def _check_usable(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from jengine.api.prompts import TokensPrompt, check_length
 from jengine.errors import InvalidArgument, ModelError
 from jengine.request import check_cache_salt
 from jengine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jengine.text.chat_template import ChatTemplate
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -56,33 +59,41 @@ def chat_prompt(
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.
         ModelError: the model has no chat template, or one that cannot be read.
     """
-    from jengine.text.chat_template import ChatTemplate  # imported here, since only chats need jinja2
-
     messages = checked(messages)
     check_cache_salt(cache_salt)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     if add_generation_prompt and continue_final_message:
         raise InvalidArgument("add_generation_prompt", True, "excludes continue_final_message")
-    if chat_template is not None:
-        template = ChatTemplate(chat_template, tokenizer.special_tokens)
-    else:
-        own = tokenizer.chat_templates
-        name = "tool_use" if tools is not None and "tool_use" in own else "default"
-        if name not in own:
-            raise ModelError("the model has no chat template; generate continues plain text, or pass chat_template", file=tokenizer.folder)
-        template = own[name]
+    template = own_template(tokenizer, tools is not None, chat_template)
     text = template.render(
         messages,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        tools=_plain("tools", tools),
-        variables=_plain("chat_template_kwargs", chat_template_kwargs),
+        tools=plain_json("tools", tools),
+        variables=plain_json("chat_template_kwargs", chat_template_kwargs),
     )
     check_length(tokenizer, text, max_model_len)
     # Templates write the special tokens themselves.
     prompt: TokensPrompt = {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text}
     return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
+
+
+def own_template(tokenizer: Tokenizer, with_tools: bool, template: str | None = None) -> ChatTemplate:
+    """The template for a conversation: a Jinja template, one of the model's by name, or by default the one for this purpose.
+
+    Raises:
+        ModelError: the model has none, or it cannot be read.
+    """
+    from jengine.text.chat_template import ChatTemplate  # imported here, since only chats need jinja2
+
+    if template is not None and template not in tokenizer.chat_templates:
+        return ChatTemplate(template, tokenizer.special_tokens)
+    own = tokenizer.chat_templates
+    name = template if template is not None else "tool_use" if with_tools and "tool_use" in own else "default"
+    if name not in own:
+        raise ModelError("the model has no chat template; generate continues plain text, or pass chat_template", file=tokenizer.folder)
+    return own[name]
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
@@ -107,7 +118,7 @@ def checked(messages: object) -> Conversation:
 def _checked(where: str, message: object) -> Message:
     if not isinstance(message, dict) or not all(isinstance(name, str) for name in message):
         raise InvalidArgument(where, message, 'must be a dict such as {"role": "user", "content": "Hello"}')
-    plain: Message = _plain(where, {name: value for name, value in message.items() if value is not None})
+    plain: Message = plain_json(where, {name: value for name, value in message.items() if value is not None})
     if plain.get("role") not in ROLES:
         raise InvalidArgument(f"{where}.role", plain.get("role"), f"must be one of {', '.join(ROLES)}")
     if "content" in plain:
@@ -143,7 +154,7 @@ def _text(where: str, content: object) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _plain(where: str, value: Any) -> Any:
+def plain_json(where: str, value: Any) -> Any:
     """A copy made of JSON types only, so that an untrusted template cannot call methods of a caller's object."""
     try:
         return json.loads(json.dumps(value))

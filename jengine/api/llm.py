@@ -14,6 +14,7 @@ from jengine.api.llm_embeddings import Embeddings
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
 from jengine.api.shared_engine import Call, SharedEngine
+from jengine.api.vllm_methods import VllmMethods
 from jengine.beam_params import BeamSearchParams
 from jengine.checks import check_whole
 from jengine.config import EngineConfig
@@ -30,11 +31,11 @@ from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.expectations import expect, hypothetical
 from jengine.scheduling.forecast import Prediction
 from jengine.service_level import ServiceLevel, levels, one_each
-from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
+from jengine.vllm.translate import accepts
 
 
-class LLM(Embeddings, BeamSearches):
+class LLM(Embeddings, BeamSearches, VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own requests have ended. A
@@ -65,6 +66,7 @@ class LLM(Embeddings, BeamSearches):
         self._default_params = self.started.default_sampling_params
         self._ids = itertools.count()
 
+    @accepts
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -108,6 +110,7 @@ class LLM(Embeddings, BeamSearches):
             raise InvalidArgument("prompt", prompt, "must be one prompt: text or a list of token ids; generate takes several")
         return self._follow(self._requests(prompt, sampling_params))
 
+    @accepts
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -223,10 +226,6 @@ class LLM(Embeddings, BeamSearches):
         SamplingParams that a request passes are used unchanged, without these defaults.
         """
         return self._default_params
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.tokenizer
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Wait until every program is ready, as with warm_up="all". Requests are served meanwhile.

@@ -13,6 +13,7 @@ from jengine.errors import InvalidArgument
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.service_level import ServiceLevel
 from jengine.text.tokenizer import Tokenizer
+from jengine.vllm.translate import accepts
 
 
 class BeamSearches(ABC):
@@ -30,6 +31,7 @@ class BeamSearches(ABC):
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
         """Returns the outputs of prompts' requests when all have ended."""
 
+    @accepts
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],

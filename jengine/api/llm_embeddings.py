@@ -16,6 +16,7 @@ from jengine.pooling import Pooling, PoolingParams, require_embedder
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.service_level import ServiceLevel, levels
 from jengine.text.tokenizer import Tokenizer
+from jengine.vllm.translate import accepts
 
 if TYPE_CHECKING:
     from jengine.engine.start import Started
@@ -43,6 +44,7 @@ class Embeddings(ABC):
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
         """Returns the outputs of prompts' requests when all have ended."""
 
+    @accepts
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -72,6 +74,7 @@ class Embeddings(ABC):
         work = [self._requests(prompt, None, level, pooling=params) for prompt, level in zip(each, each_level, strict=True)]
         return [EmbeddingRequestOutput.of(output) for output in self._wait_for(work, "embedding", use_tqdm)]
 
+    @accepts
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None, use_tqdm: bool = True
     ) -> list[ScoringRequestOutput]:

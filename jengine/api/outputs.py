@@ -53,6 +53,8 @@ class LiveOutputs:
             prompt_token_ids=first.prompt_token_ids,
             outputs=[builder.output for builder in builders.values()],
         )
+        if first.params.prompt_logprobs is not None and len(first.prompt_token_ids) == 1:
+            output.prompt_logprobs = [None]  # the first token has none, and there is no other
         output.metrics.arrival = first.arrival
         self._live |= dict.fromkeys(builders, _Answer(output, builders, dict.fromkeys(builders, 0)))
         return output

@@ -2,7 +2,7 @@
 
 from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
 from jengine.checkpoints.conversion import convert
-from jengine.checkpoints.folder import read_config, read_sampling_defaults, resolve
+from jengine.checkpoints.folder import kept_format, read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.sentence_transformers import Reranker, choose_embedder, read_reranker
 from jengine.checkpoints.weights import has_output_head, load
 
@@ -12,6 +12,7 @@ __all__ = [
     "choose_embedder",
     "convert",
     "has_output_head",
+    "kept_format",
     "load",
     "load_calibrated",
     "read_config",

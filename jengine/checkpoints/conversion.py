@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -96,10 +97,10 @@ def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: Model
     """Quantizes the parameters for one device, or takes them as they are stored, and writes them to `out`."""
     if how.calibration_data is not None:
         check_calibrated(config, how.calibration_data)
-    assert how.quantization != "none"
-    calibrated = how.calibration_data is not None
-    revision = REVISION if how.quantization == "fp8" else 1
-    kept = how.quantization or "stored"
+    if how.quantization is not None and how.quantization not in get_args(Quantization):
+        raise InvalidArgument("quantization", how.quantization, f"must be {', '.join(get_args(Quantization))}")
+    calibrated, kept = how.calibration_data is not None, cast(Any, how.quantization or "stored")
+    revision = REVISION if kept == "fp8" else 1
     done = Converted(quantization=kept, group_size=how.quantization_group_size, calibrated=calibrated, revision=revision)
     declared = build(config, config.dtype, config.max_position, how.quantization, group_size=done.group_size, calibrated=calibrated)
     with _new_folder(out) as unfinished:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jengine.checkpoints import converted
 from jengine.checkpoints.hugging_face import model_config
+from jengine.config import CheckpointFormat
 from jengine.errors import InvalidArgument, ModelError
 from jengine.gguf_file import SUFFIX, is_gguf
 from jengine.model_config import ModelConfig
@@ -111,6 +112,27 @@ def read_config(path: Path) -> ModelConfig:
     if not all(type(i) is int and i >= 0 for i in ids):
         raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them", file=generation)
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
+
+
+def kept_format(quantization: str | None, path: Path) -> str | None:
+    """The quantization to apply on load: None if this names the format that a checkpoint has already.
+
+    Raises:
+        InvalidArgument: the checkpoint has another format.
+    """
+    if quantization not in get_args(CheckpointFormat):
+        return quantization
+    found = "gguf" if is_gguf(path) else None
+    if found is None and (path / "config.json").exists():
+        fields = read_json(path / "config.json")
+        stored = fields.get("quantization_config") or fields.get("compression_config") or {}
+        found = stored.get("quant_method")
+    if found != str(quantization).removesuffix("_marlin"):
+        has = "is not quantized" if found is None else f"is stored as {found}"
+        raise InvalidArgument(
+            "quantization", quantization, f"this checkpoint {has}; None keeps weights as they are, int4 and others convert"
+        )
+    return None
 
 
 def read_sampling_defaults(path: Path) -> SamplingParams:

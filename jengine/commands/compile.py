@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from jengine import EngineConfig
+from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.flags import add_fields, add_model, flag_values
 from jengine.commands.terminal import note
+from jengine.vllm.engine_settings import ENGINE
 
 # Options that do not affect programs, or that this command sets.
 SKIPS = (
-    "model", "tokenizer", "enable_prefix_caching", "policy", "priority_ageing", "strategy", "ttft_ms", "tpot_ms", "on_late", "batching",
-    "batch_wait_ms", "overlap", "seed", "programs", "cache_max_size",
+    "model", "tokenizer", "chat_template", "enable_prefix_caching", "policy", "priority_ageing", "strategy", "ttft_ms", "tpot_ms",
+    "on_late", "batching", "batch_wait_ms", "overlap", "seed", "programs", "cache_max_size",
     "record_trace", "coordinator", "num_processes", "process_id",
 )  # fmt: skip
 GIB, MIB = 1 << 30, 1 << 20
@@ -37,6 +39,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress and no closing lines")
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
+    add_vllm_flags(parser, ENGINE, note)
     parser.set_defaults(run=_compile)
 
 

@@ -9,14 +9,23 @@ import json
 import re
 import sys
 import types
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, SamplingParams
+from jengine.commands.arguments import add_vllm_flags
+from jengine.commands.terminal import note
+from jengine.vllm.engine_settings import ENGINE
+from jengine.vllm.setting import whole_number
+from jengine.vllm.translate import VALUES, value_of
 
 # Defaults that differ from SamplingParams: long enough to read, random enough not to loop.
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 256}
 
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
+SHORT = {"tensor_parallel_size": "-tp", "quantization": "-q"}  # as in vLLM
+FILES = ("chat_template",)  # options whose text may be a file
 
 LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None
 
@@ -39,6 +48,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine", "May also be set by JENGINE_* variables or in a TOML file, as for `jengine serve`.")
     engine.add_argument("--config", metavar="FILE", help="a TOML file of options (also JENGINE_CONFIG)")
     add_fields(engine, EngineConfig, skip=ENGINE_SKIPS)
+    add_vllm_flags(parser, ENGINE, note)
 
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -74,12 +84,17 @@ def add_fields(group: argparse._ArgumentGroup, of: type, skip: tuple[str, ...] =
         text = _plain(helps.get(field.name, ""), of)
         default = (defaults or {}).get(field.name, field.default)
         flag = _flag(hints[field.name])
+        if field.name in VALUES:
+            flag["type"] = partial(value_of, field.name)
+        if field.name in FILES:
+            flag["metavar"] = "FILE"
         if flag.get("action") == "append":
             text += " (repeatable)"
         if default not in (None, ()):
             text += f" (default: {({True: 'on', False: 'off'}[default]) if isinstance(default, bool) else default})"
         group.add_argument(
             "--" + field.name.replace("_", "-"),
+            *([SHORT[field.name]] if field.name in SHORT else []),
             dest=field.name,
             default=argparse.SUPPRESS,  # only given options are passed on
             help=text.replace("%", "%%"),
@@ -98,15 +113,25 @@ def _flag(hint: Any) -> dict[str, Any]:
     kinds = [kind for kind in (get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)) if kind is not type(None)]
     listed = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)]
     if listed:
-        return {"action": "append", "type": listed[0], "metavar": METAVARS[listed[0]]}
+        return {"action": "append", "type": _READ.get(listed[0], listed[0]), "metavar": METAVARS[listed[0]]}
     if get_origin(kinds[0]) is dict or dataclasses.is_dataclass(kinds[0]):
         return {"type": _json_object, "metavar": "JSON"}
     if get_origin(kinds[0]) is Literal:
-        return {"choices": get_args(kinds[0])}
+        return {"choices": tuple(choice for kind in kinds for choice in get_args(kind))}
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     kind = next(kind for kind in (str, float, int) if kind in kinds)
-    return {"type": kind, "metavar": METAVARS[kind]}
+    return {"type": _READ.get(kind, kind), "metavar": METAVARS[kind]}
+
+
+def _whole(text: str) -> int:
+    try:
+        return whole_number(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number") from None
+
+
+_READ: dict[type, Callable[[str], Any]] = {int: _whole}
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import argparse
 import os
 
 from jengine import EngineConfig, InvalidArgument, JengineError
+from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.compile import SKIPS, add_target, config_for
 from jengine.commands.flags import add_fields, add_model
-from jengine.commands.terminal import write
+from jengine.commands.terminal import note, write
+from jengine.vllm.engine_settings import ENGINE
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,6 +33,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--exact", action="store_true", help="compile the largest programs to get their exact memory (needs the extra aot)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
+    add_vllm_flags(parser, ENGINE, note)
     parser.set_defaults(run=_plan)
 
 

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 
 from jengine import EngineConfig, EngineDead, JengineError
+from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.flags import add_fields
+from jengine.commands.terminal import note
+from jengine.vllm.translate import SERVE_SETTINGS
 
 EPILOG = """\
 Each option may also be given as an environment variable (JENGINE_PORT=8000) or in a TOML file (port = 8000),
@@ -38,16 +41,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default=argparse.SUPPRESS,
         help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id",
     )
+    parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="a TOML file of options")
     add_fields(parser.add_argument_group("server"), ServerConfig)
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=("model",))
+    add_vllm_flags(parser, SERVE_SETTINGS.values(), note)
     parser.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> None:
     from jengine.serving.config import resolve_config
 
-    server, engine = resolve_config({name: value for name, value in vars(options).items() if name != "run"})
+    given = {name: value for name, value in vars(options).items() if name != "run"}
+    server, engine = resolve_config(given)
+    if "port" in given and server.http_port is None:
+        note(f"--port {server.port} serves gRPC; OpenAI's API over HTTP is served with --http-port {server.port} instead")
 
     if engine.process_id:
         from jengine import follow

@@ -18,7 +18,7 @@ def fill_mask(words: np.ndarray, sequence: Sequence) -> None:
     assert request.mask is not None
     request.mask.fill(words)
     if len(sequence.tokens) - sequence.prompt_len < request.params.min_tokens:
-        for token in sequence.suppressed_token_ids:
-            words[token // 32] &= ~np.uint32(1 << token % 32)
+        tokens = np.array(sequence.suppressed_token_ids, np.int64)
+        np.bitwise_and.at(words, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
     if not words.any():
         raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together allow no token")

@@ -17,6 +17,7 @@ from jengine.checkpoints import (
     Reranker,
     choose_embedder,
     has_output_head,
+    kept_format,
     load,
     load_calibrated,
     read_config,
@@ -264,7 +265,7 @@ def _prepare(config: EngineConfig, link: Link, progress: Progress) -> tuple[Work
         given.check(_with_pages(config, shapes, root, link).identity())  # before reading the weights, which may take minutes
     lap("configuration")
     if config.process_id == 0 and has_tokenizer(started.tokenizer_folder):
-        started.tokenizer = Tokenizer.load(started.tokenizer_folder)  # before the weights, so that errors show early
+        started.tokenizer = Tokenizer.load(started.tokenizer_folder, config.chat_template)  # before the weights, so that errors show early
     lap("tokenizer")
     begin(progress, "loading weights")
     if config.calibration_data is None:
@@ -305,7 +306,8 @@ def _describe(
     if embedder is not None and not has_output_head(folder, model):
         embedder = dataclasses.replace(embedder, generates=False)
         model = dataclasses.replace(model, tie_embeddings=True)  # tokens sampled for embedding requests are not used
-    config = dataclasses.replace(config, embeddings=embedder is not None)
+    quantization: Any = kept_format(config.quantization, folder)
+    config = dataclasses.replace(config, embeddings=embedder is not None, quantization=quantization)
     dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, model, mesh.local_devices[0], root))), _first)
     config = dataclasses.replace(config, dtype=dtype)
     shapes = describe(config, model, mesh, root)

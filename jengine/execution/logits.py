@@ -30,7 +30,7 @@ def masking(mask: jax.Array) -> jax.Array:
 
 
 def early_stops(sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """Stop tokens of rows that have not reached min_tokens: int32 [rows, MAX_STOP_TOKEN_IDS], padded with -1."""
+    """Stop tokens of rows that have not reached min_tokens: int32 [rows, DEVICE_STOPS], padded with -1."""
     return jnp.where((positions < sampling.min_position)[:, None], sampling.stop_ids, -1)
 
 

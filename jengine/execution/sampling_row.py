@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jengine.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jengine.request import DEVICE_STOPS, MAX_LOGIT_BIAS
 from jengine.scheduling.step_plan import SlotReset
 
 # The row's layout: every field is 32 bits wide; lists of ids are padded with -1.
@@ -26,7 +26,7 @@ LAYOUT = np.dtype(
         ("sample_index", np.int32),
         ("logprobs", np.int32),  # number of most likely tokens, plus 1; 0: no log probabilities, not even the sampled token's
         ("min_position", np.int32),  # no stop token is sampled before this position
-        ("stop_ids", np.int32, MAX_STOP_TOKEN_IDS),
+        ("stop_ids", np.int32, DEVICE_STOPS),
         ("bias_ids", np.int32, MAX_LOGIT_BIAS),
         ("bias", np.float32, MAX_LOGIT_BIAS),
     ]
@@ -75,7 +75,8 @@ def pack_sampling(reset: SlotReset) -> np.ndarray:
     row["logprobs"] = 0 if params.logprobs is None else params.logprobs + 1
     row["min_position"] = min(reset.prompt_len + params.min_tokens, INT32_MAX)
     row["stop_ids"] = row["bias_ids"] = -1
-    row["stop_ids"][: len(reset.stop_token_ids)] = reset.stop_token_ids
+    stops = reset.stop_token_ids[:DEVICE_STOPS]  # if there are more, a mask suppresses them
+    row["stop_ids"][: len(stops)] = stops
     bias = params.logit_bias or {}
     row["bias_ids"][: len(bias)] = list(bias)
     row["bias"][: len(bias)] = list(bias.values())

@@ -26,7 +26,10 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     """
     devices = visible_devices() if devices is None else devices
     if not 1 <= tensor_parallel_size <= len(devices):
-        raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, f"must be from 1 to {len(devices)}, the number of devices")
+        limit = f"must be from 1 to {len(devices)}, the number of devices"
+        if devices and devices[0].platform == "cpu" and tensor_parallel_size > 1:
+            limit += f"; with the environment variable JAX_NUM_CPU_DEVICES={tensor_parallel_size}, the CPU counts as so many"
+        raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, limit)
     return jax.make_mesh((tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jengine.checkpoints import choose_embedder, read_config, resolve
+from jengine.checkpoints import choose_embedder, kept_format, read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
@@ -94,7 +94,9 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
     """
     root, folder = cache_root(config.cache_dir), resolve(config.model, config.revision, CONFIG_FILES)
     model = read_config(folder)
-    config = dataclasses.replace(config, embeddings=choose_embedder(config.embeddings, folder, model.hidden_size) is not None)
+    quantization: Any = kept_format(config.quantization, folder)
+    embeddings = choose_embedder(config.embeddings, folder, model.hidden_size) is not None
+    config = dataclasses.replace(config, embeddings=embeddings, quantization=quantization)
     spec = describe(config, model, mesh, root)
     return with_forms(spec, product_forms(spec, root))
 

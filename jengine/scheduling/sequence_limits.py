@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jengine.errors import InvalidArgument
-from jengine.request import MAX_STOP_TOKEN_IDS, Request
+from jengine.request import DEVICE_STOPS, Request
 from jengine.table.pages import most_pages
 
 
@@ -44,9 +44,11 @@ class SequenceLimits:
             raise InvalidArgument("prompt_token_ids", prompt, f"{len(prompt)} tokens; {limit}")
         if request.beams is not None and self.recurrent:
             raise InvalidArgument("beam_width", request.beams.beam_width, "no beam search with a model that has recurrent states")
-        stops = len({*params.stop_token_ids, *eos_token_ids})
-        if stops > MAX_STOP_TOKEN_IDS:
-            raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")
+        if params.min_tokens and not params.many_stops and (stops := len({*params.stop_token_ids, *eos_token_ids})) > DEVICE_STOPS:
+            limit = (
+                f"must be 0: the model has {len(eos_token_ids)} end-of-sequence tokens; {stops} with stop_token_ids, at most {DEVICE_STOPS}"
+            )
+            raise InvalidArgument("min_tokens", params.min_tokens, limit)
         max_len = self.max_len(request)
         # The last token is never an input, so its keys and values are not written.
         pages = self._most_pages(request, max_len - 1)

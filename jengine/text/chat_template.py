@@ -84,6 +84,25 @@ class ChatTemplate:
         return _up_to_mark(text, messages) if continue_final_message else text
 
 
+def given_template(template: str | Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The template that a user gives: in a file, or as text.
+
+    Raises:
+        InvalidArgument: neither a file nor a template.
+        ModelError: it is not a Jinja template, or the file cannot be read.
+    """
+    text = str(template)
+    if not isinstance(template, Path) and any(mark in text for mark in "{}\n"):
+        return ChatTemplate(text, special_tokens)
+    file = Path(text).expanduser()
+    try:
+        return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens, file)
+    except FileNotFoundError:
+        raise InvalidArgument("chat_template", text, "there is no such file, and it is no Jinja template either") from None
+    except (OSError, ValueError) as wrong:
+        raise ModelError(f"cannot be read: {wrong}", file=file) from None
+
+
 def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict[str, ChatTemplate]:
     """The templates of a model's folder by name. The standard one is named "default".
 

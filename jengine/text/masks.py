@@ -40,6 +40,8 @@ def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> Mask | None:
         masks.append(BadWords(bad_sequences(params.bad_words, tokenizer)))
     if isinstance(params.structured_outputs, StructuredOutputs):
         masks.append(Grammar(params.structured_outputs, tokenizer))
+    if params.many_stops:
+        masks.append(AllOf([]))  # the engine adds what min_tokens suppresses to any mask
     return None if not masks else masks[0] if len(masks) == 1 else AllOf(masks)
 
 

@@ -39,8 +39,27 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # filled on demand: a run uses few tokens of a large vocabulary
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
+    def load(cls, path: Path, chat_template: str | Path | None = None) -> Tokenizer:
         """Loads the tokenizer of a model's folder, or of a GGUF file.
+
+        Args:
+            path: the folder or file.
+            chat_template: replaces the folder's chat templates: a file, or the template itself.
+
+        Raises:
+            ModelError: there is no tokenizer, or it or the template cannot be read.
+            InvalidArgument: chat_template is neither a file nor a template.
+        """
+        tokenizer = cls._load(path)
+        if chat_template is not None:
+            from jengine.text.chat_template import given_template  # imported here, since only chats need jinja2
+
+            tokenizer.chat_templates = {"default": given_template(chat_template, tokenizer.special_tokens)}
+        return tokenizer
+
+    @classmethod
+    def _load(cls, path: Path) -> Tokenizer:
+        """Loads the tokenizer.
 
         Reads tokenizer.json, or Mistral's tekken.json, with the tokenizers library. Only other formats are
         converted with transformers, since importing it takes two seconds.

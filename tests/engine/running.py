@@ -17,7 +17,7 @@ from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.sequence import Sequence
-from jengine.text.masks import AllowedTokens
+from jengine.text.masks import AllOf, AllowedTokens
 from jengine.updates import PromptScores, TokenUpdate
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120, "warm_up": "all"}
@@ -117,7 +117,9 @@ def requests_of(name: str, prompt: list[int], params: SamplingParams, salt: str 
 
 def mask_of(params: SamplingParams) -> TokenMask | None:
     """A mask that needs no tokenizer."""
-    return None if params.allowed_token_ids is None else AllowedTokens(params.allowed_token_ids)
+    if params.allowed_token_ids is not None:
+        return AllowedTokens(params.allowed_token_ids)
+    return AllOf([]) if params.many_stops else None
 
 
 def prompts(count: int, *, vocab: int, longest: int, seed: int = 0) -> list[list[int]]:

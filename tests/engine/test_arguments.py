@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jengine import EngineConfig, InvalidArgument, SamplingParams
-from jengine.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_TOKEN_IDS
+from jengine.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_SAMPLES
 
 BAD_PARAMS: dict[str, list[Any]] = {
     "n": [0, -1, MAX_SAMPLES + 1, 2.0, "2", None, True],
@@ -24,7 +24,7 @@ BAD_PARAMS: dict[str, list[Any]] = {
     "min_tokens": [-1, 17, 1.0, None, True],  # max_tokens is 16
     "ignore_eos": [1, "yes", None],
     "stop": ["", [""], ["a", ""], [1], 5, [None], {"a": 1}],
-    "stop_token_ids": [[-1], ["1"], [1.0], [True], 5, "12", list(range(MAX_STOP_TOKEN_IDS + 1))],
+    "stop_token_ids": [[-1], ["1"], [1.0], [True], 5, "12", list(range(MAX_ALLOWED_TOKEN_IDS + 1))],
     "logprobs": [-1, MAX_LOGPROBS + 1, 1.0, "5", True],
 }
 
@@ -73,7 +73,7 @@ def test_options_of_vllm_that_change_nothing(options: dict[str, Any]) -> None:
 
 
 def test_options_of_vllm_that_would_change_something() -> None:
-    for name, value, reason in (("trust_remote_code", True, "never run"), ("cpu_offload_gb", 4, "not offloaded")):
+    for name, value, reason in (("skip_tokenizer_init", True, "always loaded"), ("cpu_offload_gb", 4, "not offloaded")):
         with pytest.raises(InvalidArgument, match=reason) as refused:
             EngineConfig.of("demo", {name: value})
         assert refused.value.field == name

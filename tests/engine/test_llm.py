@@ -330,7 +330,8 @@ def test_bad_parameters_for_prompts(params: Any, field: str, limit: str, llm: LL
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"max_sequences": 4}, "no such option; options are"),
+    ({"max_num_seq": 4}, "there is no such option; did you mean max_num_seqs?"),
+    ({"quantization": "awq"}, "this checkpoint is not quantized; None keeps weights as they are"),
     ({"max_num_seqs": 0}, "at least 1"),
     ({"max_num_seqs": "8"}, "whole number"),
     ({"max_num_seqs": True}, "whole number"),

@@ -13,7 +13,7 @@ from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.errors import InvalidArgument
-from jengine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jengine.request import MASKED_STOPS, MAX_LOGPROBS, SamplingParams
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, limit_pages, prompts, run
 from tests.golden.weights import write_model
@@ -49,7 +49,7 @@ KINDS = {
     "seed": {"seed": 2**63 + 12},
     "max_tokens": {"max_tokens": 3},
     "min_tokens": {"min_tokens": 6, "stop_token_ids": list(range(10))},
-    "stop_token_ids": {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))},
+    "stop_token_ids": {"stop_token_ids": list(range(MASKED_STOPS))},
     "ignore_eos": {"ignore_eos": True},
     "logprobs": {"logprobs": 5},
     "repetition_penalty": {"repetition_penalty": 1.5},
@@ -167,7 +167,7 @@ def test_min_tokens_suppresses_stop_tokens_until_then(engine: Engine) -> None:
     for least in (1, 2, 5):
         answer = one(engine, params(GREEDY, stop_token_ids=[stop], min_tokens=least))
         assert len(answer.tokens) > least and stop not in answer.tokens[:least]
-    stops = list(range(MAX_STOP_TOKEN_IDS))
+    stops = list(range(MASKED_STOPS))
     for seed in range(4):
         answer = one(engine, params(seed=seed, temperature=50.0, stop_token_ids=stops, min_tokens=12))
         assert len(answer.tokens) >= 12 and not {*answer.tokens[:12]} & {*stops}
@@ -233,11 +233,16 @@ def test_min_tokens_suppresses_end_of_sequence(eos: int, with_eos: Engine) -> No
         assert len(answer.tokens) >= at + 4 and not {*answer.tokens[: at + 4]} & {eos, VOCAB - 1}
 
 
-def test_too_many_stop_tokens_with_end_of_sequence(with_eos: Engine) -> None:
-    stops = list(range(10, 10 + MAX_STOP_TOKEN_IDS))
-    with pytest.raises(InvalidArgument, match="with end-of-sequence; at most"):
-        one(with_eos, params(stop_token_ids=stops))
-    assert not with_eos.has_work
+@pytest.mark.parametrize("ends", [False, True])
+def test_any_number_of_stop_tokens(ends: bool, engine: Engine, with_eos: Engine) -> None:
+    """All but four of the vocabulary, far more than a slot's list holds; min_tokens stays exact."""
+    stops = list(range(4, VOCAB))
+    for seed in range(4):
+        hot = params(seed=seed, temperature=50.0, stop_token_ids=stops, max_tokens=40)
+        answer = one(with_eos if ends else engine, hot)
+        assert ended(answer) == ("stop", answer.tokens[-1]) and answer.tokens[-1] in stops and not {*answer.tokens[:-1]} & {*stops}
+        answer = one(with_eos if ends else engine, hot.clone(min_tokens=12))
+        assert len(answer.tokens) > 12 and not {*answer.tokens[:12]} & {*stops}
 
 
 def test_allowed_tokens_are_all_that_come(engine: Engine) -> None:

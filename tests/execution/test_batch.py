@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling, sampling_of
 from jengine.execution.slots import SlotState, pack_updates, update_slots
-from jengine.request import MAX_STOP_TOKEN_IDS, SamplingParams
+from jengine.request import DEVICE_STOPS, SamplingParams
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
@@ -30,7 +30,7 @@ RESET = st.builds(
     seed=st.integers(-(2**63), 2**64 - 1),
     sample_index=WHOLE,
     prompt_len=st.integers(1, 2**30),
-    stop_token_ids=st.lists(WHOLE, max_size=MAX_STOP_TOKEN_IDS).map(tuple),
+    stop_token_ids=st.lists(WHOLE, max_size=DEVICE_STOPS).map(tuple),
 )
 
 
@@ -45,7 +45,7 @@ def test_sampling_words(reset: SlotReset) -> None:
     assert (int(got.seed_high.item()) << 32 | int(got.seed_low.item())) == reset.seed % 2**64
     assert got.sample_index.item() == reset.sample_index
     assert got.min_position.item() == min(reset.prompt_len + params.min_tokens, 2**31 - 1)
-    padded = [*reset.stop_token_ids, *[-1] * (MAX_STOP_TOKEN_IDS - len(reset.stop_token_ids))]
+    padded = [*reset.stop_token_ids, *[-1] * (DEVICE_STOPS - len(reset.stop_token_ids))]
     assert got.stop_ids.tolist() == [padded]
 
 

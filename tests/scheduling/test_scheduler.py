@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from jengine.errors import InvalidArgument
-from jengine.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from jengine.request import DEVICE_STOPS, MASKED_STOPS, Request, SamplingParams
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.sequence import State
+from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.table.program_table import TrunkKey
 from tests.scheduling.strict_device import Loop, alone
 
@@ -26,7 +27,6 @@ def loop(**options):
         ([1] * 64, {}, "prompt_token_ids", "at most max_model_len - 1 = 63"),
         ([1] * 30, {"max_tokens": None}, "max_tokens", "30 prompt tokens and up to 34 more need 16 pages of 4 tokens; the cache has 10"),
         ([1] * 30, {"max_tokens": 12}, "max_tokens", "need 11 pages"),
-        ([1], {"stop_token_ids": list(range(1, MAX_STOP_TOKEN_IDS + 1))}, "stop_token_ids", "17 with end-of-sequence; at most 16"),
     ],
 )
 def test_refuses_what_can_never_run(prompt, params, field, limit):
@@ -35,6 +35,24 @@ def test_refuses_what_can_never_run(prompt, params, field, limit):
         small.add(prompt, **params)
     assert refusal.value.field == field and limit in str(refusal.value)
     assert not small.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("stops", "ends", "min_tokens", "fits"),
+    [(MASKED_STOPS, DEVICE_STOPS - MASKED_STOPS, 3, True), (MASKED_STOPS, DEVICE_STOPS - MASKED_STOPS + 1, 3, False),
+     (MASKED_STOPS, DEVICE_STOPS, 0, True), (MASKED_STOPS + 1, DEVICE_STOPS, 3, True)],
+)  # fmt: skip
+def test_stop_tokens_are_limited_only_where_the_device_suppresses_them(stops: int, ends: int, min_tokens: int, fits: bool) -> None:
+    """Until min_tokens; with more stop tokens, a mask does."""
+    params = SamplingParams(stop_token_ids=list(range(100, 100 + stops)), min_tokens=min_tokens)
+    request = Request(request_id="0", prompt_token_ids=[1], params=params)
+    assert params.masks == params.many_stops == (stops > MASKED_STOPS and min_tokens > 0)
+    limits = SequenceLimits(max_model_len=64, page_size=4, pages=60)
+    if fits:
+        limits.validate(request, tuple(range(ends)))
+    else:
+        with pytest.raises(InvalidArgument, match="min_tokens=3: must be 0: the model has 17 end-of-sequence tokens; 33 with stop"):
+            limits.validate(request, tuple(range(ends)))
 
 
 def test_an_id_is_refused_while_its_request_lives():

@@ -20,7 +20,8 @@ OTHER: dict[str, Any] = {
     "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
     "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "otlp_traces_endpoint": "http://collector:4318",
     "watchdog_seconds": 7.5, "page": True, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
-    "model": "some/model", "revision": "main", "tokenizer": "other", "generation_config": "vllm",
+    "api_key": ("sk-1",), "model": "some/model", "revision": "main", "tokenizer": "other",
+    "chat_template": "chat.jinja", "generation_config": "vllm",
     "dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32, "calibration_data": "text.txt", "kv_cache_dtype": "fp8",
     "attention_backend": "mosaic", "embeddings": True, "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
@@ -36,13 +37,14 @@ OTHER: dict[str, Any] = {
 
 def toml(values: dict[str, Any]) -> str:
     def shown(value: Any) -> str:
-        return str(value).lower() if isinstance(value, bool) else repr(value)
+        return str(value).lower() if isinstance(value, bool) else repr(list(value) if isinstance(value, tuple) else value)
 
     return "".join(f"{name} = {shown(value)}\n" for name, value in values.items())
 
 
 def environment(values: dict[str, Any]) -> dict[str, str]:
-    return {f"JENGINE_{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+    texts = {name: value[0] if isinstance(value, tuple) else value for name, value in values.items()}
+    return {f"JENGINE_{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value) for name, value in texts.items()}
 
 
 def test_names_are_the_servers_or_the_engines() -> None:
@@ -90,6 +92,12 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
         ({}, {"JENGINE_API_KEYS": ""}, "", "JENGINE_API_KEYS='': is empty; unset it to take the default"),
         ({}, {"JENGINE_PROT": "1"}, "", "JENGINE_PROT='1': there is no such option"),
         ({}, {}, "prot = 1", "prot=1: there is no such option ({file})"),
+        ({}, {"JENGINE_BLOK_SIZE": "1"}, "", "unset this environment variable; did you mean JENGINE_BLOCK_SIZE?"),
+        ({}, {"JENGINE_ENABLE_LORA": "true"}, "", "enable_lora=True: LoRA adapters are not supported; merge the adapter"),
+        ({}, {}, "pipeline_parallel_size = 2", "pipeline_parallel_size=2: must be 1: layers are not spread over devices"),
+        ({"config": "vllm.yaml"}, {}, "", "config='vllm.yaml': must be TOML"),
+        ({}, {}, "block-size = 8\npage_size = 16", "page_size=16: page_size is given as 8 too"),
+        ({"api_key": ("",)}, {}, "", "api_key=...: must be text without spaces around it (command line)"),
         ({}, {}, "port = '1'", "port='1': must be a whole number, at least 0 and at most 65535 ({file})"),
         ({}, {}, "port = true", "port=True: must be a whole number"),
         ({}, {}, "model = 1", "model=1: must be text or a path ({file})"),
@@ -133,3 +141,18 @@ def test_values_out_of_range(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument) as refused:
         ServerConfig(**{field: value})  # type: ignore[arg-type]
     assert (refused.value.field, refused.value.value) == (field, value)
+
+
+def test_settings_of_vllm_come_from_every_source(tmp_path: Path) -> None:
+    """Under jengine's names, with a line about each that has no effect."""
+    file = tmp_path / "serve.toml"
+    file.write_text("model = 'demo'\nblock-size = 8\nenforce_eager = true\n")
+    notes: list[str] = []
+    variables = {"JENGINE_MAX_MODEL_LEN": "4k", "JENGINE_DTYPE": "half", "JENGINE_SSL_KEYFILE": "k", "JENGINE_SSL_CERTFILE": "c"}
+    variables |= {"JENGINE_ASYNC_SCHEDULING": "false", "JENGINE_API_KEY": "sk-secret", "JENGINE_KV_CACHE_MEMORY_BYTES": "2G"}
+    server, engine = resolve_config({"config": str(file)}, variables, notes.append)
+    assert (engine.page_size, engine.max_model_len, engine.dtype, engine.overlap) == (8, 4000, "float16", False)
+    assert engine.kv_cache_memory == 2 * 2**30
+    assert (server.tls_key, server.tls_cert, server.api_key) == ("k", "c", ("sk-secret",))
+    assert notes == [f"enforce_eager=True has no effect: programs are always compiled, before the first request ({file})"]
+    assert "sk-secret" not in repr(server)

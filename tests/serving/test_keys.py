@@ -269,3 +269,14 @@ def test_evictions_are_logged(make_server: MakeServer, caplog: pytest.LogCapture
         wait_until(lambda: "slow reader" in caplog.text)
         stream.cancel()
     assert "ipv4:127.0.0.1" in caplog.text and "0.2 s" in caplog.text
+
+
+def test_a_key_without_a_file(make_server: MakeServer, keys: Any) -> None:
+    """Given as an option, alone or beside those of a file."""
+    for server in ({"api_key": "sk-short"}, keys(api_key=("sk-other", "sk-short"))):
+        with make_server(server=server) as mock:
+            for key in ("sk-short", *([ANNA] if "api_keys" in server else [])):
+                with mock.stub(key) as stub:
+                    assert stub.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5
+            with mock.stub("sk-wrong") as stub:
+                assert refused(lambda stub=stub: stub.Generate(generate(sampling_params=SHORT)))[0] is grpc.StatusCode.UNAUTHENTICATED

@@ -1,0 +1,126 @@
+"""Parsing of command lines: errors of one line, suggestions, and vLLM's flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, cast
+
+from jengine import InvalidArgument
+from jengine.vllm.setting import Setting
+from jengine.vllm.translate import HINTS, suggestion
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error as one line, in the name of the command that was given, and never shows the values of unknown options.
+
+    Options may be written with underscores, as in Python, and a field of a JSON option of vLLM as --option.field VALUE.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}{' See' if message.endswith('?') else '; see'} {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known = self._option_string_actions
+        words = _without_dots([_dashed(word, known) for word in (sys.argv[1:] if args is None else args)], known)
+        found, others = super().parse_known_args(words, namespace)
+        if others:
+            self.error(self._unknown(others))
+        return found, others
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        option = next((word.partition("=")[0] for word in words if word.startswith("-") and len(word) > 1), None)
+        if option is None:
+            return f"{words[0]!r}: there is one argument too many"
+        return f"{option}: there is no such option{suggestion(option, self._option_string_actions)}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            command = isinstance(action, argparse._SubParsersAction)
+            what = "there is no such command" if command else f"must be {', '.join(names)}{HINTS.get(action.dest, '')}"
+            raise argparse.ArgumentError(action, f"{value!r}: {what}{suggestion(str(value), names)}")
+
+
+class VllmFlag(argparse.Action):
+    """A flag of vLLM: sets jengine's option with the same meaning, or notes that it has no effect."""
+
+    def __init__(self, setting: Setting, note: Callable[[str], None], **options: Any) -> None:
+        self._setting, self._note = setting, note
+        super().__init__(**options)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        if self._setting.switch:
+            values = not (option or "").startswith("--no-")
+        elif isinstance(values, list):
+            values = values[0] if len(values) == 1 else values
+        shown = f"{option} has no effect: {self._setting.why}"
+        try:
+            options, note = self._setting.take(values)
+        except InvalidArgument as wrong:
+            parser.error(f"{option}: {wrong.limit}")
+        except ValueError as wrong:
+            parser.error(f"{option}: {wrong}")
+        for name, value in options.items():
+            setattr(namespace, name, _as_flag(parser, name, value))
+        if note:
+            self._note(shown)
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], note: Callable[[str], None]) -> None:
+    """Adds vLLM's flags that are no options of jengine. Help does not show them."""
+    taken = parser._option_string_actions
+    for setting in settings:
+        name = setting.name.replace("_", "-")
+        switch = setting.switch
+        flags = [flag for flag in (*setting.flags, f"--{name}", *([f"--no-{name}"] if switch else [])) if flag not in taken]
+        if not flags:
+            continue
+        nargs: Any = 0 if switch else None
+        action = cast(Any, VllmFlag)
+        parser.add_argument(
+            *flags, action=action, setting=setting, note=note, nargs=nargs, dest=argparse.SUPPRESS, default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
+
+
+def _as_flag(parser: argparse.ArgumentParser, name: str, value: Any) -> Any:
+    """The value of jengine's own flag for this text."""
+    own = parser._option_string_actions.get(f"--{name.replace('_', '-')}")
+    if own is None or not isinstance(value, str):
+        return value
+    value = parser._get_value(own, value)
+    parser._check_value(own, value)
+    return value
+
+
+def _dashed(word: str, known: Iterable[str]) -> str:
+    """An option with dashes instead of underscores, up to its value."""
+    option, equals, value = word.partition("=")
+    if not option.startswith("--") or option in known:
+        return word
+    return option.replace("_", "-") + equals + value
+
+
+def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
+    """--option.field VALUE as --option={"field": VALUE}; several fields of an option together."""
+    found: dict[str, dict[str, Any]] = {}
+    out: list[str] = []
+    waiting = iter(words)
+    for word in waiting:
+        option, equals, value = word.partition("=")
+        name, dot, path = option.partition(".")
+        if not (word.startswith("-") and dot and name in known):
+            out.append(word)
+            continue
+        *folders, last = path.removesuffix("+").split(".")
+        fields = found.setdefault(name, {})
+        for folder in folders:
+            fields = fields.setdefault(folder, {})
+        fields[last] = value if equals else next(waiting, "")
+    return out + [f"{name}={json.dumps(fields)}" for name, fields in found.items()]

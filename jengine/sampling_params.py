@@ -1,0 +1,20 @@
+"""The names that scripts import from vLLM's module of the same name."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from jengine.beam_params import BeamSearchParams
+from jengine.request import SamplingParams, StructuredOutputs
+
+__all__ = ["BeamSearchParams", "GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+
+StructuredOutputsParams = GuidedDecodingParams = StructuredOutputs
+
+
+class RequestOutputKind(StrEnum):
+    """What each output of AsyncLLM holds; the values are those of `output_kind`."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final"

@@ -1,0 +1,1 @@
+"""What jengine makes of vLLM's settings and names, so that its users change the import only. Plain data, and functions of it."""

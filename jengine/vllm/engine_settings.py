@@ -1,0 +1,191 @@
+"""vLLM's settings of the engine: arguments of its `LLM` and flags of `vllm serve`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jengine.vllm.setting import Setting, at_most, no_effect, renamed, unsupported, whole_number
+
+# Settings with the same name and meaning, and what differs in detail.
+SAME: dict[str, str] = {
+    "model": "also a GGUF file, or `demo`",
+    "revision": "",
+    "tokenizer": "",
+    "generation_config": "`auto` or `vllm`",
+    "dtype": "`half`, `float` and `bf16` too",
+    "quantization": "quantizes on load; `awq`, `gptq` and other formats are accepted for checkpoints that have them",
+    "kv_cache_dtype": "`fp8` is `fp8_e4m3`, with a scale for each token",
+    "attention_backend": "values differ: `auto`, `mosaic`, `flashinfer`",
+    "max_model_len": "`4k` is 4,000, `4K` is 4,096, on the command line and in variables",
+    "max_num_seqs": "",
+    "max_num_batched_tokens": "chunked prefill is always on",
+    "gpu_memory_utilization": "",
+    "enable_prefix_caching": "",
+    "seed": "",
+    "stream_interval": "",
+    "tensor_parallel_size": "`-tp`",
+    "chat_template": "a file or the template itself",
+    "swap_space": "vLLM has removed it (0.18); here GiB of host memory for each device that hold evicted cached pages",
+    "num_scheduler_steps": "vLLM has removed it (2025); here decode steps that run as one program",
+}
+PROGRAMS = "a fixed table of programs is compiled before the first request; see max_num_seqs, max_num_batched_tokens and warm_up"
+TEXT = "only text is served: leave it out"
+LORA = "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload), or serve the base model"
+SPECULATION = "speculative decoding is not supported; leave it out, outputs follow the same distribution"
+EXPERTS = "experts are split over the devices of tensor_parallel_size"
+REPLICAS = "run several engines: jengine.ray serves replicas behind one address"
+PROCESSES = "start a process on each machine, with coordinator, num_processes and process_id"
+CODE = "code that comes with a model is never run; model families are part of jengine"
+FACTS = "is read from the model's config.json; edit the file in a copy of the folder"
+GRAMMARS = "structured outputs always use llguidance"
+STATES = "the number format of recurrent states is fixed"
+TRANSFER = "pages are not sent to other engines; swap_space keeps evicted ones in host memory"
+EMBEDS = {"embeddings": True}
+
+
+def _only_the_backend(value: Any) -> bool:
+    """Whether a JSON object, perhaps as text, sets no other field."""
+    try:
+        fields = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and not {name for name in fields if fields[name]} - {"backend"}
+
+
+ENGINE: tuple[Setting, ...] = (
+    # --- renamed
+    renamed("block_size", "page_size"),
+    renamed("num_gpu_blocks_override", "num_pages"),
+    renamed("kv_cache_memory_bytes", "kv_cache_memory", read=lambda value: whole_number(value) if isinstance(value, str) else value),
+    renamed("scheduling_policy", "policy", "also `fair`"),
+    renamed("async_scheduling", "overlap", "on by default", switch=True),
+    Setting(
+        "task", "renamed", "models generate and embed, without a task", fits=("auto", "generate"),
+        gives={**dict.fromkeys(("embed", "embedding", "score"), EMBEDS)},
+    ),
+    Setting("runner", "renamed", "models generate and embed, without a task", fits=("auto", "generate"), gives={"pooling": EMBEDS}),
+    Setting("convert", "renamed", "models generate and embed, without a task", fits=("auto", "none"), gives={"embed": EMBEDS}),
+    unsupported("kv_offloading_size", "it is called swap_space here: GiB for each device, not for all together", "0"),
+    unsupported("nnodes", f"it is called num_processes here: {PROCESSES}", 1, flags=("-n",)),
+    unsupported("node_rank", f"it is called process_id here: {PROCESSES}", 0, flags=("-r",)),
+    unsupported("master_addr", f"it is called coordinator here: {PROCESSES}", "127.0.0.1"),
+    unsupported("master_port", f"it is a part of coordinator here: {PROCESSES}"),
+    unsupported("use_tqdm_on_load", "LLM(progress=False) and --quiet hide progress bars", True),
+    # --- no effect
+    no_effect("enforce_eager", "programs are always compiled, before the first request", False),
+    no_effect("disable_log_stats", "see LLM.stats and the metrics of `jengine serve`", False, True),
+    no_effect("trust_remote_code", CODE, False),
+    no_effect("code_revision", CODE),
+    no_effect("enable_chunked_prefill", "prompts are always computed in chunks; see max_num_batched_tokens", True),
+    no_effect(
+        "prefix_caching_hash_algo", "cached pages are found by their tokens, without a hash; see enable_prefix_caching",
+        "builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor",
+    ),
+    no_effect("compilation_config", PROGRAMS, flags=("-cc",)),
+    no_effect("optimization_level", PROGRAMS, flags=("-O",)),
+    no_effect("performance_mode", PROGRAMS, "balanced"),
+    no_effect("max_seq_len_to_capture", PROGRAMS),
+    no_effect("cudagraph_capture_sizes", PROGRAMS),
+    no_effect("max_cudagraph_capture_size", PROGRAMS),
+    no_effect("attention_config", "see attention_backend", flags=("-ac",)),
+    no_effect("kernel_config", "kernels are chosen by measurement"),
+    no_effect("moe_backend", "kernels are chosen by measurement", "auto"),
+    no_effect("disable_cascade_attn", "there is no cascade attention", False, True),
+    no_effect("disable_custom_all_reduce", "XLA performs all-reduces", False),
+    no_effect("disable_hybrid_kv_cache_manager", "layers with a window always keep the window only", False),
+    no_effect("enable_expert_parallel", EXPERTS, False),
+    no_effect("all2all_backend", EXPERTS),
+    no_effect("enable_eplb", EXPERTS, False),
+    no_effect("enable_dbo", "steps are not split into two batches", False),
+    no_effect("calculate_kv_scales", "kv_cache_dtype=fp8 has a scale for each token, computed from it", False),
+    no_effect("guided_decoding_backend", GRAMMARS, "auto", "guidance"),
+    no_effect("max_parallel_loading_workers", "weights are read by several threads"),
+    no_effect("safetensors_load_strategy", "weights are read from mapped files", "lazy"),
+    no_effect("model_loader_extra_config", "weights are read from local files"),
+    no_effect("pt_load_map_location", "weights go to the device directly", "cpu"),
+    no_effect("max_num_partial_prefills", "the strategy decides how many prompts a step computes; see strategy", 1),
+    no_effect("max_long_partial_prefills", "the strategy decides how many prompts a step computes; see strategy", 1),
+    no_effect("long_prefill_token_threshold", "the strategy decides how many prompts a step computes; see strategy", 0),
+    no_effect("num_lookahead_slots", "there is no speculative decoding", 0),
+    no_effect("use_v2_block_manager", "there is one manager of pages", True, False),
+    no_effect("collect_detailed_traces", "every step is recorded; see LLM.trace and `jengine explain`"),
+    no_effect("show_hidden_metrics_for_version", "no metric is hidden"),
+    no_effect("aggregate_engine_logging", "one engine logs", False),
+    no_effect("ray_workers_use_nsight", "see `jengine profile`", False),
+    no_effect("max_loras", "it needs enable_lora, which is not supported"),
+    no_effect("max_lora_rank", "it needs enable_lora, which is not supported"),
+    no_effect("max_cpu_loras", "it needs enable_lora, which is not supported"),
+    no_effect("lora_dtype", "it needs enable_lora, which is not supported", "auto"),
+    no_effect("fully_sharded_loras", "it needs enable_lora, which is not supported", False),
+    no_effect("language_model_only", "only text is ever served", True, False),
+    no_effect("skip_mm_profiling", "only text is served", False, True),
+    no_effect("mm_processor_cache_gb", "only text is served"),
+    no_effect("disable_mm_preprocessor_cache", "only text is served", False, True),
+    no_effect("model_impl", "model families are part of jengine", "auto", "vllm"),
+    # --- not supported
+    unsupported(
+        "load_format", "weights are read in the format that they have: safetensors, PyTorch's .bin, GGUF, or a folder of `jengine convert`",
+        "auto", "safetensors", "hf", "pt", "gguf", "fastsafetensors",
+    ),
+    unsupported("tokenizer_mode", "the tokenizer is read in the format that it has", "auto", "hf", "mistral"),
+    unsupported("config_format", "config.json is read, or a GGUF file's metadata", "auto", "hf"),
+    unsupported("skip_tokenizer_init", "the tokenizer is always loaded; prompts may be token ids all the same", False),
+    unsupported("tokenizer_revision", "the tokenizer has the model's revision; for another one, pass its folder as tokenizer"),
+    unsupported("download_dir", "set the environment variable HF_HUB_CACHE to the folder instead"),
+    unsupported("hf_token", "set the environment variable HF_TOKEN, or run `hf auth login`", secret=True),
+    unsupported("hf_config_path", f"the configuration {FACTS}"),
+    unsupported("hf_overrides", f"the configuration {FACTS}"),
+    unsupported("rope_scaling", f"rope_scaling {FACTS}"),
+    unsupported("rope_theta", f"rope_theta {FACTS}"),
+    unsupported("override_generation_config", "edit generation_config.json, or pass SamplingParams"),
+    unsupported("override_attention_dtype", "attention has the model's dtype; see dtype and kv_cache_dtype"),
+    unsupported("pooler_config", "LLM.embed takes pooling, normalize and dimensions; by default, the model's files decide"),
+    unsupported("override_pooler_config", "LLM.embed takes pooling, normalize and dimensions"),
+    unsupported("cpu_offload_gb", "weights are not offloaded; quantization makes them smaller", 0),
+    unsupported("pipeline_parallel_size", "layers are not spread over devices; tensor_parallel_size splits each layer", 1, flags=("-pp",)),
+    unsupported("data_parallel_size", REPLICAS, 1, flags=("-dp",)),
+    unsupported("data_parallel_size_local", REPLICAS, 1, flags=("-dpl",)),
+    unsupported("data_parallel_rank", REPLICAS, 0, flags=("-dpn",)),
+    unsupported("data_parallel_address", REPLICAS, flags=("-dpa",)),
+    unsupported("data_parallel_rpc_port", REPLICAS, flags=("-dpp",)),
+    unsupported("data_parallel_backend", REPLICAS, "mp", flags=("-dpb",)),
+    unsupported("decode_context_parallel_size", "a sequence's cache is split by kv heads only", 1, flags=("-dcp",)),
+    unsupported("prefill_context_parallel_size", "a prompt is computed by all devices together", 1, flags=("-pcp",)),
+    unsupported("distributed_executor_backend", f"one process uses all of its devices; for several machines, {PROCESSES}", "mp", "uni"),
+    unsupported("device", "JAX chooses the device; JAX_PLATFORMS=cpu or JAX_PLATFORMS=cuda selects one", "auto"),
+    unsupported("disable_sliding_window", "windows are part of the model; max_model_len can be set to the window's length", False),
+    unsupported("max_logprobs", "at most 20 log probabilities are returned for a token", accepts=at_most(20)),
+    unsupported("logprobs_mode", "log probabilities are those of the raw logits", "raw_logprobs"),
+    unsupported("enable_lora", LORA, False),
+    unsupported("default_mm_loras", LORA),
+    unsupported("speculative_config", SPECULATION, flags=("-sc",)),
+    unsupported("speculative_model", SPECULATION),
+    unsupported("num_speculative_tokens", SPECULATION, 0),
+    unsupported("structured_outputs_config", f"{GRAMMARS}; only backend may be set", accepts=_only_the_backend),
+    unsupported("logits_processors", "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
+    unsupported("logits_processor_pattern", "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
+    unsupported("limit_mm_per_prompt", TEXT, {"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0}),
+    unsupported("mm_processor_kwargs", TEXT),
+    unsupported("media_io_kwargs", TEXT),
+    unsupported("allowed_local_media_path", TEXT),
+    unsupported("allowed_media_domains", TEXT),
+    unsupported("enable_mm_embeds", TEXT, False),
+    unsupported("enable_prompt_embeds", "prompts are text or token ids", False),
+    unsupported("enable_sleep_mode", "an engine does not sleep; LLM.close frees weights and cache", False),
+    unsupported("kv_transfer_config", TRANSFER),
+    unsupported("kv_events_config", TRANSFER),
+    unsupported("ec_transfer_config", TRANSFER),
+    unsupported("kv_offloading_backend", TRANSFER, "native"),
+    unsupported("kv_sharing_fast_prefill", "models that share caches between layers compute prompts in full", False),
+    unsupported("mamba_cache_dtype", STATES, "auto"),
+    unsupported("mamba_ssm_cache_dtype", STATES, "auto"),
+    unsupported("mamba_block_size", "snapshots of states are placed by jengine"),
+    unsupported("worker_cls", "there are no workers to replace", "auto"),
+    unsupported("worker_extension_cls", "there are no workers to replace"),
+    unsupported("scheduler_cls", "the scheduler cannot be replaced; see policy, strategy and batching"),
+    unsupported("io_processor_plugin", "plugins are not loaded"),
+    unsupported("additional_config", "plugins are not loaded"),
+    unsupported("ignore_patterns", "a model's folder is downloaded without PyTorch's files if it has safetensors"),
+    unsupported("enable_return_routed_experts", "the experts of a token are not returned", False),
+)  # fmt: skip
