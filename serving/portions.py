@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
 
 PORTION = 2_000  # values (log probabilities, numbers) that are converted at once, within a few ms
+
+
+class Sliced(Protocol):
+    def __getitem__(self, part: slice, /) -> Sequence[Mapping[int, object] | None]: ...
 
 
 class Portions:
@@ -52,6 +57,6 @@ class Portioned:
             yield part
 
 
-def width_of(positions: Sequence[Mapping[int, object] | None]) -> int:
+def width_of(positions: Sliced) -> int:
     """Values at each of these positions with log probabilities."""
     return max((len(position) for position in positions[:2] if position), default=1)

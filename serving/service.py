@@ -23,6 +23,7 @@ from jengine.serving.admission import Admission, Place, client_of
 from jengine.serving.bounds import RequestBounds
 from jengine.serving.call import Call
 from jengine.serving.config import ServerConfig
+from jengine.serving.errors import in_use
 from jengine.serving.metrics import Metrics
 from jengine.serving.model_provider import ModelProvider
 from jengine.serving.pace import Pace
@@ -156,7 +157,7 @@ class Service:
                 output_kind=kind,
             )
         except InvalidArgument as wrong:
-            raise wrong if wrong.field != "request_id" else InvalidArgument(wrong.field, request_id, wrong.limit) from None
+            raise wrong if wrong.field != "request_id" else in_use(request_id, wrong.limit) from None
 
     async def _render(self, llm: AsyncLLM, read: Callable[[], Conversation], template: str | None, size: int, call: Call) -> TokensPrompt:
         """Renders a conversation's prompt.

@@ -24,11 +24,9 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
 )
-LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))  # limited by the body's size
-DOCUMENTS = frozenset(
-    ("tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format")
-    + ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-)
+LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))  # as long as the body
+DOCUMENTS = frozenset(("tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format", "guided_json"))
+DOCUMENTS |= {"guided_regex", "guided_choice", "guided_grammar"}
 MAX_DOCUMENT, MAX_VALUE = 2**20, 2**16  # bytes of a value's JSON, in these fields and in all others
 # Values equivalent to leaving the field out.
 NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": "", "verbosity": "medium"}

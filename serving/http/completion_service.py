@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jengine.serving.answers import Answer
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import COMPLETION, Body
 from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.logprobs import CompletionLogprobs, Position, TokenTexts
+from jengine.serving.http.logprobs import Chain, CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.service import CreateService, StreamUsage, Tracked, level_of, stop_reason, tokens_of
@@ -152,10 +152,13 @@ class _Pieces:
         body, index = self._task.body, completion.index
         hidden = self._task.hides_output
         text, ids = ("", []) if hidden else (completion.text, completion.token_ids)
-        positions: list[Position] = [] if hidden else [*(completion.logprobs or [])]
+        positions: Sequence[Position] | Chain = [] if hidden else (completion.logprobs or [])
         if begins and body.get("echo"):
             text, ids = self._prompt_text(output) + text, [*output.prompt_token_ids, *ids]
-            positions = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *positions]
+            prompt = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+            positions = Chain(prompt, [] if hidden else (completion.logprobs or []))
+                output.prompt_logprobs or [None] * len(output.prompt_token_ids), [] if hidden else (completion.logprobs or [])
+            )
         ended = completion.finish_reason is not None and index not in self._ended
         if not (text or ids or ended):
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -49,6 +49,21 @@ async def chat_logprobs(portioned: Portioned, positions: Sequence[Position], top
     return with_members([b'{"refusal":null}'], {"content": await long_array(portioned, positions, width_of(positions), content)})
 
 
+class Chain:
+    """Positions of a prompt and of its output, which are not copied: they may be described when they are read."""
+
+    def __init__(self, prompt: Sequence[Position], output: Sequence[Position]) -> None:
+        self._prompt, self._output = prompt, output
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._output)
+
+    def __getitem__(self, part: slice) -> list[Position]:
+        start, stop, _ = part.indices(len(self))
+        after = len(self._prompt)
+        return [*self._prompt[start:stop], *self._output[max(start - after, 0) : max(stop - after, 0)]]
+
+
 class CompletionLogprobs:
     """Log probabilities of one completion, built in pieces.
 
@@ -59,18 +74,19 @@ class CompletionLogprobs:
     def __init__(self, top: int, texts: TokenTexts) -> None:
         self._top, self._texts, self._offset = top, texts, 0
 
-    async def add(self, portioned: Portioned, token_ids: Sequence[int], positions: Sequence[Position]) -> Parts:
+    async def add(self, portioned: Portioned, token_ids: Sequence[int], positions: Sequence[Position] | Chain) -> Parts:
         """Adds the next tokens. Returns their `logprobs`, as OpenAI's TextLogprobs with None for a prompt's first token."""
         columns: tuple[list[Parts], ...] = ([], [], [], [])
-        pairs = list(zip(token_ids, positions, strict=True))
-        async for part in portioned.slices(pairs, width_of(positions)):
-            for column, values in zip(columns, self._columns(part), strict=True):
+        assert len(token_ids) == len(positions)
+        async for part in portioned.slices(range(len(token_ids)), width_of(positions)):
+            pairs = zip(token_ids[part[0] : part[-1] + 1], positions[part[0] : part[-1] + 1], strict=True)
+            for column, values in zip(columns, self._columns(pairs), strict=True):
                 column.append([msgspec.json.encode(values)[1:-1]])
         names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
         (first, offsets), *others = zip(names, map(array, columns), strict=True)
         return with_members([b'{"%s":' % first.encode(), *offsets, b"}"], dict(others))
 
-    def _columns(self, pairs: Sequence[tuple[int, Position]]) -> tuple[list[Any], ...]:
+    def _columns(self, pairs: Iterable[tuple[int, Position]]) -> tuple[list[Any], ...]:
         tokens: list[str] = []
         values: list[float | None] = []
         likeliest: list[dict[str, float] | None] = []
