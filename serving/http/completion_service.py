@@ -157,8 +157,6 @@ class _Pieces:
             text, ids = self._prompt_text(output) + text, [*output.prompt_token_ids, *ids]
             prompt = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
             positions = Chain(prompt, [] if hidden else (completion.logprobs or []))
-                output.prompt_logprobs or [None] * len(output.prompt_token_ids), [] if hidden else (completion.logprobs or [])
-            )
         ended = completion.finish_reason is not None and index not in self._ended
         if not (text or ids or ended):
             return None
