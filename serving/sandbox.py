@@ -139,7 +139,9 @@ class Sandbox:
         try:
             await turn
         except BaseException:
-            if not self._turns.remove(client, turn):
+            if turn.cancelled():
+                self._turns.remove(client, turn)
+            else:
                 self._over(client)
             raise
 
@@ -156,8 +158,9 @@ class Sandbox:
     def _serve_next(self) -> None:
         while len(self._served) < self._workers and (following := self._turns.take(busy=self._served)) is not None:
             client, turn = following
-            self._served.add(client)
-            turn.set_result(None)
+            if not turn.cancelled():
+                self._served.add(client)
+                turn.set_result(None)
 
     def _over(self, client: str) -> None:
         self._served.discard(client)
