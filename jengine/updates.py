@@ -126,7 +126,9 @@ class Load(NamedTuple):
         decisions: steps with prompts since the start, by strategy and the reason for their size.
         targets_met, targets_missed: requests with ttft_ms or tpot_ms that finished since the start.
         targets_rejected: requests with targets that were rejected.
-        first_token_seconds: predicted time to the first token of a typical new request; at most a second old.
+        first_token_seconds: predicted time to the first token of a typical new request; at most a second old. None:
+            it could not be computed.
+        report_faults: figures of reports since the start that could not be computed; each is a bug or a full disk.
     """
 
     running: int
@@ -148,7 +150,8 @@ class Load(NamedTuple):
     targets_met: int = 0
     targets_missed: int = 0
     targets_rejected: int = 0
-    first_token_seconds: float = 0.0
+    first_token_seconds: float | None = 0.0
+    report_faults: int = 0
     host_pages: int = 0
     host_used: int = 0
     host_queries: int = 0

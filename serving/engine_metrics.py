@@ -39,6 +39,7 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
     yield families.gauge("programs_ready", "Compiled programs that steps can use", load.programs_ready)
     yield families.gauge("programs", "Programs of the engine's table", load.programs)
     yield families.counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)
+    yield families.counter("report_faults", "Figures of reports that could not be computed; the log has their causes", load.report_faults)
 
 
 def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]
 SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
 COUNTERS = (  # counters of a Load, since its engine's start
-    "preemptions", "compiles_since_start", "prefix_queries", "prefix_hits", "evictions",
+    "preemptions", "compiles_since_start", "report_faults", "prefix_queries", "prefix_hits", "evictions",
     "targets_met", "targets_missed", "targets_rejected",
     "host_queries", "host_hits", "host_declined", "host_spilled", "host_fetched", "host_evictions",
 )  # fmt: skip

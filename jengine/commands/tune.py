@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from jengine.simulation.tune import Objective, Tuned
 
 REQUESTS = 2000
+STRATEGIES = {  # comments in the options file
+    "throughput": "the most tokens a second",
+    "latency": "requests meet ttft_ms and tpot_ms",
+    "memory": "a request starts once pages for all of its expected tokens are free, so few are preempted",
+    "auto": "one of throughput, latency and memory, chosen by load",
+}
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,7 +68,7 @@ def _tune(options: argparse.Namespace) -> int:
         tuned = search.run()
     gain = _gain(objective, tuned)
     head = f"# jengine {__version__} tune {options.model} {options.trace}: {gain}, predicted by simulating {tuned.tried} sets of options.\n"
-    text = head + "".join(f"{name} = {_toml(value)}\n" for name, value in {**given, **tuned.changes}.items())
+    text = head + "".join(map(_line, {**given, **tuned.changes}.items()))
     if options.out is None:
         write(text)
     else:
@@ -81,6 +87,12 @@ def _gain(objective: Objective, tuned: Tuned) -> str:
     if objective == "goodput" and abs(shares[1] - shares[0]) >= 0.001:
         return f"{shares[0]:.1%} to {shares[1]:.1%} of the requests within targets"
     return f"{before.mean_total:.3g} to {after.mean_total:.3g} s for a request on average"
+
+
+def _line(option: tuple[str, Any]) -> str:
+    name, value = option
+    why = f"# {value}: {STRATEGIES[value]}\n" if name == "strategy" else ""
+    return f"{why}{name} = {_toml(value)}\n"
 
 
 def _toml(value: Any) -> str:

@@ -16,6 +16,7 @@ from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.limits import Limits
 from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_mask
+from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
 from jengine.engine.step_updates import beam_candidates, burst_updates, logprobs_of, pooled_update
 from jengine.errors import JengineError
@@ -89,7 +90,8 @@ class Engine:
         self._num_programs = num_programs
         self._masks = MaskThread(MASK_SECONDS)
         self._compiles_at_start = compile_count()
-        self._outlook = Outlook(scheduler)
+        self._outlook, self._reports = Outlook(scheduler), Reports()
+        self._last_totals = StepTotals()
         self._recorder = recorder
         note_engine(self)
         self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)  # runs at exit at the latest
@@ -125,12 +127,14 @@ class Engine:
     @property
     def load(self) -> Load:
         """Current load. Thread-safe."""
+        first_token_seconds = self._reports.figure("first_token_seconds", self._outlook.first_token_seconds, None)
         return load_of(
             self.scheduler,
             compiles_since_start=self.compiles_since_start,
             programs_ready=self._num_programs if self._programs is None else self._programs.ready,
             programs=self._num_programs,
-            first_token_seconds=self._outlook.first_token_seconds(),
+            first_token_seconds=first_token_seconds,
+            report_faults=self._reports.faults,
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
@@ -164,7 +168,7 @@ class Engine:
 
     def trace(self, seconds: float | None = None) -> Trace:
         """Records of the last `seconds` seconds, or all that are kept. Thread-safe."""
-        return self.records.trace(seconds)
+        return self._reports.figure("trace", partial(self.records.trace, seconds), None) or Trace.empty(self.records.facts)
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes of weights, cache and programs on this process's devices. Thread-safe."""
@@ -177,7 +181,8 @@ class Engine:
 
     def totals(self) -> StepTotals:
         """Totals over all steps since the start. Thread-safe."""
-        return self.records.totals()
+        self._last_totals = self._reports.figure("totals", self.records.totals, self._last_totals)
+        return self._last_totals
 
     def passed_on(self) -> None:
         """The caller has converted the output of `step` to text, or sent it."""
@@ -325,7 +330,7 @@ class Engine:
             for sequence in ended:
                 self.records.ended(sequence, now)
                 if self._recorder is not None:
-                    self._recorder.ended(sequence)
+                    self._reports.figure("recording", partial(self._recorder.ended, sequence), None)
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled | BeamsFound]:
         collected = self.scheduler.collect(step.plan, result.tokens, beam_candidates(step.plan, result, self.scheduler))

@@ -51,12 +51,16 @@ class Explanation:
     shares: dict[str, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """One sentence, without the findings."""
         if not self.steps:
             return "No steps were recorded."
         spent = ", ".join(f"{stage} {share:.0%}" for stage, share in self.shares.items() if share >= 0.005)
-        head = f"Bound by {self.bound}. {self.steps} steps took {self.seconds:.2f} s of the loop: {spent}."
-        return "\n\n".join([head, *map(str, self.findings)])
+        return f"Bound by {self.bound}. {self.steps} steps took {self.seconds:.2f} s of the loop: {spent}."
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.summary, *map(str, self.findings)])
 
     __repr__ = __str__
 

@@ -165,6 +165,20 @@ class StepRecorder:
 
     # --- thread-safe -----------------------------------------------------------------------------------
 
+    @property
+    def facts(self) -> EngineFacts:
+        """Options of the engine."""
+        scheduler = self._scheduler
+        return EngineFacts(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=scheduler.sequence.max_model_len,
+            page_size=scheduler.page_size,
+            pages=scheduler.blocks.capacity,
+            overlap=self._overlap,
+            prefix_caching=scheduler.blocks.prefix_caching,
+        )
+
     def totals(self) -> StepTotals:
         """Totals over all steps since the start that were read and delivered."""
         with self._lock:
@@ -184,19 +198,10 @@ class StepRecorder:
         scheduler, now = self._scheduler, time.perf_counter()
         held = scheduler.blocks.held
         live = [request_record(sequence, pages=held(sequence.number)) for sequences in scheduler.snapshot() for sequence in sequences]
-        facts = EngineFacts(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=scheduler.sequence.max_model_len,
-            page_size=scheduler.page_size,
-            pages=scheduler.blocks.capacity,
-            overlap=self._overlap,
-            prefix_caching=scheduler.blocks.prefix_caching,
-        )
         trace = Trace(
             taken=now,
             unix=time.time(),
-            facts=facts,
+            facts=self.facts,
             costs=msgspec.Raw(scheduler.costs.to_json()),
             steps=[*self.steps],
             requests=[*self.requests, *live],

@@ -1,10 +1,12 @@
-"""Problems shown by a profile, in words and figures. Each rule is a pure function of a process's profile."""
+"""Problems shown by a profile, in words and figures. Each rule is a pure function of a process's profile; those of
+`jengine explain` take its step records."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from functools import partial
 
+from jengine.explanations.explain import explain
 from jengine.explanations.finding import Finding, percent
 from jengine.profiling.data import Collection, Flame, InterpreterWait, LockWait, ProcessProfile, Profile
 from jengine.profiling.proc import FILES
@@ -22,8 +24,19 @@ MIB = 1 << 20
 
 def findings(profile: Profile) -> list[tuple[ProcessProfile, Finding]]:
     """All findings, the most expensive first."""
-    found = [(process, one) for process in profile.processes for rule in RULES if (one := rule(process)) is not None]
+    found = [(process, one) for process in profile.processes for one in (*_measured(process), *_explained(process))]
     return sorted(found, key=lambda pair: -pair[1].share)
+
+
+def _measured(profile: ProcessProfile) -> list[Finding]:
+    return [one for rule in RULES if (one := rule(profile)) is not None]
+
+
+def _explained(profile: ProcessProfile) -> list[Finding]:
+    """Findings of `jengine explain` for the steps of that period, unless this profile has its own rule for the same."""
+    trace = profile.steps
+    own = {rule.__name__ for rule in RULES}
+    return [] if trace is None else [one for one in explain(trace).findings if one.name not in own]
 
 
 def garbage_collection(profile: ProcessProfile) -> Finding | None:

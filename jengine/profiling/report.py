@@ -65,12 +65,9 @@ def _findings(profile: Profile) -> str:
     for process in profile.processes:
         trace = process.steps
         if trace is not None and trace.steps:
-            explanation = explain(trace)
-            out.append(
-                f"<p>By its steps, the engine is bound by <b>{escape(explanation.bound)}</b>; <code>jengine explain</code> says "
-                "(profiling itself loads a small machine):</p>"
-            )
-            out.append(f"<pre>{escape(str(explanation))}</pre>")
+            out.append(f"<p>By <code>jengine explain</code>: {escape(explain(trace).summary)}</p>")
+    if found:
+        out.append("<p>Profiling itself loads a small machine.</p>")
     if not any(process.trace for process in profile.processes):
         out.append("<p>No engine stepped in this time.</p>")
     return "".join(out)

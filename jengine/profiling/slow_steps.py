@@ -9,7 +9,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from jengine.observe.records import StepRecord
+from jengine.observe.perfetto import stage_begins
+from jengine.observe.records import STAGES, StepRecord
 from jengine.profiling.data import ProcessProfile
 from jengine.profiling.units import duration
 
@@ -17,6 +18,7 @@ FACTOR, EXCESS = 3.0, 0.02  # minimum duration of a slow iteration: factor over,
 FEWEST = 5  # minimum number of iterations of a program for a usual duration
 EXPLAINS = 0.2  # minimum share of the excess time that a cause must account for
 MOST = 10
+NAMED = 0.1  # minimum share of an iteration for a stage to be named
 
 
 class Turn(NamedTuple):
@@ -53,18 +55,28 @@ class Event(NamedTuple):
 class SlowStep:
     """
     usual: usual seconds of an iteration with the same program.
+    stages: seconds of the iteration by stage of the loop, the longest first.
     causes: (event, seconds of it in the iteration), the longest first. Empty: no measurement explains it.
     """
 
     turn: Turn
     usual: float
+    stages: dict[str, float]
     causes: tuple[tuple[Event, float], ...]
 
     def __str__(self) -> str:
         head = f"step {self.turn.step.number} ({self.turn.step.name}) took {duration(self.turn.seconds)} instead of {duration(self.usual)}"
         if not self.causes:
-            return f"{head}: {_stage(self.turn.step)}"
+            return f"{head}: no measurement explains it; {self._parts()}"
         return f"{head}: " + "; ".join(f"{duration(seconds)} {event.text}" for event, seconds in self.causes[:3])
+
+    def _parts(self) -> str:
+        """The stages that took much of it, and the seconds that belong to none."""
+        least = NAMED * self.turn.seconds
+        known = [f"{duration(seconds)} {stage}" for stage, seconds in self.stages.items() if seconds >= least]
+        parts = [f"of which {', '.join(known)}"] if known else []
+        missing = self.turn.seconds - sum(self.stages.values())
+        return "; ".join([*parts, *([f"{duration(missing)} not accounted for"] if missing >= least else [])])
 
 
 def turns(steps: list[StepRecord]) -> Iterator[Turn]:
@@ -104,7 +116,8 @@ def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
     slow = [turn for turn in every if turn.seconds > max(FACTOR * usual(turn), usual(turn) + EXCESS)]
     slow = sorted(slow, key=lambda turn: usual(turn) - turn.seconds)[:MOST]
     happened = events(profile)
-    return [SlowStep(turn, usual(turn), _causes(turn, usual(turn), happened)) for turn in sorted(slow, key=lambda turn: turn.begin)]
+    slow.sort(key=lambda turn: turn.begin)
+    return [SlowStep(turn, usual(turn), _stages(turn, trace.steps), _causes(turn, usual(turn), happened)) for turn in slow]
 
 
 def usual_seconds(every: Iterable[Turn]) -> Callable[[Turn], float]:
@@ -127,8 +140,10 @@ def _overlaps(turn: Turn, spans: list[tuple[float, float]]) -> bool:
     return any(begin < turn.end and turn.begin < end for begin, end in spans)
 
 
-def _stage(step: StepRecord) -> str:
-    """The stage in which a step spent the most time, if nothing else explains it."""
-    stages = {name: getattr(step, name) for name in ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")}
-    longest = max(stages, key=lambda name: stages[name])
-    return f"no measurement explains it; most of it, {duration(stages[longest])}, was {longest}"
+def _stages(turn: Turn, steps: list[StepRecord]) -> dict[str, float]:
+    """Seconds of an iteration by stage, of all steps: an iteration dispatches one step and reads the one before."""
+    spent = dict.fromkeys(STAGES, 0.0)
+    for step in steps:
+        for stage, begin in stage_begins(step).items():
+            spent[stage] += max(min(begin + getattr(step, stage), turn.end) - max(begin, turn.begin), 0.0)
+    return dict(sorted(spent.items(), key=lambda one: -one[1]))

@@ -72,6 +72,8 @@ class Admissions(Targets):
     @property
     def wakes_at(self) -> float:
         """Time on the clock at which there may be work to schedule even if nothing is collected or added; inf: never."""
+        if self._waiting and not self._running and self._judging:
+            return self.clock()
         return math.inf if self._waiting or (self._running and self._batches.batching == "static") else self._batches.forms_at
 
     @property

@@ -26,19 +26,27 @@ class Outlook:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._prompt = scheduler, TYPICAL_PROMPT
-        self._seconds, self._until, self._idle = 0.0, -math.inf, True
+        self._seconds: float | None = None
+        self._until, self._idle = -math.inf, True
 
     def came(self, prompt: int) -> None:
         """Records the prompt length of a new request."""
         self._prompt += PROMPT_GAIN * (prompt - self._prompt)
 
-    def first_token_seconds(self) -> float:
-        """At most FRESH seconds old, or older if computing it takes more than SHARE of the time. Thread-safe."""
+    def first_token_seconds(self) -> float | None:
+        """At most FRESH seconds old, or older if computing it takes more than SHARE of the time. Thread-safe.
+
+        If computing it fails, that is tried again after that time. None: the last computation failed.
+        """
         now, idle = time.perf_counter(), not self._scheduler.has_work
         if now > self._until or idle != self._idle:
-            (prediction,) = expect(self._scheduler, [self._typical()])
-            after = time.perf_counter()
-            self._seconds, self._until, self._idle = prediction.first_token, after + max(FRESH, (after - now) / SHARE), idle
+            seconds = None
+            try:
+                (prediction,) = expect(self._scheduler, [self._typical()])
+                seconds = prediction.first_token
+            finally:
+                after = time.perf_counter()
+                self._seconds, self._until, self._idle = seconds, after + max(FRESH, (after - now) / SHARE), idle
         return self._seconds
 
     def _typical(self) -> Hypothetical:
@@ -72,7 +80,8 @@ def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Predictio
     new: list[Job] = []
     for number, (prompt, output, samples, cached) in enumerate(requests):
         new.append(Job(min(cached, prompt - 1), prompt, output, 1, number))
-        new += [Job(prompt - 1, prompt, output, 1, len(requests) + number)] * (samples - 1)
+        if samples > 1:
+            new.append(Job(prompt - 1, prompt, output, samples - 1, len(requests) + number))
     found = forecast(_machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), new)
     lasts = [found.get(len(requests) + number, found[number]).last_token for number in range(len(requests))]
     return [Prediction(found[number].first_token, max(found[number].last_token, last)) for number, last in enumerate(lasts)]

@@ -2,11 +2,16 @@
 
 Not a simulation: similar sequences are grouped, a step costs its programs and mean work, and pages are counted
 rather than allocated. `jengine simulate` runs the scheduler itself.
+
+The work is bounded whatever the queue is: one pass over the sequences to group them, then at most ITERATIONS
+iterations for the queue and NEW_ITERATIONS for each new job. Each iteration computes prompts or ends a group. What a
+queue needs beyond that is assumed to take as long, for each token, as what came before.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +19,9 @@ from typing import NamedTuple
 
 from jengine.scheduling.work import Work
 
-GROUPS = 32  # maximum number of groups of running and of waiting sequences
+GROUPS = 32  # maximum number of groups of decoding sequences, of begun prompts and of waiting sequences
+ITERATIONS, NEW_ITERATIONS = 512, 8  # most iterations for the queue, and in addition for each new job
+LEAST = 1e-9  # seconds; no step is assumed to take less
 
 
 class Job(NamedTuple):
@@ -76,9 +83,13 @@ def together(jobs: Iterable[Job], groups: int = GROUPS) -> list[Job]:
 
 
 def _mean(jobs: list[Job]) -> Job:
+    """Has tokens to compute if any of these has some."""
     count = len(jobs)
-    start, end, rest = (round(sum(column) / count) for column in zip(*[job[:3] for job in jobs], strict=True))
-    return Job(start, end, max(rest, 1), count)
+    start, tokens, rest = (
+        sum(column) / count for column in zip(*[(job.start, job.end - job.start, job.rest) for job in jobs], strict=True)
+    )
+    begin = round(start)
+    return Job(begin, begin + math.ceil(tokens) if tokens < 1.0 else begin + round(tokens), max(round(rest), 1), count)
 
 
 def forecast(machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]) -> dict[int, Prediction]:
@@ -88,98 +99,126 @@ def forecast(machine: Machine, running: Iterable[Job], waiting: Iterable[Job], n
         running: in any order, except that unfinished prompts (end > start) are in the order in which they are computed.
         waiting: in queue order.
     """
-    return _Forecast(machine, running, waiting, new).run()
+    return Forecast(machine, running, waiting, new).run()
 
 
-class _Forecast:
+class Forecast:
+    """A forecast; see `forecast`.
+
+    Attributes:
+        iterations: number of iterations so far.
+        limit: maximum number of iterations.
+    """
+
     def __init__(self, machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]) -> None:
-        self.machine, self.now, self.steps = machine, machine.start, 0
+        self.iterations, self.limit = 0, ITERATIONS + NEW_ITERATIONS * len(new)
+        self._machine, self._now, self._ran = machine, machine.start, 0  # _ran: steps so far
         begun: list[Job] = []
         decoding: list[Job] = []
         for job in running:
             (begun if job.end > job.start else decoding).append(job)
-        self.waiting = deque([*together(waiting), *new])
-        self.prompts = deque(begun)
-        self.pages, self.context, self.rows, self.running = machine.pages, 0, 0, sum(job.size for job in begun)
-        self.ends: list[tuple[int, int, int, Job]] = []  # heap of decoding jobs: (last step, first step, tie-break, job)
-        self.entered = 0
+        self._waiting = deque([*together(waiting), *new])
+        self._prompts = deque(together(begun))
+        self._computed = 0  # tiles of the first prompt's first member that are computed
+        self._pages, self._context, self._rows, self._running = machine.pages, 0, 0, sum([job.size for job in begun])
+        self._tokens = 0  # tokens computed and generated so far
+        self._ends: list[tuple[int, int, int, Job]] = []  # heap of decoding jobs: (last step, first step, tie-break, job)
+        self._entered = 0
         for job in together(sorted(decoding, key=lambda job: job.rest)):
-            self.running += job.size
+            self._running += job.size
             self._decode(job)
-        self.open = len(new)  # number of jobs in `new` that have not ended
-        self.first: dict[int, float] = {}
-        self.last: dict[int, float] = {}
+        self._open = sum([job.size for job in new])  # members of jobs in `new` that have not ended
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
 
     def run(self) -> dict[int, Prediction]:
-        while self.open:
+        """The predictions."""
+        while self._open and self.iterations < self.limit:
+            self.iterations += 1
             self._admit()
-            if self.prompts:
+            if self._prompts:
                 self._mixed()
-            elif self.ends:
-                self._steps(self.ends[0][0] - self.steps, 0, 0)
             else:
-                break  # a job in `new` can never fit
+                self._steps(self._ends[0][0] - self._ran, 0, 0)
             self._end()
-        return {number: Prediction(self.first[number], self.last[number]) for number in self.last}
+        if self._open:
+            self._extrapolate()
+        return {number: Prediction(self._first[number], self._last[number]) for number in self._last}
 
     def _pages_of(self, job: Job, tokens: int) -> int:
-        return job.size * self.machine.groups * -(-tokens // self.machine.page_size)
+        return job.size * self._machine.groups * -(-tokens // self._machine.page_size)
 
     def _admit(self) -> None:
-        while self.waiting:
-            job, free = self.waiting[0], self.machine.max_rows - self.running
-            if 0 < free < job.size:
-                self.waiting[0] = job._replace(size=job.size - free)
-                job = job._replace(size=free)
-                self.waiting.appendleft(job)
-            alone = not self.running
-            needed = self._pages_of(job, job.end) - self._pages_of(job, job.start)
-            if not alone and (free <= 0 or needed + self.running > self.pages):
+        """Admits waiting jobs, or as many of their members as rows and pages allow; at least one if nothing runs."""
+        while self._waiting:
+            job = self._waiting[0]
+            each = (self._pages_of(job, job.end) - self._pages_of(job, job.start)) // job.size
+            fitting = min(job.size, self._machine.max_rows - self._running, (self._pages - self._running) // max(each, 1))
+            size = fitting if self._running else max(fitting, 1)
+            if size <= 0:
                 return
-            self.waiting.popleft()
-            self.prompts.append(job)
-            self.running += job.size
-            self.pages -= needed
+            self._waiting.popleft()
+            if size < job.size:
+                self._waiting.appendleft(job._replace(size=job.size - size))
+            self._prompts.append(job._replace(size=size))
+            self._running += size
+            self._pages -= size * each
 
     def _mixed(self) -> None:
-        """Steps that compute the first prompt, and parts of other prompts if there is room."""
-        machine, size = self.machine, self.machine.tile_size
-        most = max((machine.max_tokens - self.rows) // size, 1)
-        pending = 0
-        for job in self.prompts:
-            pending += self._tiles(job)
+        """Steps that compute the first prompts, all with the same number of tiles: as many as the first job fills, or one."""
+        machine = self._machine
+        most = max((machine.max_tokens - self._rows) // machine.tile_size, 1)
+        pending = -self._computed
+        for job in self._prompts:
+            pending += job.size * self._tiles(job)
             if pending >= most:
                 break
         tiles = self._best(min(pending, most))
-        count = max(self._tiles(self.prompts[0]) // tiles, 1)
-        left, attended = count * tiles, 0
-        done: list[Job] = []
-        while left > 0 and self.prompts:
-            job = self.prompts.popleft()
-            own = self._tiles(job)
-            used = min(own, left)
-            tokens = (job.end - job.start) * used // own
-            attended += job.size * tokens * (job.start + tokens // 2)
-            left -= used
-            if used < own:
-                self.prompts.appendleft(job._replace(start=job.start + tokens))
-            else:
-                done.append(job)
+        first = self._prompts[0]
+        count = max((first.size * self._tiles(first) - self._computed) // tiles, 1)
+        done, attended = self._compute(count * tiles)
         self._steps(count, tiles, attended // count)
         for job in done:
             if job.number is not None:
-                self.first.setdefault(job.number, self.now)
+                self._first.setdefault(job.number, self._now)
             self._decode(job)
 
+    def _compute(self, tiles: int) -> tuple[list[Job], int]:
+        """Computes this many tiles of prompts, one member after the other. Returns the members whose prompts are
+        complete, and the (query, key) pairs that were attended to."""
+        done: list[Job] = []
+        attended = 0
+        while tiles > 0 and self._prompts:
+            job, before = self._prompts.popleft(), self._computed
+            each = self._tiles(job)
+            tiles += before
+            members = min(tiles // each, job.size)
+            tiles -= members * each
+            self._computed = 0
+            if members:
+                done.append(job._replace(size=members))
+            if members < job.size:
+                self._prompts.appendleft(job._replace(size=job.size - members))
+                self._computed, tiles = tiles, 0
+            self._tokens += members * (job.end - job.start)
+            attended += members * self._pairs(job, each) + self._pairs(job, self._computed) - self._pairs(job, before)
+        return done, attended
+
     def _tiles(self, job: Job) -> int:
-        return job.size * -(-(job.end - job.start) // self.machine.tile_size)
+        """Tiles of each member, at least 1."""
+        return max(-(-(job.end - job.start) // self._machine.tile_size), 1)
+
+    def _pairs(self, job: Job, tiles: int) -> int:
+        """(query, key) pairs of a member's first tiles."""
+        tokens = min(tiles * self._machine.tile_size, job.end - job.start)
+        return tokens * (job.start + tokens // 2)
 
     def _best(self, pending: int) -> int:
         """Number of tiles with the most useful tokens a second, as in strategies.throughput."""
-        machine, best, best_rate = self.machine, 1, 0.0
+        machine, best, best_rate = self._machine, 1, 0.0
         for bucket in machine.tile_buckets:
             tiles = min(bucket, pending)
-            rate = (self.rows + tiles * machine.tile_size) / machine.seconds(self.rows, tiles, Work(self.context))
+            rate = (self._rows + tiles * machine.tile_size) / max(machine.seconds(self._rows, tiles, Work(self._context)), LEAST)
             if rate >= best_rate:
                 best, best_rate = tiles, rate
             if bucket >= pending:
@@ -188,29 +227,45 @@ class _Forecast:
 
     def _steps(self, count: int, tiles: int, attended: int) -> None:
         """Runs equal steps, in each of which every row gets a token."""
-        grown = self.rows * count
-        work = Work(self.context + grown // 2, self.context // max(self.rows, 1), attended)
-        self.now += count * self.machine.seconds(self.rows, tiles, work)
-        self.steps += count
-        self.context += grown
-        self.pages -= self.machine.groups * grown // self.machine.page_size
+        grown = self._rows * count
+        work = Work(self._context + grown // 2, self._context // max(self._rows, 1), attended)
+        self._now += count * self._machine.seconds(self._rows, tiles, work)
+        self._ran += count
+        self._context += grown
+        self._tokens += grown
+        self._pages -= self._machine.groups * grown // self._machine.page_size
 
     def _decode(self, job: Job) -> None:
         """Starts decoding a job. Its context grows with each step until its last."""
         rest = job.rest - 1 if job.end > job.start else job.rest
-        heapq.heappush(self.ends, (self.steps + rest, self.steps, self.entered, job))
-        self.entered += 1
-        self.rows += job.size
-        self.context += job.size * job.end
+        heapq.heappush(self._ends, (self._ran + rest, self._ran, self._entered, job))
+        self._entered += 1
+        self._rows += job.size
+        self._context += job.size * job.end
 
     def _end(self) -> None:
-        while self.ends and self.ends[0][0] <= self.steps:
-            _, since, _, job = heapq.heappop(self.ends)
-            tokens = job.end + self.steps - since
-            self.rows -= job.size
-            self.running -= job.size
-            self.context -= job.size * tokens
-            self.pages += self._pages_of(job, tokens)
+        while self._ends and self._ends[0][0] <= self._ran:
+            _, since, _, job = heapq.heappop(self._ends)
+            tokens = job.end + self._ran - since
+            self._rows -= job.size
+            self._running -= job.size
+            self._context -= job.size * tokens
+            self._pages += self._pages_of(job, tokens)
             if job.number is not None:
-                self.last[job.number] = self.now
-                self.open -= 1
+                self._last[job.number] = self._now
+                self._open -= job.size
+
+    def _extrapolate(self) -> None:
+        """Predicts the rest: each token takes as long as those so far, and the queue stays in order."""
+        each = (self._now - self._machine.start) / max(self._tokens, 1)
+        step = self._machine.seconds(max(self._rows, 1), 0, Work(self._context))
+        for last, _, _, job in self._ends:
+            if job.number is not None:
+                self._last[job.number] = self._now + (last - self._ran) * step
+        ahead = sum([(last - self._ran) * job.size for last, _, _, job in self._ends])
+        for job in [*self._prompts, *self._waiting]:
+            if job.number is not None:
+                first = self._now + (ahead + job.end - job.start) * each
+                self._first.setdefault(job.number, first)
+                self._last[job.number] = self._now + (ahead + job.size * (job.end - job.start)) * each + job.rest * step
+            ahead += job.size * (job.end - job.start + job.rest)

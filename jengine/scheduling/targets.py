@@ -24,6 +24,7 @@ from jengine.table.program_table import VARIANTS
 from jengine.table.ready_programs import ReadyPrograms
 
 JUDGED = 32  # new requests judged per step, so that thousands of arrivals do not delay a step
+EFFORT = 50_000  # iterations of judging new requests per step, and of judging the first in the queue; each may exceed it once
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
 
 
@@ -63,6 +64,7 @@ class Targets(Sequences):
         self._timeline = Timeline()
         self._new: list[Sequence] = []  # not judged yet
         self._releases = 0
+        self._effort = 0  # of judging, in this step
         self._unpromised: object = None  # the request that could not be accepted, and the state at that time
 
     # --- acceptance -----------------------------------------------------------------------------------
@@ -78,11 +80,18 @@ class Targets(Sequences):
         Args:
             start: start time of the next step.
         """
-        new, self._new = self._new[:JUDGED], self._new[JUDGED:]
-        for sequence in new:
+        self._effort = judged = 0
+        for sequence in self._new[:JUDGED]:
+            if self._effort >= EFFORT:
+                break
+            judged += 1
             if sequence.state is State.WAITING and not sequence.accepted:
                 self._judge(sequence, start)
+        self._new = self._new[judged:]
+        self._effort = 0
         while (first := next((sequence for sequence in self._waiting if not sequence.accepted), None)) is not None:
+            if self._effort >= EFFORT:
+                break
             alone = not self._running and not self._num_accepted
             if first.has_target and first.first_token is None and not first.late and first.start_by < start:
                 self._drop(first)
@@ -120,7 +129,9 @@ class Targets(Sequences):
                 return False
         self._accept(sequence, True)
         streams = [s for s in self._running if s.state is State.DECODING and s.rest > 0]
-        if best_way(self._outlook(start, streams), self._buckets(len(accepted))).late:
+        outlook = self._outlook(start, streams)
+        self._effort += outlook.effort
+        if best_way(outlook, self._buckets(len(accepted))).late:
             self._accept(sequence, False)
         return sequence.accepted
 
@@ -128,6 +139,11 @@ class Targets(Sequences):
         self._waiting.remove(sequence)
         sequence.accepted = accepted
         self._push(sequence)
+
+    @property
+    def _judging(self) -> bool:
+        """Whether the last step had no time to judge all that it should have."""
+        return self._effort >= EFFORT
 
     # --- promises -----------------------------------------------------------------------------------
 

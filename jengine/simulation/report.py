@@ -19,9 +19,8 @@ WIDTH = 60  # characters in a line of bars
 
 def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -> str:
     """The report as text with several lines."""
-    offered = len(trace) / max(trace.seconds, 1e-9)
     lines = [
-        f"{counted(summary.requests, 'request')}, {offered:.3g} a second for {trace.seconds:.0f} s; {counted(summary.engines, 'engine')}",
+        f"{counted(summary.requests, 'request')}, {_arrivals(trace)}; {counted(summary.engines, 'engine')}",
         "",
         f"{'':24}" + "".join(f"{f'p{rank}':>10}" for rank in RANKS),
         _row("first token, ms", summary.first_token),
@@ -42,6 +41,12 @@ def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -
         *_timeline(outcome, trace),
     ]
     return "\n".join(lines)
+
+
+def _arrivals(trace: Trace) -> str:
+    if trace.seconds < 1.0:
+        return f"all within {1e3 * trace.seconds:.2g} ms"
+    return f"{len(trace) / trace.seconds:.3g} a second for {trace.seconds:.0f} s"
 
 
 def save_plot(path: Path, outcome: Outcome, trace: Trace) -> None:

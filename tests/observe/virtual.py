@@ -18,6 +18,7 @@ from jengine.observe import pauses, step_recorder
 from jengine.observe.trace import Trace
 from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.costs import Slopes, StepCosts
+from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
@@ -145,6 +146,8 @@ def make_virtual(
     token: float = 0.02 * MS,
     trunk: Callable[[TrunkKey], float] | None = None,
     budget: int = 0,
+    tile: int = TILE,
+    options: SchedulingOptions | None = None,
 ) -> Virtual:
     """A step takes `base` plus `token` for each of its program's tokens, or the time returned by `trunk`."""
     clock, load = Clock(), load or Load()
@@ -154,8 +157,8 @@ def make_virtual(
     monkeypatch.setattr(pauses, "_pauses", pauses.GarbagePauses())
     for module in (engine_module, step_recorder, pauses):
         monkeypatch.setattr(module, "time", virtual_time)
-    budget = budget or places + 8 * TILE
-    table = ProgramTable.build(max_num_seqs=places, max_num_batched_tokens=budget, tile_size=TILE)
+    budget = budget or places + 8 * tile
+    table = ProgramTable.build(max_num_seqs=places, max_num_batched_tokens=budget, tile_size=tile)
     seconds = trunk or (lambda key: base + token * table.tokens(key))
     known: dict[TrunkKey, float] = {key: seconds(key) for key in table.trunks()}
     samplers: dict[SamplerKey, float] = {key: 0.1 * MS for key in table.samplers()}
@@ -170,6 +173,7 @@ def make_virtual(
         max_model_len=2048,
         prefix_caching=False,
         costs=costs,
+        options=options or SchedulingOptions(),
         clock=lambda: clock.now,
     )
     slow(scheduler, "schedule", lambda: clock.work(load.schedule, load.processor))

@@ -9,7 +9,7 @@ import pytest
 from jengine.observe import step_recorder
 from jengine.observe.records import Memory
 from jengine.profiling.data import ProcessProfile
-from tests.observe.virtual import TILE, Virtual, make_virtual
+from tests.observe.virtual import TILE, Load, Virtual, make_virtual
 
 BEGIN, SECONDS = 1000.0, 10.0
 
@@ -21,10 +21,10 @@ def process(**fields: Any) -> ProcessProfile:
     return ProcessProfile(**{**plain, "important": ["loop", "MainThread"], **fields})
 
 
-def stepping(monkeypatch: pytest.MonkeyPatch, late: float = 0.0) -> Virtual:
+def stepping(monkeypatch: pytest.MonkeyPatch, late: float = 0.0, load: Load | None = None) -> Virtual:
     """An engine that has run 200 steps of 10 ms from BEGIN on; planning the 100th took `late` seconds longer."""
     monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, 1 << 30, 1 << 33))
-    virtual = make_virtual(monkeypatch)
+    virtual = make_virtual(monkeypatch, load=load)
     for _ in range(8):
         virtual.ask(TILE, 200)
     while virtual.engine.has_work or virtual.arrivals:

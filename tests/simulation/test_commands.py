@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from jengine import EngineConfig, cli
+from jengine.commands import tune
+from jengine.scheduling.options import STRATEGIES
 from jengine.simulation.setup import Setup
 from jengine.simulation.summary import Targets
 from jengine.simulation.tune import Search
@@ -99,7 +101,17 @@ def test_tune_writes_options_that_engines_take(trace, capsys, tmp_path):
 
 def test_tune_without_a_file_prints_them(trace, capsys):
     assert cli.main(["tune", "demo", trace, "--quiet", "--target-ttft-ms", "20"]) == 0
-    assert tomllib.loads(capsys.readouterr().out)["max_num_seqs"] > 4
+    text = capsys.readouterr().out
+    options = tomllib.loads(text)
+    assert options["max_num_seqs"] > 4
+    if "strategy" in options:
+        assert f"\n# {options['strategy']}: " in text
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_options_file_explains_a_strategy(name):
+    text = tune._line(("strategy", name))
+    assert text.startswith(f"# {name}: ") and tomllib.loads(text) == {"strategy": name}
 
 
 def test_a_search_keeps_what_cannot_be_improved():
