@@ -75,7 +75,7 @@ def not_found(kind: str, name: str, message: str) -> Refusal:
 def in_use(request_id: str, why: str) -> Refusal:
     """Another request has this id."""
     resource = "request", request_id[:LONGEST_MESSAGE]
-    return Refusal(grpc.StatusCode.ALREADY_EXISTS, f"request_id={request_id!r}: {why}", field="request_id", resource=resource)
+    return Refusal(grpc.StatusCode.ALREADY_EXISTS, f"request_id={request_id!r}: {why}", resource=resource)
 
 
 def parser(kind: type[Message]) -> Callable[[bytes], Message | bytes]:

@@ -15,7 +15,7 @@ import grpc
 import httpx
 import pytest
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, Trace
 from jengine.serving import conversions, portions
 from jengine.serving.generated.inference import grpc_service_pb2 as kserve
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
@@ -278,3 +278,16 @@ def test_work_whose_client_has_gone_leaves_no_error(make_server: MakeServer, cap
         gc.collect()
         server.run(asyncio.sleep(0))
     assert "never retrieved" not in caplog.text
+
+
+def test_a_client_that_goes_while_its_answer_is_sent(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC used to log each with a traceback. The answer is too large for one frame."""
+    with pytest.MonkeyPatch.context() as patch, make_server() as server:
+        patch.setattr(Trace, "to_json", lambda trace: b"x" * 2**24)
+        for wait in range(40):
+            with server.stub() as stub:
+                stub.GetLoad(pb.GetLoadRequest())
+                call = stub.GetTrace.future(pb.GetTraceRequest())
+                server.run(asyncio.sleep(0.001 * (wait % 20)))
+                call.cancel()
+    assert not [record for record in caplog.records if record.name.startswith("grpc")]
