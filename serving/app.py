@@ -17,6 +17,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from jengine import InvalidArgument
 from jengine.serving.access import Access
 from jengine.serving.config import PREFIX, ServerConfig
+from jengine.serving.descriptors import allow_descriptors
 from jengine.serving.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
 from jengine.serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.metrics_server import MetricsServer, pages_of
@@ -54,6 +55,7 @@ def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineP
             an option.
         ModelError, OutOfMemory, EngineDead: the engine cannot start.
     """
+    allow_descriptors()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     log.setLevel(config.log_level.upper())
     if links := service_links(os.environ, PREFIX):
@@ -129,9 +131,9 @@ class ServerApp:
         if config.http_port is None:
             return None
         with _needing_http("http_port", config.http_port):
-            from jengine.serving.http.app import application
+            from jengine.serving.http.app import api
             from jengine.serving.http.front import HttpFront
-        return await self._started(HttpFront(application(self._parts(metrics, access)), config), access)
+        return await self._started(HttpFront(api(self._parts(metrics, access)), config), access)
 
     async def _exporter(self, metrics: Metrics, access: Access) -> MetricsServer | HttpFront | None:
         """Starts the metrics port, if it is enabled, with the playground if that is too."""

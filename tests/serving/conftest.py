@@ -20,7 +20,7 @@ from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
 from jengine.serving.access import Access
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from jengine.serving.http.app import Parts, application
+from jengine.serving.http.app import Parts, api
 from jengine.serving.http.front import HttpFront
 from jengine.serving.metrics import PrometheusMetrics
 from jengine.serving.metrics_server import pages_of
@@ -102,7 +102,7 @@ def serve_mock(
         parts = Parts(config, built.shared, built.calls, access.authenticator, metrics, lambda: None)
         fronts, addresses = [], ["", ""]
         if config.http_port is not None:
-            fronts.append(HttpFront(application(parts), config))
+            fronts.append(HttpFront(api(parts), config))
             await fronts[-1].start(None)
             addresses[0] = f"http://127.0.0.1:{fronts[-1].port}/v1"
         if config.page:

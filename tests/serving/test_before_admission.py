@@ -6,6 +6,8 @@ import asyncio
 import gc
 import json
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,3 +293,34 @@ def test_a_client_that_goes_while_its_answer_is_sent(make_server: MakeServer, ca
                 server.run(asyncio.sleep(0.001 * (wait % 20)))
                 call.cancel()
     assert not [record for record in caplog.records if record.name.startswith("grpc")]
+
+
+# --- connections ----------------------------------------------------------------------------------
+
+
+def test_web_pages_under_domain_names_are_rejected_without_keys(server: MockServer) -> None:
+    """DNS rebinding: the page's domain resolves to this machine. Other clients may use any name."""
+    body = {"prompt": "a", "max_tokens": 1}
+    for host, origin, status in (
+        ("evil.example", "http://evil.example", 421),
+        ("evil.example:8000", "null", 421),
+        ("localhost", "http://localhost", 200),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", 200),
+        ("jengine.default.svc", None, 200),
+    ):
+        headers = {"host": host} if origin is None else {"host": host, "origin": origin}
+        assert httpx.post(f"{server.http}/completions", json=body, headers=headers).status_code == status, host
+
+
+DESCRIPTORS = """
+import resource
+from jengine.serving.descriptors import ENOUGH, allow_descriptors
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+allow_descriptors()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(ENOUGH, hard) if hard != -1 else ENOUGH, hard)
+"""
+
+
+def test_a_server_may_open_as_many_descriptors_as_it_is_allowed() -> None:
+    subprocess.run([sys.executable, "-c", DESCRIPTORS], check=True)

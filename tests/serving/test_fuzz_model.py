@@ -36,7 +36,7 @@ Seen = Counter[tuple[str, Any]]
 def serving(folder: Path) -> Iterator[ServerProcess]:
     keys = folder / "keys"
     keys.write_text("\n".join(hash_line(key, name, SETTINGS[name]) for name, key in KEYS.items()))
-    flags = ["--port=0", "--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0", f"--api-keys={keys}"]
+    flags = ["--port=0", "--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0", "--policy=fair", f"--api-keys={keys}"]
     with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server:
         server.wait_until_ready()
         yield server
