@@ -28,7 +28,9 @@ from tests.serving.processes import ServerProcess, process
 
 KEYS = {name: name[0] * 32 for name in ("fuzz", "many", "probe", "root")}
 SETTINGS = {"fuzz": "max_streams=16", "many": "max_streams=256", "probe": "min_priority=0", "root": "admin=1"}
-MOST_STEPS = 12  # that may begin between a probe's arrival and its first step: those until one of the short requests ends, and a few
+# Steps that may begin between a probe's arrival and its first step, of 99 % of probes and of all. Some pass while the server's
+# process passes it on.
+FEW_STEPS, MOST_STEPS = 8, 40
 Seen = Counter[tuple[str, Any]]
 
 
@@ -158,4 +160,5 @@ def test_random_requests_against_a_model(requests: int, tmp_path: Path) -> None:
         print(json.dumps({"requests": sum(seen.values()), "answers": {str(key): count for key, count in sorted(seen.items(), key=str)}}))
         print(json.dumps({"probes": probe.sent, "measured": len(delays), "steps": Counter(delays), "slowest": delays[-1]}))
         assert sum(seen.values()) >= 0.9 * requests and seen["short", 200]
-        assert len(delays) > 0.5 * probe.sent and delays[-1] <= MOST_STEPS, delays[-20:]
+        assert len(delays) > 0.5 * probe.sent
+        assert delays[len(delays) * 99 // 100] <= FEW_STEPS and delays[-1] <= MOST_STEPS, delays[-20:]
