@@ -19,9 +19,9 @@ class InvalidArgument(JengineError, ValueError):
     """A value that jengine cannot apply. The message names the field, the value and the limit."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        self.field, self.value, self.limit = field, value, limit
+        self.field, self.value, self.limit = _cut(field, 200), value, _cut(limit, 2000)
         shown = "..." if SECRET.search(field) else _repr(value)
-        super().__init__(f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
+        super().__init__(f"{self.field}={_cut(shown, 80)}: {self.limit}")
 
     @classmethod
     def needs_extra(cls, field: str, value: object, extra: str, missing: ImportError | None = None) -> InvalidArgument:
@@ -29,6 +29,11 @@ class InvalidArgument(JengineError, ValueError):
         from jengine.extras import install_line
 
         return cls(field, value, f"needs {install_line(extra)}" + ("" if missing is None else f" ({missing})"))
+
+
+def _cut(text: str, most: int) -> str:
+    """What a message repeats of a text that a client may choose."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class ModelError(JengineError):

@@ -14,10 +14,12 @@ from jengine.serving.security import current_key
 from jengine.serving.token_bucket import TokenBucket
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
+WORK_TOKENS = 1000  # tokens charged for a second of a key's work outside the engine's steps: the compilation of a grammar
 
 
 class Admission:
-    """Counts running and waiting completions in total and per client, and each client's streams and tokens a minute.
+    """Counts running and waiting completions in total and per client, and each client's streams, log probabilities
+    and tokens a minute.
 
     Attributes:
         taken: number of running and waiting completions.
@@ -25,9 +27,11 @@ class Admission:
 
     def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
         self._models, self._waiting, self._per_client = models, config.max_waiting, config.max_streams_per_client
+        self._most_logprobs = config.max_answer_logprobs
         self.taken = 0
         self._streams: Counter[str] = Counter()  # by client
         self._completions: Counter[str] = Counter()
+        self._scored: Counter[str] = Counter()  # log probabilities of the prompts in a client's answers
         self._buckets: dict[str, TokenBucket] = {}  # of keys with a token limit
         self._seconds = SHORTEST_RETRY  # recent duration of a completion
 
@@ -60,32 +64,60 @@ class Admission:
             raise InvalidArgument(field, n, f"at most {places}: {self._running} running and {self._waiting} waiting")
 
     def place(self, n: int, call: Call) -> Place:
-        """Reserves places for a prompt's completions.
+        """Reserves places for the completions of a request's only prompt. Raises as `places`."""
+        return self.places(1, n, call)[0]
+
+    def places(self, prompts: int, n: int, call: Call, field: str = "prompt") -> list[Place]:
+        """Reserves places for n completions of each of a request's prompts: for all of them, or for none.
+
+        Args:
+            field: the field of the request that holds the prompts.
 
         Raises:
             Busy: too many completions wait, the client has too many, or its tokens of this minute are used up.
             InvalidArgument: so many completions are never possible.
         """
-        self.check(n)
+        count = prompts * n
+        self.check(count, "n" if prompts == 1 else field)
         places, client, limit = self._running + self._waiting, client_of(call), self._client_limit()
         bucket = self._bucket(client)
         if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
             limited = f"this client may use {bucket.per_minute} tokens a minute, and has used them; try again in {seconds:.1f} s"
             raise Busy(limited, seconds, "tokens_per_minute")
-        if self._completions.get(client, 0) + n > limit:
+        if self._completions.get(client, 0) + count > limit:
             has = f"this client has {self._completions[client]} completions; the maximum is {limit}"
             raise Busy(has, self._retry_seconds(), "client_streams")
-        if self.taken + n > places:
+        if self.taken + count > places:
             raise Busy(f"{self._waiting} requests are waiting; the queue is full", self._retry_seconds(), "queue_full")
-        self.taken += n
-        self._completions[client] += n
-        return Place(self, client, n, bucket)
+        self.taken += count
+        self._completions[client] += count
+        request = _Request()
+        return [Place(self, client, n, bucket, request) for _ in range(prompts)]
 
-    def leave(self, client: str, n: int, seconds: float) -> None:
+    def hold(self, client: str, prompt: int, output: int, request: _Request) -> None:
+        """Counts log probabilities of an answer. Raises as Place.hold."""
+        most = self._most_logprobs
+        held = request.logprobs + prompt + output
+        if held > most:
+            field = "prompt_logprobs" if prompt > output else "logprobs"
+            raise InvalidArgument(field, f"{held} values in the answer", f"at most {most} on this server (max_answer_logprobs)")
+        if self._scored.get(client, 0) + prompt > most:
+            has = f"the answers to this client hold {self._scored[client]} log probabilities of prompts; the maximum is {most}"
+            raise Busy(has, self._retry_seconds(), "client_logprobs")
+        request.logprobs = held
+        self._scored[client] += prompt
+
+    def leave(self, client: str, n: int, scored: int, seconds: float) -> None:
         """Records that a client's completions have ended after this many seconds."""
         self.taken -= n
         _take(self._completions, client, n)
+        _take(self._scored, client, scored)
         self._seconds += 0.1 * (seconds - self._seconds)
+
+    def charge_work(self, client: str, seconds: float) -> None:
+        """Charges the calling client processor time spent outside the engine's steps, as WORK_TOKENS tokens a second."""
+        if (bucket := self._bucket(client)) is not None:
+            bucket.charge(seconds * WORK_TOKENS, time.monotonic())
 
     def _client_limit(self) -> int:
         """Maximum number of streams, and of completions, for the calling client."""
@@ -108,12 +140,18 @@ class Admission:
         return min(max(self._seconds * rounds / 2, SHORTEST_RETRY), LONGEST_RETRY)
 
 
-class Place:
-    """The places returned by `Admission.place`. `release` may be called repeatedly."""
+class _Request:
+    """A request, which has a Place for each of its prompts."""
 
-    def __init__(self, admission: Admission, client: str, n: int, bucket: TokenBucket | None) -> None:
+    logprobs = 0  # of its answer
+
+
+class Place:
+    """The places of a prompt, returned by `Admission.places`. `release` may be called repeatedly."""
+
+    def __init__(self, admission: Admission, client: str, n: int, bucket: TokenBucket | None, request: _Request) -> None:
         self._admission, self._client, self._n, self._since = admission, client, n, time.monotonic()
-        self._bucket, self._charged = bucket, 0
+        self._bucket, self._charged, self._request, self._scored = bucket, 0, request, 0
 
     @property
     def limited(self) -> bool:
@@ -126,10 +164,20 @@ class Place:
             self._bucket.charge(tokens - self._charged, time.monotonic())
             self._charged = tokens
 
+    def hold(self, prompt: int, output: int) -> None:
+        """Reserves room in the request's answer for log probabilities of its prompt and of its output, until the release.
+
+        Raises:
+            InvalidArgument: more than an answer may hold.
+            Busy: the client's other answers hold too many of prompts.
+        """
+        self._admission.hold(self._client, prompt, output, self._request)
+        self._scored += prompt
+
     def release(self) -> None:
         if self._n:
             n, self._n = self._n, 0
-            self._admission.leave(self._client, n, time.monotonic() - self._since)
+            self._admission.leave(self._client, n, self._scored, time.monotonic() - self._since)
 
     def __enter__(self) -> Place:
         return self
@@ -141,7 +189,7 @@ class Place:
 def _take(counts: Counter[str], client: str, n: int) -> None:
     """Adds to a counter, removing clients whose count becomes zero."""
     counts[client] -= n
-    if not counts[client]:
+    if not counts[client]:  # also if it was missing
         del counts[client]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -95,9 +94,3 @@ def abandon(handle: RequestHandle, place: Place) -> None:
     """Frees a request's resources while its handler is blocked in a write."""
     place.release()
     handle.abort()
-
-
-def new_id() -> str:
-    """A random id, unlike AsyncLLM's own. Those can be guessed, so a client could take the next one and block
-    another client."""
-    return uuid.uuid4().hex

@@ -18,6 +18,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from jengine import InvalidArgument
 from jengine.serving.access import Access
 from jengine.serving.config import PREFIX, ServerConfig
+from jengine.serving.descriptors import allow_descriptors
 from jengine.serving.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
 from jengine.serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.metrics_server import MetricsServer, pages_of
@@ -56,6 +57,7 @@ def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineP
             an option.
         ModelError, OutOfMemory, EngineDead: the engine cannot start.
     """
+    allow_descriptors()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     log.setLevel(config.log_level.upper())
     if links := service_links(os.environ, PREFIX):

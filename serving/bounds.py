@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from jengine import GenerationParams, InvalidArgument
+from jengine import GenerationParams, InvalidArgument, SamplingParams
 from jengine.serving.config import ServerConfig
 from jengine.serving.errors import Refusal
 from jengine.serving.security import current_key
@@ -20,27 +20,30 @@ class RequestBounds(NamedTuple):
 
     Attributes:
         max_tokens: for each completion.
+        logprobs: log probabilities in an answer.
         seconds: from a request's arrival to its end.
     """
 
     max_tokens: int | None
     seconds: float | None
+    logprobs: int
 
     @classmethod
     def of(cls, config: ServerConfig) -> RequestBounds:
-        return cls(config.max_tokens_limit, config.max_request_seconds)
+        return cls(config.max_tokens_limit, config.max_request_seconds, config.max_answer_logprobs)
 
     def params[P: GenerationParams](self, params: P) -> P:
-        """The parameters, with the server's max_tokens if they set none.
+        """The parameters, with the server's max_tokens if they set none: log probabilities of that many fill at most half an answer.
 
         Raises:
             InvalidArgument: they exceed the server's limit.
         """
-        if self.max_tokens is None:
-            return params
         if params.max_tokens is None:
-            return dataclasses.replace(params, max_tokens=self.max_tokens)
-        if params.max_tokens > self.max_tokens:
+            limits = [] if self.max_tokens is None else [self.max_tokens]
+            if isinstance(params, SamplingParams) and params.logprobs is not None:
+                limits.append(max(self.logprobs // 2 // (params.n * (params.logprobs + 1)), params.min_tokens, 1))
+            return dataclasses.replace(params, max_tokens=min(limits)) if limits else params
+        if self.max_tokens is not None and params.max_tokens > self.max_tokens:
             raise InvalidArgument("max_tokens", params.max_tokens, f"at most {self.max_tokens} on this server (max_tokens_limit)")
         return params
 

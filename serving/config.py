@@ -49,6 +49,9 @@ class ServerConfig:
         max_streams_per_client: the most completions that one client (an API key's name, or an address) may have at once. A request
             counts n times. The keys file may set another number for a key.
         max_calls_per_client: the most calls of every kind that one client may have at once; at least max_streams_per_client.
+        max_answer_logprobs: the most log probabilities that an answer may hold: those of each prompt, once for each completion, and those
+            of the output, as if it had max_tokens. Repeated prompt tokens (echo, return_token_ids) count too. It is also the most of
+            the prompts that one client may have in flight. A request with logprobs and without max_tokens gets a limit that fits.
         max_tokens_limit: the largest max_tokens that a request may ask for. A request without a limit gets this one.
         max_request_seconds: the longest timeout that a request may ask for. A request without a timeout gets this one.
         max_message_bytes: the largest request.
@@ -103,6 +106,7 @@ class ServerConfig:
     max_waiting: int = 256
     max_streams_per_client: int = 256
     max_calls_per_client: int = 512
+    max_answer_logprobs: int = 2**20
     max_tokens_limit: int | None = None
     max_request_seconds: float | None = None
     max_message_bytes: int = 4 * 2**20
@@ -131,6 +135,7 @@ class ServerConfig:
         _whole("max_waiting", self.max_waiting, 0, None)
         _whole("max_streams_per_client", self.max_streams_per_client, 1, None)
         _whole("max_calls_per_client", self.max_calls_per_client, 1, None)
+        _whole("max_answer_logprobs", self.max_answer_logprobs, 1, None)
         if self.max_tokens_limit is not None:
             _whole("max_tokens_limit", self.max_tokens_limit, 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)

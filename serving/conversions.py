@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from jengine import (
     check_entries,
 )
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.portions import Portioned, width_of
 
 NO_LIMIT = 2**31 - 1  # as max_tokens: represents None, since an unset field means the default
 REASONS = {
@@ -206,8 +206,8 @@ def _json(where: str, text: str, kind: type) -> Any:
 # --- outputs --------------------------------------------------------------------------------------
 
 
-async def response(output: RequestOutput, model: str) -> pb.GenerateResponse:
-    """A complete finished output. Yields to other requests, since log probabilities of n completions may take seconds."""
+async def response(output: RequestOutput, model: str, portioned: Portioned) -> pb.GenerateResponse:
+    """A complete finished output."""
     whole = pb.GenerateResponse(
         request_id=output.request_id,
         model=model,
@@ -218,8 +218,8 @@ async def response(output: RequestOutput, model: str) -> pb.GenerateResponse:
         part = whole.completions.add(
             index=completion.index, text=completion.text, token_ids=completion.token_ids, ending=ending(completion)
         )
-        await _add_logprobs(part.logprobs, completion.logprobs)
-    await _add_logprobs(whole.prompt_logprobs, output.prompt_logprobs)
+        await _add_logprobs(part.logprobs, completion.logprobs, portioned)
+    await _add_logprobs(whole.prompt_logprobs, output.prompt_logprobs, portioned)
     return whole
 
 
@@ -245,7 +245,7 @@ def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
 
 
 async def finished(
-    output: RequestOutput, completion_tokens: int, prompt_logprobs: list[dict[int, Logprob] | None] | None
+    output: RequestOutput, completion_tokens: int, prompt_logprobs: list[dict[int, Logprob] | None] | None, portioned: Portioned
 ) -> pb.GenerateStreamResponse:
     """The end of a stream; of its last output, only what is not counted in tokens."""
     end = pb.Finished(
@@ -253,7 +253,7 @@ async def finished(
         usage=usage(output, completion_tokens),
         timings=timings(output),
     )
-    await _add_logprobs(end.prompt_logprobs, prompt_logprobs)
+    await _add_logprobs(end.prompt_logprobs, prompt_logprobs, portioned)
     return pb.GenerateStreamResponse(finished=end)
 
 
@@ -306,12 +306,10 @@ def timings(output: RequestOutput) -> pb.Timings:
     return pb.Timings(first_token_seconds=first, total_seconds=total, preemptions=metrics.preemptions)
 
 
-async def _add_logprobs(to: Any, positions: Sequence[Mapping[int, Logprob] | None] | None) -> None:
+async def _add_logprobs(to: Any, positions: Sequence[dict[int, Logprob] | None] | None, portioned: Portioned) -> None:
     """Adds positions in portions, and lets other requests run in between."""
-    for start in range(0, len(positions or ()), MOST_TOKENS):
-        if start:
-            await asyncio.sleep(0)
-        to.extend(logprobs((positions or ())[start : start + MOST_TOKENS]))
+    async for part in portioned.slices(positions or (), width_of(positions or ())):
+        to.extend(logprobs(part))
 
 
 def logprobs(positions: Iterable[Mapping[int, Logprob] | None] | None) -> list[pb.TokenLogprobs]:

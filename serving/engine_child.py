@@ -36,6 +36,7 @@ from jengine import (
     Updates,
     run_engine,
 )
+from jengine.serving.mask_queue import Made, MaskQueue
 from jengine.serving.watchdog import Heartbeat
 from jengine.serving.wire import (
     RECEIVE,
@@ -77,11 +78,9 @@ class EngineChild:
         self._server, self._heartbeat = server, heartbeat
         self._frames: Frames[Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit] = Frames(Order)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # functions to call in the loop; None ends it
-        self._unmasked: queue.SimpleQueue[Add] = queue.SimpleQueue()  # orders whose masks must be created
-        self._masking: set[str] = set()  # request ids of these
-        self._ended: set[str] = set()  # those of them that were ended meanwhile
         self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
         self._tokenizer: Tokenizer | None = None
+        self._masks = MaskQueue(lambda: self._tokenizer, self._masked)
         self._engine: Steps
         self._told: object = None  # the last load sent to the server
         self._totals, self._totals_at = StepTotals(), 0.0  # the last totals sent to the server, and the time
@@ -90,7 +89,7 @@ class EngineChild:
     def run(self) -> None:
         """Starts the engine, and steps it until the server sends Quit."""
         threading.Thread(target=self._read, name="orders", daemon=True).start()
-        threading.Thread(target=self._mask, name="masks", daemon=True).start()
+        self._masks.start()
         configure = self._configured.get()
         module, _, function = configure.engine.partition(":")
         make = getattr(import_module(module), function)
@@ -151,10 +150,8 @@ class EngineChild:
         self._send(Batch(tokens, scores, pooled, beams, ended, load, self._totals if totals else None))
 
     def _add(self, requests: list[Request]) -> None:
-        requests = [request for request in requests if self._is_wanted(request.request_id)]
         try:
-            if requests:
-                self._engine.add(*requests)
+            self._engine.add(*requests)
         except InvalidArgument as error:
             self._refuse([request.request_id for request in requests], error)
         except Exception as error:  # a dead engine would end all other requests, and might receive this one again
@@ -164,20 +161,7 @@ class EngineChild:
             self._refuse([request.request_id for request in requests], error)
 
     def _refuse(self, request_ids: list[str], error: Exception) -> None:
-        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids if self._is_wanted(request_id)])
-
-    def _is_wanted(self, request_id: str) -> bool:
-        """Whether a request that waited for its mask is still wanted."""
-        self._masking.discard(request_id)
-        ended = request_id in self._ended
-        self._ended.discard(request_id)
-        return not ended
-
-    def _end(self, ended: Ended) -> None:
-        if ended.request_id in self._masking:
-            self._ended.add(ended.request_id)
-        else:
-            self._engine.end(*ended)
+        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids])
 
     def _send(self, message: Message) -> None:
         self._server.sendall(frame(message))
@@ -201,12 +185,12 @@ class EngineChild:
             case Configure():
                 self._configured.put(order)
             case Add() if has_masks(order):
-                self._masking.update(sample.request_id for sample in order.samples)
-                self._unmasked.put(order)
+                self._masks.put(order)
             case Add():
                 self._inbox.put(self._adding(order))
             case End(ended):
-                self._inbox.put(lambda: self._end(ended))
+                if not self._masks.end(ended.request_id):
+                    self._inbox.put(lambda: self._engine.end(*ended))
             case ResetPrefixCache():
                 self._inbox.put(lambda: self._send(PrefixCacheReset(self._engine.reset_prefix_cache())))
             case TakeTrace(seconds):
@@ -229,9 +213,12 @@ class EngineChild:
             why = error.limit if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
         self._inbox.put(lambda: self._send(ProfileTaken(why)))
 
-    def _mask(self) -> None:
-        while True:
-            self._inbox.put(self._adding(self._unmasked.get()))
+    def _masked(self, made: Made) -> None:
+        """Called by the masks' thread."""
+        if isinstance(made, tuple):
+            self._inbox.put(lambda: self._refuse(*made))
+        elif made:
+            self._inbox.put(lambda: self._add(made))
 
     def _adding(self, order: Add) -> Callable[[], object]:
         try:

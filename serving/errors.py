@@ -72,6 +72,12 @@ def not_found(kind: str, name: str, message: str) -> Refusal:
     return Refusal(grpc.StatusCode.NOT_FOUND, message, resource=(kind, name[:LONGEST_MESSAGE]))
 
 
+def in_use(request_id: str, why: str) -> Refusal:
+    """Another request has this id."""
+    resource = "request", request_id[:LONGEST_MESSAGE]
+    return Refusal(grpc.StatusCode.ALREADY_EXISTS, f"request_id={request_id!r}: {why}", resource=resource)
+
+
 def parser(kind: type[Message]) -> Callable[[bytes], Message | bytes]:
     """Returns a parser for this message type. Invalid messages, and those with too many fields, stay bytes for
     `checked` to reject.
@@ -166,8 +172,6 @@ def _invalid(error: InvalidArgument) -> Refusal:
     path = f"sampling_params.{error.field}" if root in SamplingParams.__dataclass_fields__ else PATHS.get(error.field, error.field)
     quotes = root in ("prompt", "prompt_token_ids", "messages")  # clients know their own prompt, and it must not appear in logged statuses
     message = f"{path}: {error.limit}" if quotes else str(error).replace(error.field, path, 1)
-    if path == "request_id":
-        return Refusal(grpc.StatusCode.ALREADY_EXISTS, message, resource=("request", str(error.value)[:99]))
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field=path)
 
 

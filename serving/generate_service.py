@@ -27,8 +27,8 @@ from jengine import (
 )
 from jengine import Profile as TakenProfile
 from jengine.serving import conversions
-from jengine.serving.admission import client_of
-from jengine.serving.answers import Answer, PatientWriter, abandon, new_id
+from jengine.serving.admission import Place, client_of
+from jengine.serving.answers import Answer, PatientWriter, abandon
 from jengine.serving.bounds import check_admin, check_priority, sees_all_clients
 from jengine.serving.errors import check_model, reported
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
@@ -49,27 +49,29 @@ class GenerateService(Service, GenerateServiceServicer):
 
     @reported
     async def Generate(self, request: Prompted, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
-        with self._tracker.track(_method(request, ""), request.request_id or new_id(), context) as tracked:
+        with self._tracker.track(_method(request, ""), request.request_id, context) as tracked:
             return await self._whole(request, context, tracked)
 
     @reported
     async def GenerateStream(self, request: Prompted, context: grpc.aio.ServicerContext) -> None:
-        with self._tracker.track(_method(request, "Stream"), request.request_id or new_id(), context) as tracked:
+        with self._tracker.track(_method(request, "Stream"), request.request_id, context) as tracked:
             await self._streamed(request, context, tracked)
 
     async def _whole(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> pb.GenerateResponse:
         llm, params = self._admit(request, context)
-        with self._admission.place(params.n, context) as tracked.place:
-            handle = await self._queue(llm, request, params, "final", context, tracked)
+        with self._admission.place(params.n, context) as place:
+            tracked.place = place
+            handle = await self._queue(llm, request, params, "final", context, tracked.request_id, place)
             with Answer(handle, tracked) as answer:
-                return await conversions.response(await answer.next(), self._models.info.name)
+                return await conversions.response(await answer.next(), self._models.info.name, self._shared.portions.answer())
 
     async def _streamed(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> None:
         llm, params = self._admit(request, context)
-        with self._admission.place(params.n, context) as tracked.place:
-            handle = await self._queue(llm, request, params, "delta", context, tracked)
+        with self._admission.place(params.n, context) as place:
+            tracked.place = place
+            handle = await self._queue(llm, request, params, "delta", context, tracked.request_id, place)
             with Answer(handle, tracked, self._pace) as answer:
-                write = PatientWriter(context.write, context.peer, self._write_timeout, partial(abandon, handle, tracked.place)).write
+                write = PatientWriter(context.write, context.peer, self._write_timeout, partial(abandon, handle, place)).write
                 await write(conversions.started(tracked.request_id, self._models.info.name))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
@@ -81,7 +83,7 @@ class GenerateService(Service, GenerateServiceServicer):
                     if output.finished:
                         break
                     output = await answer.next()
-                await write(await conversions.finished(output, tokens, prompt_logprobs))
+                await write(await conversions.finished(output, tokens, prompt_logprobs, self._shared.portions.answer()))
 
     Chat, ChatStream = Generate, GenerateStream
 
@@ -102,7 +104,8 @@ class GenerateService(Service, GenerateServiceServicer):
         params: GenerationParams,
         kind: OutputKind,
         context: grpc.aio.ServicerContext,
-        tracked: TrackedRequest,
+        request_id: str,
+        place: Place,
     ) -> RequestHandle:
         """Validates and queues a request."""
         prompt: Callable[[], str | list[int] | TokensPrompt] = partial(self._prompt_of, request)
@@ -120,7 +123,7 @@ class GenerateService(Service, GenerateServiceServicer):
             request.ttft_ms if request.HasField("ttft_ms") else None,
             request.tpot_ms if request.HasField("tpot_ms") else None,
         )
-        return await self._submit(llm, parsed, kind, context, tracked.request_id)
+        return await self._submit(llm, parsed, kind, context, request_id, place)
 
     def _prompt_of(self, request: pb.GenerateRequest) -> str | list[int]:
         if request.WhichOneof("prompt") != "token_ids":

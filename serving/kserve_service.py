@@ -14,12 +14,14 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
 from jengine.serving import tensors
-from jengine.serving.answers import Answer, PatientWriter, abandon, new_id
+from jengine.serving.admission import Place
+from jengine.serving.answers import Answer, PatientWriter, abandon
 from jengine.serving.bounds import check_priority
 from jengine.serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from jengine.serving.overload import Busy, SlowReader
+from jengine.serving.request_ids import MAX_REQUEST_ID, new_id
 from jengine.serving.service import ParsedRequest, Service, Shared
 from jengine.serving.tensors import OUTPUTS, read_request, write_texts
 from jengine.serving.tracking import TrackedRequest
@@ -70,13 +72,13 @@ class KserveService(Service, GRPCInferenceServiceServicer):
 
     @reported
     async def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
-        with self._tracker.track("ModelInfer", request.id or new_id(), context) as tracked:
+        with self._tracker.track("ModelInfer", request.id, context) as tracked:
             self._admission.stream(context)
             parsed = self._read(request)
             llm = self._models.llm
             with (
                 self._admission.place(parsed.params.n, context) as tracked.place,
-                Answer(await self._queue(llm, parsed, "final", context), tracked) as answer,
+                Answer(await self._queue(llm, parsed, "final", context, tracked.place), tracked) as answer,
             ):
                 output = await answer.next()
                 return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
@@ -97,12 +99,12 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         """Request errors are reported in the stream, which continues."""
         shown_id = "" if isinstance(request, bytes) else request.id
         try:
-            with self._tracker.track("ModelStreamInfer", shown_id or new_id(), context) as tracked:
+            with self._tracker.track("ModelStreamInfer", shown_id, context) as tracked:
                 await self._stream_one(stream, request, context, tracked)
         except (JengineError, Refusal, Busy, SlowReader) as error:
             if stream.stalled:
                 raise
-            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=shown_id))
+            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=shown_id[:MAX_REQUEST_ID]))
         finally:
             stream.sequence.release()
 
@@ -111,7 +113,7 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     ) -> None:
         parsed, llm = self._read(request), self._models.llm
         with self._admission.place(parsed.params.n, context) as tracked.place:
-            handle = await self._queue(llm, parsed, "delta", context)
+            handle = await self._queue(llm, parsed, "delta", context, tracked.place)
             with Answer(handle, tracked, self._pace) as answer, stream.freeing(handle.request_id, partial(abandon, handle, tracked.place)):
                 ended, tokens = False, 0
                 while not ended:
@@ -121,12 +123,12 @@ class KserveService(Service, GRPCInferenceServiceServicer):
                         await stream.write(infer_response=self._response(request, output, tokens))
 
     async def _queue(
-        self, llm: AsyncLLM, read: tensors.TensorRequest, kind: OutputKind, context: grpc.aio.ServicerContext
+        self, llm: AsyncLLM, read: tensors.TensorRequest, kind: OutputKind, context: grpc.aio.ServicerContext, place: Place
     ) -> RequestHandle:
         """Validates and queues a request."""
         more = read.cache_salt, read.priority, read.timeout, read.ttft_ms, read.tpot_ms
         parsed = ParsedRequest(read.params, lambda: read.text, read.bytes, *more)
-        return await self._submit(llm, parsed, kind, context, new_id())
+        return await self._submit(llm, parsed, kind, context, new_id(), place)
 
     def _read(self, request: pb.ModelInferRequest) -> tensors.TensorRequest:
         checked(request)

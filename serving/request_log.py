@@ -15,6 +15,7 @@ from typing import Any
 from jengine import InvalidArgument
 from jengine.serving.sparse_log import SparseLog
 
+MOST_CHARACTERS = 1000  # of a field
 MOST_WAITING = 10_000  # maximum number of waiting lines; further ones are dropped
 
 log = logging.getLogger("jengine.serving")
@@ -44,7 +45,8 @@ class RequestLog:
     def write(self, entry: dict[str, Any]) -> None:
         """Returns immediately."""
         try:
-            self._lines.put_nowait(json.dumps(entry, ensure_ascii=False))
+            cut = {name: value[:MOST_CHARACTERS] if isinstance(value, str) else value for name, value in entry.items()}
+            self._lines.put_nowait(json.dumps(cut, ensure_ascii=False))
         except queue.Full:
             self._lost("the request log cannot be written fast enough; lines are dropped")
 

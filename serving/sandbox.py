@@ -14,13 +14,15 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from jengine import InvalidArgument, JengineError, StructuredOutputs, Tokenizer, check_structure
 from jengine.serving.errors import busy
 from jengine.serving.sandbox_worker import CPU_SECONDS
+from jengine.serving.turns import Turns
 from jengine.serving.wire import RECEIVE, Done, Frames, Job, frame
 
 WORKERS = 2  # maximum number of processes; each starts when a job finds no idle one
@@ -28,63 +30,93 @@ START_SECONDS, JOB_SECONDS = 120.0, 30.0  # wall-clock limits; CPU_SECONDS usual
 MOST_WAITING = 256  # jobs
 RETRY_SECONDS = 1.0
 MOST_VERDICTS = 1024  # maximum number of remembered results
+ATTEMPTS = 3  # processes that may be killed from outside before a job is given up
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that no job causes
 
 log = logging.getLogger("jengine.serving")
 
 
 class Lost(JengineError):
-    """A worker ended in the middle of a job, or was killed."""
+    """A worker ended in the middle of a job, or was killed.
+
+    Attributes:
+        cause: "job" if the job is to blame; "outside" if the process was killed by a signal that no job causes; "late"
+            if it was not done in time, though it used little processor time: it is stopped, or the machine is busy.
+        seconds: processor time used.
+    """
+
+    def __init__(self, why: str, cause: Literal["job", "outside", "late"], seconds: float = 0.0) -> None:
+        super().__init__(why)
+        self.cause, self.seconds = cause, seconds
+
+
+class Verdict(NamedTuple):
+    """The result of a check: None if the grammar is good, and the processor seconds that it took."""
+
+    error: InvalidArgument | None
+    seconds: float
 
 
 class Sandbox:
     """Checks grammars and renders conversations in worker processes. Belongs to one event loop.
 
-    A client has one job at a time, so clients take turns. A thread waits for each worker, so event loop and
+    A client has one job at a time, and clients take turns. A thread waits for each worker, so event loop and
     workers do not block each other.
 
     Args:
         workers: maximum number of processes.
         module: the module that they run.
+        charge: is told the processor seconds of a client's jobs, in the context of the request.
     """
 
-    def __init__(self, workers: int = WORKERS, module: str = "jengine.serving.sandbox_worker") -> None:
-        self._module = module
+    def __init__(
+        self,
+        workers: int = WORKERS,
+        module: str = "jengine.serving.sandbox_worker",
+        charge: Callable[[str, float], None] = lambda client, seconds: None,
+    ) -> None:
+        self._module, self._workers, self._charge = module, workers, charge
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
         self._idle: list[_Worker] = []
         self._running: set[_Worker] = set()
         self._closed, self._lock = False, threading.Lock()  # protects these
-        self._turns: dict[str, _Turn] = {}  # by client
-        self._waiting = 0
-        self._verdicts: OrderedDict[bytes, InvalidArgument | None] = OrderedDict()
+        self._turns: Turns[asyncio.Future[None]] = Turns()
+        self._served: set[str] = set()  # clients whose jobs run
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def check(self, client: str, what: object, tokenizer: Tokenizer) -> None:
         """Checks a grammar. Returns immediately if it is not a StructuredOutputs, or has been checked before.
 
+        A known grammar is charged what its check took, since the engine compiles it once more.
+
         Raises:
             InvalidArgument: it exceeds a limit, is invalid, or crashes the process that reads it.
-            Refusal: too many jobs are waiting.
+            Refusal: too many jobs are waiting, or processes are killed.
         """
         if not isinstance(what, StructuredOutputs):
             return
         check_structure(what)
-        arguments = json.dumps(dataclasses.asdict(what))
+        arguments = json.dumps({field.name: getattr(what, field.name) for field in dataclasses.fields(what)})
         key = hashlib.sha256(arguments.encode(errors="surrogatepass")).digest()
-        if key not in self._verdicts:
-            try:
-                await self._run(client, tokenizer, Job("check", "structured_outputs", arguments))
-                self._verdicts[key] = None
-            except InvalidArgument as error:
-                self._verdicts[key] = InvalidArgument(error.field, error.value or what, error.limit)
+        if (verdict := self._verdicts.get(key)) is None:
+            done = await self._run(client, tokenizer, Job("check", "structured_outputs", arguments))
+            verdict = Verdict(InvalidArgument(done.field, done.value or what, done.limit) if done.limit else None, done.seconds)
+            self._verdicts[key] = verdict
             if len(self._verdicts) > MOST_VERDICTS:
                 self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(key)
-        if (verdict := self._verdicts[key]) is not None:
-            raise InvalidArgument(verdict.field, verdict.value, verdict.limit)
+        else:
+            self._charge(client, verdict.seconds)
+            self._verdicts.move_to_end(key)
+        if (error := verdict.error) is not None:
+            raise InvalidArgument(error.field, error.value, error.limit)
 
     async def render(self, client: str, messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
         """Renders a conversation with the chat template in ChatOptions. Returns token ids. Raises as `check`."""
         arguments = json.dumps({"messages": messages, **options})
-        return (await self._run(client, tokenizer, Job("render", "chat_template", arguments))).token_ids
+        done = await self._run(client, tokenizer, Job("render", "chat_template", arguments))
+        if done.limit:
+            raise InvalidArgument(done.field, done.value, done.limit)
+        return done.token_ids
 
     def close(self) -> None:
         """Ends the workers; running jobs fail."""
@@ -97,68 +129,76 @@ class Sandbox:
             worker.close()
 
     async def _run(self, client: str, tokenizer: Tokenizer, job: Job) -> Done:
-        if self._waiting >= MOST_WAITING:
-            raise busy(f"{self._waiting} grammars and templates are waiting to be checked", RETRY_SECONDS)
+        if len(self._turns) + len(self._served) >= MOST_WAITING:
+            raise busy(f"{MOST_WAITING} grammars and templates are waiting to be checked", RETRY_SECONDS)
         assert tokenizer.folder is not None
-        turn = self._turns.setdefault(client, _Turn())
-        self._waiting, turn.users = self._waiting + 1, turn.users + 1
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._turns.put(client, turn)
+        self._serve_next()
         try:
-            await turn.free.acquire()
+            await turn
         except BaseException:
-            self._leave(client, turn)
+            if turn.cancelled():
+                self._turns.remove(client, turn)
+            else:
+                self._over(client)
             raise
 
         def over(future: asyncio.Future[Done]) -> None:
-            _ = future.cancelled() or future.exception()  # retrieved, even if the client has gone
-            turn.free.release()
-            self._leave(client, turn)
+            if not future.cancelled() and future.exception() is None:  # an exception is retrieved, even if the client has gone
+                self._turns.spend(client, future.result().seconds)
+                self._charge(client, future.result().seconds)
+            self._over(client)
 
-        future = asyncio.get_running_loop().run_in_executor(self._threads, self._do, tokenizer.folder, job)
+        future = loop.run_in_executor(self._threads, self._do, tokenizer.folder, job)
         future.add_done_callback(over)  # not when the client disconnects: the job is still running then
-        done = await asyncio.shield(future)
-        if done.limit:
-            raise InvalidArgument(done.field, done.value, done.limit)
-        return done
+        return await asyncio.shield(future)
 
-    def _leave(self, client: str, turn: _Turn) -> None:
-        self._waiting, turn.users = self._waiting - 1, turn.users - 1
-        if not turn.users:
-            del self._turns[client]
+    def _serve_next(self) -> None:
+        while len(self._served) < self._workers and (following := self._turns.take(busy=self._served)) is not None:
+            client, turn = following
+            if not turn.cancelled():
+                self._served.add(client)
+                turn.set_result(None)
+
+    def _over(self, client: str) -> None:
+        self._served.discard(client)
+        self._serve_next()
 
     # --- threads that wait for workers -----------------------------------------------------------
 
     def _do(self, folder: Path, job: Job) -> Done:
-        worker = self._take(folder)
-        try:
-            worker.wait_until_ready()
-            done = worker.call(job)
-        except BaseException as error:
-            with self._lock:
-                self._running.discard(worker)
-            worker.close()
-            if not isinstance(error, Lost) or self._closed:
-                raise
-            log.warning("a request has crashed a sandbox process: %s; it is replaced", error)
-            return Done(field=job.field, limit=str(error))
-        with self._lock:
-            self._running.discard(worker)
-            self._idle.append(worker)
-        return done
+        for _ in range(ATTEMPTS):
+            worker = self._take(folder)
+            try:
+                worker.wait_until_ready()
+                done = worker.call(job)
+            except BaseException as error:
+                with self._lock:
+                    self._running.discard(worker)
+                worker.close()
+                if not isinstance(error, Lost) or self._closed:
+                    raise
+                log.warning("a sandbox process %s; it is replaced", error)
+                if error.cause == "job":
+                    return Done(field=job.field, limit=str(error), seconds=error.seconds)
+                if error.cause == "late":
+                    break
+            else:
+                with self._lock:
+                    self._running.discard(worker)
+                    self._idle.append(worker)
+                return done
+        raise busy("the processes that check grammars and templates are stopped or killed; try again", RETRY_SECONDS)
 
     def _take(self, folder: Path) -> _Worker:
         with self._lock:
             if self._closed:
-                raise Lost("the server is stopping")
+                raise Lost("ends, since the server is stopping", "outside")
             worker = self._idle.pop() if self._idle else _Worker(self._module, folder)
             self._running.add(worker)
             return worker
-
-
-class _Turn:
-    """The queue of one client."""
-
-    def __init__(self) -> None:
-        self.free, self.users = asyncio.Semaphore(1), 0
 
 
 class _Worker:
@@ -187,6 +227,8 @@ class _Worker:
             try:
                 self._receive(START_SECONDS)
             except Lost as lost:
+                if lost.cause == "outside":
+                    raise
                 raise JengineError(f"a sandbox process cannot start: it {lost}") from None
             self._ready = True
 
@@ -198,7 +240,7 @@ class _Worker:
         except ConnectionError:
             pass  # reading reports how it ended
         except TimeoutError:
-            raise Lost(f"was not done within {JOB_SECONDS} s") from None
+            raise Lost(f"was not done within {JOB_SECONDS} s", "late") from None
         return self._receive(JOB_SECONDS)
 
     def kill(self) -> None:
@@ -220,9 +262,9 @@ class _Worker:
         except ConnectionError:
             pass
         except TimeoutError:
-            raise Lost(f"was not done within {seconds} s") from None
+            raise Lost(f"was not done within {seconds} s", "late") from None
         code = self._process.wait()
         if code == -signal.SIGPROF:
-            raise Lost(f"takes more than {CPU_SECONDS} s of processor time")
+            raise Lost(f"takes more than {CPU_SECONDS} s of processor time", "job", CPU_SECONDS)
         how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-        raise Lost(f"is too complex: its process {how}")
+        raise Lost(f"is too complex: its process {how}", "outside" if -code in FROM_OUTSIDE else "job", CPU_SECONDS)

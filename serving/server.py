@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -67,6 +68,7 @@ async def build_server(
     Raises:
         InvalidArgument: the address is not available.
     """
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     metrics = metrics or Metrics()
     calls = ClientCalls(config, metrics)
     server = grpc.aio.server(interceptors=[*interceptors, CallInterceptor(calls)], options=_options(config, calls.limit))
@@ -85,6 +87,11 @@ async def build_server(
     except RuntimeError:
         raise InvalidArgument("port", config.port, f"cannot listen on {address}: {_why_not(config)}") from None
     return Built(server, state, port, shared.sandbox, shared, calls)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether gRPC's log record is more than a client that left while its answer was being sent."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], grpc.aio.InternalError)
 
 
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:

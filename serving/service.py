@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,16 +15,19 @@ from jengine import (
     OutputKind,
     PreparedPrompt,
     RequestHandle,
+    SamplingParams,
     TokensPrompt,
     chat_prompt,
 )
-from jengine.serving.admission import Admission, client_of
+from jengine.serving.admission import Admission, Place, client_of
 from jengine.serving.bounds import RequestBounds
 from jengine.serving.call import Call
 from jengine.serving.config import ServerConfig
+from jengine.serving.errors import in_use
 from jengine.serving.metrics import Metrics
 from jengine.serving.model_provider import ModelProvider
 from jengine.serving.pace import Pace
+from jengine.serving.portions import Portions
 from jengine.serving.request_log import RequestLog
 from jengine.serving.sandbox import Sandbox
 from jengine.serving.security import salted, scoped
@@ -40,6 +44,7 @@ class Shared(NamedTuple):
     Attributes:
         sandbox: checks grammars, and renders clients' chat templates.
         text_work: tokenizes long texts.
+        portions: of large answers.
         write_timeout: seconds in which a client must read each message of a stream.
         client_chat_templates: whether clients may send chat templates.
     """
@@ -51,6 +56,7 @@ class Shared(NamedTuple):
     sandbox: Sandbox
     text_work: TextWork
     pace: Pace
+    portions: Portions
     write_timeout: float
     client_chat_templates: bool
 
@@ -64,14 +70,16 @@ class Shared(NamedTuple):
         spans: Spans | None = None,
     ) -> Shared:
         """Must be called in the server's event loop. Close the sandbox after the server has stopped."""
+        admission = Admission(config, models)
         return cls(
             models,
-            Admission(config, models),
+            admission,
             RequestTracker(metrics, request_log, spans),
             RequestBounds.of(config),
-            Sandbox(),
+            Sandbox(charge=admission.charge_work),
             TextWork(),
             Pace(),
+            Portions(),
             config.write_timeout,
             config.client_chat_templates,
         )
@@ -84,6 +92,7 @@ class ParsedRequest(NamedTuple):
         prompt: called once, in a thread if the request is long.
         bytes: size of the request.
         embedding: arguments of AsyncLLM.prepare_embedding, for an embedding instead of tokens.
+        repeats: whether the answer repeats the prompt, for each completion.
     """
 
     params: GenerationParams
@@ -95,6 +104,7 @@ class ParsedRequest(NamedTuple):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     embedding: dict[str, Any] | None = None
+    repeats: bool = False
 
 
 class Service:
@@ -110,11 +120,20 @@ class Service:
             shared.write_timeout,
         )
 
-    async def _submit(self, llm: AsyncLLM, parsed: ParsedRequest, kind: OutputKind, call: Call, request_id: str) -> RequestHandle:
-        """Validates and queues a request. Slow work runs in threads, dangerous work in the sandbox's processes."""
+    async def _submit(
+        self, llm: AsyncLLM, parsed: ParsedRequest, kind: OutputKind, call: Call, request_id: str, place: Place, *, first: bool = True
+    ) -> RequestHandle:
+        """Validates and queues a prompt. Slow work runs in threads, dangerous work in the sandbox's processes.
+
+        Args:
+            first: whether this is the request's first prompt; its grammar is checked once.
+        """
         client, params = client_of(call), parsed.params
         salt = salted(parsed.cache_salt)  # computed here, since threads do not know the key
-        await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
+        if first:
+            await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
+        else:
+            await asyncio.sleep(0)  # lets other requests run between the prompts of a long list
 
         def prepare() -> PreparedPrompt:
             given: Any = parsed.prompt()
@@ -124,6 +143,7 @@ class Service:
             return llm.prepare(prompt, params) if parsed.embedding is None else llm.prepare_embedding(prompt, **parsed.embedding)
 
         prepared = await self._text_work.run(client, parsed.bytes, prepare)
+        place.hold(*_logprobs(parsed, len(prepared.requests[0].prompt_token_ids), self._max_model_len))
         timeout = self._bounds.timeout(parsed.timeout)
         try:
             return llm.submit(
@@ -137,7 +157,7 @@ class Service:
                 output_kind=kind,
             )
         except InvalidArgument as wrong:
-            raise wrong if wrong.field != "request_id" else InvalidArgument(wrong.field, request_id, wrong.limit) from None
+            raise wrong if wrong.field != "request_id" else in_use(request_id, wrong.limit) from None
 
     async def _render(self, llm: AsyncLLM, read: Callable[[], Conversation], template: str | None, size: int, call: Call) -> TokensPrompt:
         """Renders a conversation's prompt.
@@ -167,3 +187,14 @@ class Service:
         """Checks the number of ids before they are copied."""
         if count > self._max_model_len:
             raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {self._max_model_len}")
+
+
+def _logprobs(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> tuple[int, int]:
+    """The most log probabilities of the prompt and of the output in the answer. A repeated prompt token counts as one."""
+    params = parsed.params
+    if parsed.embedding is not None or not isinstance(params, SamplingParams):
+        return 0, 0
+    each = parsed.repeats + (0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs)
+    room = max_model_len - prompt_tokens
+    tokens = 0 if params.logprobs is None else room if params.max_tokens is None else min(params.max_tokens, room)
+    return params.n * each * prompt_tokens, params.n * tokens * (1 + (params.logprobs or 0))

@@ -56,7 +56,12 @@ class TextWork:
             self._done(client, size, turns)
             raise
         future = asyncio.get_running_loop().run_in_executor(None, work)
-        future.add_done_callback(lambda _: self._done(client, size, turns))
+
+        def done(future: asyncio.Future[T]) -> None:
+            _ = future.cancelled() or future.exception()  # retrieved, even if the client has gone
+            self._done(client, size, turns)
+
+        future.add_done_callback(done)
         return await asyncio.shield(future)
 
     def _done(self, client: str, size: int, turns: list[asyncio.Semaphore]) -> None:

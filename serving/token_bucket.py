@@ -25,7 +25,7 @@ class TokenBucket:
         missing = 1.0 - self._level
         return 0.0 if missing <= ROUNDING else missing * 60.0 / self.per_minute
 
-    def charge(self, tokens: int, now: float) -> None:
+    def charge(self, tokens: float, now: float) -> None:
         self._flow(now)
         self._level -= tokens
 

@@ -16,6 +16,7 @@ from jengine.serving.admission import Place
 from jengine.serving.call import Call, interruption
 from jengine.serving.errors import Refusal, refusal
 from jengine.serving.metrics import Metrics, RequestWatch
+from jengine.serving.request_ids import MAX_REQUEST_ID, check_request_id, new_id
 from jengine.serving.request_log import RequestLog
 from jengine.serving.security import current_key
 from jengine.serving.spans import Spans
@@ -104,13 +105,23 @@ class RequestTracker:
         return sum(request.prompt_tokens + request.output_tokens for request in self._unfinished)
 
     @contextmanager
-    def track(self, method: str, request_id: str, call: Call) -> Iterator[TrackedRequest]:
-        """A context in which a request is answered. An exception that leaves it is the request's failure."""
-        request = TrackedRequest(method, request_id, self._metrics)
+    def track(self, method: str, request_id: str, call: Call, part: int = 0) -> Iterator[TrackedRequest]:
+        """A context in which a request is answered. An exception that leaves it is the request's failure.
+
+        Args:
+            request_id: the client's; empty for a new one.
+            part: index of a prompt in the request; each prompt after the first has its own id.
+
+        Raises:
+            Refusal: the id is too long.
+        """
+        shown = request_id[:MAX_REQUEST_ID] or new_id()
+        request = TrackedRequest(method, f"{shown}-{part}" if part else shown, self._metrics)
         refused: Refusal | None = None
         status = "OK"
         self._unfinished.add(request)
         try:
+            check_request_id(request_id)
             yield request
         except (asyncio.CancelledError, grpc.aio.BaseError):
             status = interruption(call).name

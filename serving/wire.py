@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,6 +42,7 @@ MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
 RECEIVE = 1 << 18  # bytes read from the socket at a time
 TOTALS_SECONDS = 1.0  # seconds between two reports of StepTotals; a last report follows when all work is done
 TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")  # used only in the server, which produces text
+MakeMasks = Callable[[SamplingParams, Tokenizer, int], Sequence[TokenMask | None]]
 _DEFAULTS = SamplingParams()
 _FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in TEXT_FIELDS]
 _ERRORS = {"InvalidArgument": InvalidArgument, "ModelError": ModelError, "OutOfMemory": OutOfMemory}
@@ -239,12 +240,17 @@ class Job(Message):
 
 
 class Done(Message):
-    """The result: the rendered conversation, or the reason for a rejection. Also sent when a worker is ready."""
+    """The result: the rendered conversation, or the reason for a rejection. Also sent when a worker is ready.
+
+    Attributes:
+        seconds: processor time of the job.
+    """
 
     token_ids: list[int] = []
     field: str = ""
     value: str = ""
     limit: str = ""
+    seconds: float = 0.0
 
 
 # --- frames ----------------------------------------------------------------------------------------
@@ -316,8 +322,11 @@ def has_masks(order: Add) -> bool:
     return '"structured_outputs"' in order.params
 
 
-def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
+def requests_of(order: Add, tokenizer: Tokenizer | None, make: MakeMasks | None = None) -> list[Request]:
     """Decodes the requests, with new masks.
+
+    Args:
+        make: makes the masks; by default make_masks.
 
     Raises:
         InvalidArgument: a mask cannot be created here, although the server could.
@@ -329,7 +338,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
     if params.masks and tokenizer is not None:
         from jengine import make_masks  # imported here, since only structured outputs need llguidance
 
-        masks = make_masks(params, tokenizer, len(order.samples))
+        masks = (make or make_masks)(params, tokenizer, len(order.samples))
     return [
         Request(
             request_id=sample.request_id,

@@ -60,15 +60,20 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
     def over(
         cls, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams | None = None, *, stream_interval: int = 1
     ) -> AsyncLLM:
-        """Wrap an engine that runs elsewhere. Requests without sampling parameters get the default ones; None is SamplingParams()."""
+        """Wrap an engine that runs elsewhere. Requests without sampling parameters get the default ones; None is SamplingParams().
+
+        Outputs' prompt_logprobs are sequences that describe a position when it is read, not lists.
+        """
         llm = cls.__new__(cls)
-        llm._attach(backend, tokenizer, default_sampling_params or SamplingParams(), stream_interval)
+        llm._attach(backend, tokenizer, default_sampling_params or SamplingParams(), stream_interval, lazy=True)
         return llm
 
-    def _attach(self, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams, interval: int) -> None:
+    def _attach(
+        self, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams, interval: int, lazy: bool = False
+    ) -> None:
         self.backend, self.tokenizer, self._default_params, self._interval = backend, tokenizer, default_sampling_params, interval
         self._pid = os.getpid()
-        self._live = LiveOutputs(tokenizer)
+        self._live = LiveOutputs(tokenizer, lazy=lazy)
         self._handles: dict[str, RequestHandle] = {}  # by request id
         self._pending: set[asyncio.Future[Any]] = set()  # pending calls to the engine
         self._ids = itertools.count()

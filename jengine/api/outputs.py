@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from jengine.request import CompletionOutput, FinishReason, Request, RequestOutput
-from jengine.text.completion import CompletionBuilder, beam_output
+from jengine.text.completion import CompletionBuilder, PromptLogprobs, beam_output
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import BeamsFound, Ended, Pooled, PromptScores, TokenUpdate, Update
@@ -29,13 +30,16 @@ class LiveOutputs:
 
     Independent of the engine. The caller must end requests in the engine that end here.
 
+    Args:
+        lazy: describe log probabilities of prompts when they are read, with PromptLogprobs.
+
     Attributes:
         ended: requests that were aborted or ended by their text, and that the engine still runs. The caller
             removes them.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, lazy: bool = False) -> None:
+        self._tokenizer, self._lazy = tokenizer, lazy
         self._live: dict[str, _Answer] = {}  # keyed by each of a prompt's requests, until all of them have ended
         self.ended: list[Ended] = []
 
@@ -67,7 +71,7 @@ class LiveOutputs:
             if answer is None or answer.builders[update.request_id].output.finish_reason is not None:
                 continue
             if isinstance(update, PromptScores):
-                _score(answer, update)
+                self._score(answer, update)
                 continue
             if isinstance(update, Ended):
                 self._finish(answer, answer.builders[update.request_id], update.reason, update.stop_reason)
@@ -125,6 +129,21 @@ class LiveOutputs:
         if reason is not None:
             self._finish(answer, builder, reason, stop_reason)
 
+    def _score(self, answer: _Answer, update: PromptScores) -> None:
+        output, builder = answer.output, answer.builders[update.request_id]
+        if output.prompt_logprobs is None:
+            scores: Any = PromptLogprobs(builder) if self._lazy else [None]
+            output.prompt_logprobs = scores
+        else:
+            scores = output.prompt_logprobs
+        if update.position != len(scores):  # a preempted prompt is scored again
+            return
+        if self._lazy:
+            scores.add(update.tokens, update.logprobs)
+        else:
+            entries = zip(update.tokens, update.logprobs, strict=True)
+            scores += [builder.describe(token, *logprobs) for token, logprobs in entries]
+
     def _finish(self, answer: _Answer, builder: CompletionBuilder, reason: FinishReason, stop_reason: int | str | None) -> None:
         builder.finish(reason, stop_reason)
         output = answer.output
@@ -132,15 +151,6 @@ class LiveOutputs:
             output.finished, output.metrics.finished = True, time.monotonic()
             for request_id in answer.builders:
                 del self._live[request_id]
-
-
-def _score(answer: _Answer, update: PromptScores) -> None:
-    output, builder = answer.output, answer.builders[update.request_id]
-    if output.prompt_logprobs is None:
-        output.prompt_logprobs = [None]
-    if update.position == len(output.prompt_logprobs):  # a preempted prompt is scored again
-        entries = zip(update.tokens, update.logprobs, strict=True)
-        output.prompt_logprobs += [builder.describe(token, *logprobs) for token, logprobs in entries]
 
 
 def blank_copy(output: RequestOutput) -> RequestOutput:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import overload
 
 from jengine.request import CompletionOutput, FinishReason, Logprob, Request
 from jengine.text.stop_strings import StopAutomaton, StopStrings
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import Beam
+from jengine.updates import Beam, TokenLogprobs
 
 
 class CompletionBuilder:
@@ -62,6 +63,36 @@ class CompletionBuilder:
         if matched is not None and self._params.include_stop_str_in_output:
             self.output.text += matched
         return matched
+
+
+class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """Log probabilities of a prompt's tokens, None for the first. Described when they are read: a prompt may have a million.
+
+    Args:
+        builder: of the prompt's first completion.
+    """
+
+    def __init__(self, builder: CompletionBuilder) -> None:
+        self._builder = builder
+        self._scores: list[tuple[int, TokenLogprobs] | None] = [None]
+
+    def add(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
+        self._scores += zip(tokens, logprobs, strict=True)
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        if isinstance(index, slice):
+            return [self._described(score) for score in self._scores[index]]
+        return self._described(self._scores[index])
+
+    def _described(self, score: tuple[int, TokenLogprobs] | None) -> dict[int, Logprob] | None:
+        return None if score is None else self._builder.describe(score[0], *score[1])
 
 
 def beam_output(tokenizer: Tokenizer, request: Request, index: int, beam: Beam) -> CompletionOutput:

@@ -33,13 +33,12 @@ STACK = 256 * 2**20  # bytes of address space; only the used part takes memory
 # These limits on fuel and items bound most masks to about 20 ms, and the limit on states bounds a request's
 # memory to about 100 MB.
 _LIMITS = llguidance.LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False)
-_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*[^\n:\"/]*:", re.MULTILINE)
 _REF = re.compile(r'"\$ref"\s*:\s*"([^"]*)"')
 _stack_size = threading.Lock()
 
 
 def check_structure(what: StructuredOutputs) -> None:
-    """Checks limits that need no compilation, within a few ms.
+    """Checks limits that need no compilation, in time proportional to the length, at most a few ms.
 
     Raises:
         InvalidArgument: naming `structured_outputs` and the limit.
@@ -47,7 +46,7 @@ def check_structure(what: StructuredOutputs) -> None:
     text = _text(what)
     if len(text) > MAX_CHARACTERS:
         raise InvalidArgument("structured_outputs", f"{len(text)} characters", f"at most {MAX_CHARACTERS}")
-    if what.grammar is not None and (rules := len(_RULE.findall(text))) > MAX_RULES:
+    if what.grammar is not None and (rules := sum(map(_begins_rule, text.split("\n")))) > MAX_RULES:
         raise InvalidArgument("structured_outputs", f"{rules} rules", f"at most {MAX_RULES}")
     if (what.grammar is not None or what.json is not None) and (refs := len(set(_REF.findall(text)))) > MAX_REFS:
         raise InvalidArgument("structured_outputs", f"{refs} different $refs", f"at most {MAX_REFS}")
@@ -105,6 +104,16 @@ def view_of(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
 def error_of(matcher: llguidance.LLMatcher) -> str:
     """The reason why a matcher has failed."""
     return str(matcher.get_error()).partition("\n<")[0]  # the rest is internal state
+
+
+def _begins_rule(line: str) -> bool:
+    """Whether a line of a Lark grammar begins a rule or a terminal: a name, then a colon."""
+    head, colon, _ = line.partition(":")
+    if not colon or '"' in head or "/" in head:
+        return False
+    name = head.lstrip(" \t")
+    name = name[1:] if name[:1] in ("?", "!") else name
+    return name[:1].isascii() and (name[:1].isalpha() or name[:1] == "_")
 
 
 def _text(what: StructuredOutputs) -> str:

@@ -14,6 +14,7 @@ from openai.types.chat import (
     completion_create_params as chat_create_params,
 )
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import SchemaValidator
 from typing_extensions import TypedDict  # OpenAI's; typing's has another metaclass before Python 3.13
 
 from jengine import InvalidArgument, SamplingParams
@@ -23,6 +24,10 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
 )
+LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))  # as long as the body
+DOCUMENTS = frozenset(("tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format", "guided_json"))
+DOCUMENTS |= {"guided_regex", "guided_choice", "guided_grammar"}
+MAX_DOCUMENT, MAX_VALUE = 2**20, 2**16  # bytes of a value's JSON, in these fields and in all others
 # Values equivalent to leaving the field out.
 NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": "", "verbosity": "medium"}
 
@@ -124,6 +129,25 @@ class Body(NamedTuple):
         return self.fields.get(name, default)
 
 
+def most_bytes(name: str) -> int | None:
+    """The largest value of a field, as JSON; None: the whole body."""
+    return None if name in LONG_FIELDS else MAX_DOCUMENT if name in DOCUMENTS else MAX_VALUE
+
+
+def validator_of(type: Any) -> SchemaValidator:
+    """A validator that stops at a list's first invalid item: errors for each of a million items would take seconds."""
+
+    def failing_fast(schema: Any) -> Any:
+        if isinstance(schema, list | tuple):
+            return [failing_fast(part) for part in schema]
+        if not isinstance(schema, dict):
+            return schema
+        found = {name: failing_fast(part) for name, part in schema.items()}
+        return {**found, "fail_fast": True} if found.get("type") == "list" else found
+
+    return SchemaValidator(failing_fast(TypeAdapter(type).core_schema))
+
+
 class Form:
     """The fields that an endpoint's body may have.
 
@@ -134,7 +158,7 @@ class Form:
     """
 
     def __init__(self, type: Any, supported: Iterable[str] = (), own: Iterable[str] = (), sampling: bool = True) -> None:
-        self._adapter: TypeAdapter[Any] = TypeAdapter(type)
+        self._validator = validator_of(type)
         self._known = frozenset(get_type_hints(type))
         self._supported = frozenset(supported) or self._known
         self._sampling = frozenset(SamplingParams.__dataclass_fields__).difference(own) if sampling else frozenset()
@@ -167,17 +191,17 @@ class Form:
         options = fields.pop("stream_options", None)
         if options is not None:
             checked(STREAM_OPTIONS, options, "stream_options")
-        checked(self._adapter, fields)
+        checked(self._validator, fields)
 
 
-def checked(adapter: TypeAdapter[Any], value: Any, root: str = "") -> Any:
+def checked(validator: SchemaValidator, value: Any, root: str = "") -> Any:
     """Validates a value.
 
     Raises:
         InvalidArgument: naming the invalid part, below `root`.
     """
     try:
-        return adapter.validate_python(value)
+        return validator.validate_python(value)
     except ValidationError as wrong:
         errors = wrong.errors(include_url=False)
         error = max(errors, key=lambda error: len(error["loc"]))  # for a union, the error of the type that fits best
@@ -194,13 +218,12 @@ def _shown(part: int | str) -> bool:
 
 
 def _unknown(name: str, value: Any) -> None:
-    if name.isidentifier() and name not in SamplingParams.__dataclass_fields__:
+    if len(name) <= 100 and name.isidentifier() and name not in SamplingParams.__dataclass_fields__:
         SamplingParams(**{name: value})  # raises an error with the alternative
-    raise InvalidArgument(name[:100], value, "there is no such field")
+    raise InvalidArgument(name, value, "there is no such field")
 
 
-STREAM_OPTIONS: TypeAdapter[StreamOptions] = TypeAdapter(StreamOptions)
-TOOLS: TypeAdapter[list[ChatCompletionFunctionToolParam]] = TypeAdapter(list[ChatCompletionFunctionToolParam])
+STREAM_OPTIONS, TOOLS = validator_of(StreamOptions), validator_of(list[ChatCompletionFunctionToolParam])
 COMMON = frozenset(("model", "stream", "stream_options", *Extras.__annotations__))
 COMPLETION = Form(
     CompletionBody, COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"}, own=("logprobs",)

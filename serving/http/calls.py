@@ -12,10 +12,14 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from jengine import InvalidArgument
+
 BODY_SECONDS = 60.0  # maximum time for a request's body to arrive
 DISCARD_SECONDS = 1.0  # maximum time to read an unwanted body
+CHUNK = 2**18  # bytes of a response that are sent at once
 MOST_CONTAINERS = 2**17  # maximum arrays and objects in a body; each takes at least a hundred bytes
 
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 
 
@@ -43,6 +47,7 @@ class HttpCall:
         self.unread = True
         self.names: dict[str, str] = {}
         self._callbacks: list[Callable[[Any], None]] = []
+        self._event = asyncio.Lock()
 
     # --- interface Call-----------------------------------------------------------------------------
 
@@ -122,18 +127,24 @@ class HttpCall:
 
     # --- the answer -------------------------------------------------------------------------------
 
-    async def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, kind: bytes = JSON) -> None:
-        """Sends a whole response."""
-        await self._start(status, {"content-length": str(len(body)), **(headers or {})}, kind)
-        await self._write(body, more=False)
+    async def answer(self, status: int, body: bytes | list[bytes], headers: dict[str, str] | None = None, kind: bytes = JSON) -> None:
+        """Sends a whole response. A body in parts is sent in chunks, as the client reads them."""
+        chunks = [body] if isinstance(body, bytes) else chunks_of(body)
+        await self._start(status, {"content-length": str(sum(map(len, chunks))), **(headers or {})}, kind)
+        for chunk in chunks[:-1]:
+            await self._write(chunk, more=True)
+        await self._write(chunks[-1], more=False)
 
     async def start_events(self, headers: dict[str, str]) -> None:
         """Begins a response of server-sent events."""
         await self._start(200, {"cache-control": "no-store", **headers}, EVENTS)
 
-    async def event(self, data: str) -> None:
+    async def event(self, data: str | list[bytes]) -> None:
         """Sends an event; waits while the client does not read."""
-        await self._write(b"data: " + data.encode("utf-8", "replace") + b"\n\n", more=True)
+        parts = [data.encode("utf-8", "replace")] if isinstance(data, str) else data
+        async with self._event:  # an event of several chunks is not interleaved with others
+            for chunk in chunks_of([b"data: ", *parts, b"\n\n"]):
+                await self._write(chunk, more=True)
 
     async def end_events(self) -> None:
         await self._write(b"data: [DONE]\n\n", more=False)
@@ -149,23 +160,46 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
+def chunks_of(parts: list[bytes]) -> list[bytes]:
+    """Joins short parts, to chunks of about CHUNK bytes."""
+    chunks: list[bytes] = []
+    held: list[bytes] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        if size >= CHUNK:
+            chunks.append(b"".join(held))
+            held, size = [], 0
+    return [*chunks, b"".join(held)] if held or not chunks else chunks
+
+
 def id_headers(request_id: str) -> dict[str, str]:
     """A header with the request's id, if headers can represent it."""
     return {"x-request-id": request_id} if re.fullmatch(r"[!-~]{1,200}", request_id) else {}
 
 
-def json_object(raw: bytes) -> dict[str, Any]:
-    """Parses a body's JSON.
+def json_object(raw: bytes, most_bytes: Callable[[str], int | None] = lambda name: None) -> dict[str, Any]:
+    """Parses a body's JSON. The sizes of its fields are checked before they are parsed.
+
+    Args:
+        most_bytes: the largest value of a field, as JSON; None: no limit.
 
     Raises:
         BadBody: it is not a JSON object, or has too many parts.
+        InvalidArgument: a field is too large.
     """
     if (containers := raw.count(b"[") + raw.count(b"{")) > MOST_CONTAINERS:
         raise BadBody(400, f"the body has {containers} arrays and objects; at most {MOST_CONTAINERS}")
     try:
-        value = msgspec.json.decode(raw)
+        fields = _FIELDS.decode(raw)
+        for name, value in fields.items():
+            if (most := most_bytes(name)) is not None and (size := len(memoryview(value))) > most:
+                raise InvalidArgument(name, f"{size} bytes", f"at most {most} bytes of JSON")
+        return {name: msgspec.json.decode(value) for name, value in fields.items()}
+    except InvalidArgument:
+        raise
+    except msgspec.ValidationError:
+        raise BadBody(400, "the body must be a JSON object") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as wrong:
         raise BadBody(400, f"the body is not valid JSON: {wrong}") from None
-    if not isinstance(value, dict):
-        raise BadBody(400, "the body must be a JSON object")
-    return value

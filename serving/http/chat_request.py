@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
-from jengine.serving.answers import new_id
-from jengine.serving.http import replies
+from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import Body
 from jengine.serving.http.logprobs import TokenTexts, chat_logprobs
+from jengine.serving.http.parts import Parts
 from jengine.serving.http.tool_choice import ToolChoice
 from jengine.serving.parsers.events import Event, Parser, Reasoning
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.thoughts import after_reasoning
+from jengine.serving.portions import Portioned
+from jengine.serving.request_ids import new_id
 
 
 class Chat(NamedTuple):
@@ -64,22 +66,22 @@ class Chat(NamedTuple):
             return events
         return [event for event in events if not isinstance(event, Reasoning)]
 
-    def logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
+    async def logprobs(self, completion: CompletionOutput, portioned: Portioned) -> dict[str, Parts]:
         """Log probabilities for a choice's fields."""
         if completion.logprobs is None or not completion.logprobs:
             return {}
         texts = TokenTexts(self.llm.tokenizer, self.body.get("return_tokens_as_token_ids", False))
-        return {"logprobs": chat_logprobs(completion.logprobs, self.body.get("top_logprobs", 0), texts)}
+        return {"logprobs": await chat_logprobs(portioned, completion.logprobs, self.body.get("top_logprobs", 0), texts)}
 
-    def ids(self, completion: CompletionOutput) -> dict[str, Any]:
+    def ids(self, completion: CompletionOutput) -> dict[str, Parts]:
         """Token ids for a choice's fields."""
-        return {"token_ids": completion.token_ids} if self.body.get("return_token_ids") else {}
+        return {"token_ids": parts.encoded(completion.token_ids)} if self.body.get("return_token_ids") else {}
 
-    def prompt_facts(self, output: RequestOutput) -> dict[str, Any]:
+    async def prompt_facts(self, output: RequestOutput, portioned: Portioned) -> dict[str, Parts]:
         """Facts about the prompt for a response's fields."""
-        facts: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self.body.get("return_token_ids") else {}
+        facts = {"prompt_token_ids": parts.encoded(output.prompt_token_ids)} if self.body.get("return_token_ids") else {}
         if output.prompt_logprobs is not None:
-            facts["prompt_logprobs"] = replies.prompt_logprobs(output.prompt_logprobs)
+            facts["prompt_logprobs"] = await replies.prompt_logprobs(portioned, output.prompt_logprobs)
         return facts
 
 

@@ -9,36 +9,41 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from jengine import CompletionOutput, OutputKind, RequestHandle
+from jengine.serving.admission import Place
 from jengine.serving.answers import Answer
-from jengine.serving.http import replies
+from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import CHAT
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.parameters import chat_params
+from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.plain_tools import shows_tools, with_tools_as_text
 from jengine.serving.http.service import CreateService, check_conversation, level_of, present, stop_reason, tokens_of
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
+from jengine.serving.portions import Portioned
 from jengine.serving.service import Conversation, ParsedRequest
 from jengine.serving.tracking import TrackedRequest
 
 OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
-PATH = "/v1/chat/completions"
 
 
 class ChatService(CreateService):
     """Answers conversations."""
 
+    PATH = "/v1/chat/completions"
+
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
-        with self._tracker.track(f"POST {PATH}", request_id, call) as tracked:
+        with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:
             self._admission.stream(call)
             chat = await self._chat(call, given)
-            with self._admission.place(chat.params.n, call) as tracked.place:
+            with self._admission.place(chat.params.n, call) as place:
+                tracked.place = place
                 if chat.body.get("stream"):
-                    await self._stream(call, chat, size, tracked)
+                    await self._stream(call, chat, size, tracked, place)
                 else:
-                    await self._whole(call, chat, size, tracked)
+                    await self._whole(call, chat, size, tracked, place)
 
     async def _chat(self, call: HttpCall, given: dict[str, Any]) -> Chat:
         body = self._read(CHAT, given, call)
@@ -52,7 +57,9 @@ class ChatService(CreateService):
             params = params.clone(skip_special_tokens=False)
         return Chat(body, params, tools, form, llm, int(time.time()), self._models.info.name, shown)
 
-    async def _queue(self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, tracked: TrackedRequest) -> tuple[RequestHandle, Chat]:
+    async def _queue(
+        self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, request_id: str, place: Place
+    ) -> tuple[RequestHandle, Chat]:
         """Renders the prompt and queues the request."""
         body = chat.body
         options = {name: body.get(name) for name in OPTIONS if body.get(name) is not None}
@@ -69,26 +76,28 @@ class ChatService(CreateService):
         prompt = await self._render(chat.llm, read, body.get("chat_template"), size, call)
         chat = chat.rendered(prompt)
         parsed = ParsedRequest(chat.params, lambda: prompt, size, **level_of(body))
-        return await self._submit(chat.llm, parsed, kind, call, tracked.request_id), chat
+        return await self._submit(chat.llm, parsed, kind, call, request_id, place), chat
 
     # --- complete ---------------------------------------------------------------------------------
 
-    async def _whole(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
-        handle, chat = await self._queue(call, chat, size, "final", tracked)
+    async def _whole(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place) -> None:
+        handle, chat = await self._queue(call, chat, size, "final", tracked.request_id, place)
         with Answer(handle, tracked) as answer:
             output = await answer.next()
+        portioned = self._shared.portions.answer()
         reply = replies.ChatCompletion(
             id=f"chatcmpl-{tracked.request_id}",
             object="chat.completion",
             created=chat.created,
             model=chat.model,
-            choices=[self._choice(chat, completion) for completion in output.outputs],
             usage=replies.usage(output, tokens_of(output.outputs)),
-            **chat.prompt_facts(output),
         )
-        await call.answer(200, replies.text_of(reply).encode("utf-8", "replace"), id_headers(tracked.request_id))
+        choices = [await self._choice(chat, completion, portioned) for completion in output.outputs]
+        facts = await chat.prompt_facts(output, portioned)
+        text = with_members(parts.of(reply), {"choices": array(choices), **facts})
+        await call.answer(200, text, id_headers(tracked.request_id))
 
-    def _choice(self, chat: Chat, completion: CompletionOutput) -> replies.ChatChoice:
+    async def _choice(self, chat: Chat, completion: CompletionOutput, portioned: Portioned) -> Parts:
         events = chat.shown(chat.read(completion.text))
         names = {event.index: event.name for event in events if isinstance(event, Call)}
         arguments = dict.fromkeys(names, "")
@@ -102,7 +111,7 @@ class ChatService(CreateService):
             for index, name in names.items()
             if chat.tools.parallel or not index
         ]
-        return replies.ChatChoice(
+        choice = replies.ChatChoice(
             index=completion.index,
             message=replies.Message(
                 role="assistant",
@@ -111,17 +120,16 @@ class ChatService(CreateService):
             ),
             finish_reason=reason(completion, bool(calls)),
             **stop_reason(completion),
-            **chat.logprobs(completion),
-            **chat.ids(completion),
         )
+        return with_members(parts.of(choice), {**await chat.logprobs(completion, portioned), **chat.ids(completion)})
 
     # --- streamed ---------------------------------------------------------------------------------
 
-    async def _stream(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
-        handle, chat = await self._queue(call, chat, size, "delta", tracked)
+    async def _stream(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place) -> None:
+        handle, chat = await self._queue(call, chat, size, "delta", tracked.request_id, place)
         with Answer(handle, tracked, self._pace) as answer:
             await call.start_events(id_headers(tracked.request_id))
-            stream = ChatStream(call, chat, f"chatcmpl-{tracked.request_id}", handle.output)
+            stream = ChatStream(call, chat, f"chatcmpl-{tracked.request_id}", handle.output, self._shared.portions.answer())
             await stream.start()
             while not stream.finished:
                 await stream.show(await answer.next())

@@ -7,18 +7,20 @@ from typing import Any
 from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.http import replies
+from jengine.serving.http import parts, replies
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_request import Chat, call_id, reason
+from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.service import StreamUsage, present, stop_reason, tokens_of
 from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, joined
+from jengine.serving.portions import Portioned
 
 
 class ChatStream:
     """A streamed answer to a conversation."""
 
-    def __init__(self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput) -> None:
-        self._call, self._chat, self._id, self._usage = call, chat, reply_id, StreamUsage(chat.body)
+    def __init__(self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput, portioned: Portioned) -> None:
+        self._call, self._chat, self._id, self._usage, self._portioned = call, chat, reply_id, StreamUsage(chat.body), portioned
         self._parsers = [chat.parser() for _ in range(chat.params.n)]
         self._called = [False] * chat.params.n
         self._ended: set[int] = set()
@@ -27,18 +29,19 @@ class ChatStream:
     async def start(self) -> None:
         """Sends the role for each completion, as OpenAI does."""
         for index in range(self._chat.params.n):
-            await self._send([replies.ChunkChoice(index=index, delta=replies.Delta(role="assistant", content=""), finish_reason=None)])
+            role = replies.Delta(role="assistant", content="")
+            await self._send([parts.of(replies.ChunkChoice(index=index, delta=role, finish_reason=None))], {})
 
     async def show(self, output: RequestOutput) -> None:
         """Sends new output."""
-        facts = self._chat.prompt_facts(output) if not self._tokens else {}
+        facts = await self._chat.prompt_facts(output, self._portioned) if not self._tokens else {}
         self._last, self.finished = output, output.finished
         self._tokens += tokens_of(output.outputs)
-        choices = [choice for completion in output.outputs if (choice := self._choice(completion)) is not None]
+        choices = [choice for completion in output.outputs if (choice := await self._choice(completion)) is not None]
         if choices or facts:
-            await self._send(choices, **facts)
+            await self._send(choices, facts)
 
-    def _choice(self, completion: CompletionOutput) -> replies.ChunkChoice | None:
+    async def _choice(self, completion: CompletionOutput) -> Parts | None:
         index = completion.index
         if index in self._ended:
             return None
@@ -49,12 +52,13 @@ class ChatStream:
             self._ended.add(index)
             events = joined([*events, *parser.finish()])
         delta = self._delta(self._chat.shown(events), index)
-        more = {**self._chat.logprobs(completion), **(self._chat.ids(completion) if completion.token_ids else {})}
+        more = {**await self._chat.logprobs(completion, self._portioned), **(self._chat.ids(completion) if completion.token_ids else {})}
         if delta is None and not ended and not more:
             return None
         why = reason(completion, self._called[index]) if ended else None
         told = stop_reason(completion) if ended else {}
-        return replies.ChunkChoice(index=index, delta=delta or replies.Delta(), finish_reason=why, **told, **more)
+        choice = replies.ChunkChoice(index=index, delta=delta or replies.Delta(), finish_reason=why, **told)
+        return with_members(parts.of(choice), more)
 
     def _delta(self, events: list[Event], index: int) -> replies.Delta | None:
         content = "".join(event.text for event in events if isinstance(event, Content))
@@ -69,15 +73,15 @@ class ChatStream:
 
     async def end(self) -> None:
         if self._usage.final:
-            await self._send([], usage=replies.usage(self._last, self._tokens))
+            await self._send([], {}, usage=replies.usage(self._last, self._tokens))
         await self._call.end_events()
 
-    async def _send(self, choices: list[replies.ChunkChoice], **more: Any) -> None:
+    async def _send(self, choices: list[Parts], facts: dict[str, Parts], **more: Any) -> None:
         chat = self._chat
         if self._usage.always:
             more = {"usage": replies.usage(self._last, self._tokens), **more}
-        chunk = replies.Chunk(id=self._id, object="chat.completion.chunk", created=chat.created, model=chat.model, choices=choices, **more)
-        await self._call.event(replies.text_of(chunk))
+        chunk = replies.Chunk(id=self._id, object="chat.completion.chunk", created=chat.created, model=chat.model, **more)
+        await self._call.event(with_members(parts.of(chunk), {"choices": array(choices), **facts}))
 
 
 def _call_delta(event: Call | Arguments) -> ChoiceDeltaToolCall:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,17 +13,17 @@ from openai.types import CompletionUsage
 
 from jengine import AsyncLLM, CompletionOutput, GenerationParams, InvalidArgument, OutputKind, RequestOutput
 from jengine.serving.answers import Answer
-from jengine.serving.http import replies
+from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import COMPLETION, Body
 from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.logprobs import CompletionLogprobs, Position, TokenTexts
+from jengine.serving.http.logprobs import Chain, CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
-from jengine.serving.http.service import CreateService, StreamUsage, level_of, stop_reason, tokens_of
+from jengine.serving.http.parts import Parts, array, with_members
+from jengine.serving.http.service import CreateService, StreamUsage, Tracked, level_of, stop_reason, tokens_of
+from jengine.serving.portions import Portioned
 from jengine.serving.service import ParsedRequest
-from jengine.serving.tracking import TrackedRequest
 
 MOST_PROMPTS = 2048  # in a request
-PATH = "/v1/completions"
 Prompt = str | list[int]
 
 
@@ -43,28 +43,23 @@ class Task(NamedTuple):
     model: str
     hides_output: bool
 
-    def reply(self, choices: list[replies.CompletionChoice], **more: Any) -> str:
-        reply = replies.Completion(
-            id=self.reply_id, object="text_completion", created=self.created, model=self.model, choices=choices, **more
-        )
-        return replies.text_of(reply)
+    def reply(self, choices: Iterable[Parts], **more: Any) -> Parts:
+        reply = replies.Completion(id=self.reply_id, object="text_completion", created=self.created, model=self.model, **more)
+        return with_members(parts.of(reply), {"choices": array(choices)})
 
 
 class CompletionService(CreateService):
     """Continues texts and tokens."""
 
+    PATH = "/v1/completions"
+
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
         with ExitStack() as stack:
-            first = stack.enter_context(self._tracker.track(f"POST {PATH}", request_id, call))
+            first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
-            task = self._task(call, given, request_id)
-            count = len(task.prompts)
-            tracked = [first]
-            for index in range(1, count):
-                tracked.append(stack.enter_context(self._tracker.track(f"POST {PATH}", f"{request_id}-{index}", call)))
-            self._admission.check(count * task.params.n, "n" if count == 1 else "prompt")
-            for one in tracked:
-                one.place = stack.enter_context(self._admission.place(task.params.n, call))
+            task = self._task(call, given, first.request_id)
+            places = [stack.enter_context(place) for place in self._admission.places(len(task.prompts), task.params.n, call)]
+            tracked = self._track_all(first, places, call, stack)
             if task.body.get("stream"):
                 await self._stream(call, task, size, tracked)
             else:
@@ -82,39 +77,40 @@ class CompletionService(CreateService):
         return Task(body, params, prompts, llm, f"cmpl-{request_id}", int(time.time()), self._models.info.name, hides)
 
     async def _queue_all(
-        self, call: HttpCall, task: Task, size: int, kind: OutputKind, tracked: list[TrackedRequest], stack: ExitStack
+        self, call: HttpCall, task: Task, size: int, kind: OutputKind, tracked: list[Tracked], stack: ExitStack
     ) -> list[tuple[Answer, _Pieces]]:
         """Queues all prompts."""
         out = []
-        for index, (prompt, one) in enumerate(zip(task.prompts, tracked, strict=True)):
+        portioned = self._shared.portions.answer()
+        repeats = bool(task.body.get("echo") or task.body.get("return_token_ids"))
+        for index, (prompt, (one, place)) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
-            parsed = ParsedRequest(task.params, read, size, **level_of(task.body))
-            handle = await self._submit(task.llm, parsed, kind, call, one.request_id)
+            parsed = ParsedRequest(task.params, read, size, **level_of(task.body), repeats=repeats)
+            handle = await self._submit(task.llm, parsed, kind, call, one.request_id, place, first=not index)
             answer = stack.enter_context(Answer(handle, one, self._pace if kind == "delta" else None))
-            out.append((answer, _Pieces(task, index * task.params.n, prompt)))
+            out.append((answer, _Pieces(task, index * task.params.n, prompt, portioned)))
         return out
 
-    async def _whole(self, call: HttpCall, task: Task, size: int, tracked: list[TrackedRequest]) -> None:
-        choices: list[replies.CompletionChoice] = []
+    async def _whole(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
+        choices: list[Parts] = []
         used: list[CompletionUsage] = []
         with ExitStack() as stack:
             for answer, pieces in await self._queue_all(call, task, size, "final", tracked, stack):
                 output = await answer.next()
-                choices += pieces.choices(output)
+                choices += await pieces.choices(output)
                 used.append(pieces.usage(output))
-        reply = task.reply(choices, usage=replies.usage_sum(used))
-        await call.answer(200, reply.encode("utf-8", "replace"), id_headers(tracked[0].request_id))
+        await call.answer(200, task.reply(choices, usage=replies.usage_sum(used)), id_headers(tracked[0][0].request_id))
 
-    async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[TrackedRequest]) -> None:
+    async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
         usage = StreamUsage(task.body)
         with ExitStack() as stack:
             answers = await self._queue_all(call, task, size, "delta", tracked, stack)
-            await call.start_events(id_headers(tracked[0].request_id))
+            await call.start_events(id_headers(tracked[0][0].request_id))
 
             async def follow(answer: Answer, pieces: _Pieces) -> CompletionUsage:
                 while True:
                     output = await answer.next()
-                    if choices := pieces.choices(output):
+                    if choices := await pieces.choices(output):
                         await call.event(task.reply(choices, **usage.now(pieces.usage(output))))
                     if output.finished:
                         return pieces.usage(output)
@@ -135,8 +131,8 @@ class _Pieces:
         first: the index of the first choice.
     """
 
-    def __init__(self, task: Task, first: int, prompt: Prompt) -> None:
-        self._task, self._first, self._prompt = task, first, prompt
+    def __init__(self, task: Task, first: int, prompt: Prompt, portioned: Portioned) -> None:
+        self._task, self._first, self._prompt, self._portioned = task, first, prompt, portioned
         texts = TokenTexts(task.llm.tokenizer, task.body.get("return_tokens_as_token_ids", False))
         self._top = task.body.get("logprobs")
         self._logprobs = [CompletionLogprobs(self._top or 0, texts) for _ in range(task.params.n)]
@@ -145,39 +141,42 @@ class _Pieces:
     def usage(self, output: RequestOutput) -> CompletionUsage:
         return replies.usage(output, 0 if self._task.hides_output else self._tokens)
 
-    def choices(self, output: RequestOutput) -> list[replies.CompletionChoice]:
+    async def choices(self, output: RequestOutput) -> list[Parts]:
         """The new parts of this output."""
         self._tokens += tokens_of(output.outputs)
         begins, self._begun = not self._begun, True
-        found = (self._choice(output, completion, begins) for completion in output.outputs)
+        found = [await self._choice(output, completion, begins) for completion in output.outputs]
         return [choice for choice in found if choice is not None]
 
-    def _choice(self, output: RequestOutput, completion: CompletionOutput, begins: bool) -> replies.CompletionChoice | None:
+    async def _choice(self, output: RequestOutput, completion: CompletionOutput, begins: bool) -> Parts | None:
         body, index = self._task.body, completion.index
         hidden = self._task.hides_output
         text, ids = ("", []) if hidden else (completion.text, completion.token_ids)
-        positions: list[Position] = [] if hidden else [*(completion.logprobs or [])]
+        positions: Sequence[Position] | Chain = [] if hidden else (completion.logprobs or [])
         if begins and body.get("echo"):
             text, ids = self._prompt_text(output) + text, [*output.prompt_token_ids, *ids]
-            positions = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *positions]
+            prompt = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+            positions = Chain(prompt, [] if hidden else (completion.logprobs or []))
         ended = completion.finish_reason is not None and index not in self._ended
         if not (text or ids or ended):
             return None
-        more: dict[str, Any] = {}
+        more: dict[str, Parts] = {}
         if self._top is not None:
-            more["logprobs"] = self._logprobs[index].add(ids, positions)
+            more["logprobs"] = await self._logprobs[index].add(self._portioned, ids, positions)
         if begins and output.prompt_logprobs is not None and "prompt_logprobs" in body.sampling:
-            more["prompt_logprobs"] = replies.prompt_logprobs(output.prompt_logprobs)
+            more["prompt_logprobs"] = await replies.prompt_logprobs(self._portioned, output.prompt_logprobs)
         if body.get("return_token_ids"):
-            more["token_ids"] = [] if hidden else completion.token_ids
+            more["token_ids"] = parts.encoded([] if hidden else completion.token_ids)
             if begins:
-                more["prompt_token_ids"] = output.prompt_token_ids
+                more["prompt_token_ids"] = parts.encoded(output.prompt_token_ids)
+        why = {}
         if ended:
             self._ended.add(index)
-            more |= stop_reason(completion)
-        return replies.CompletionChoice(
-            index=self._first + index, text=text, finish_reason=completion.finish_reason if ended else None, **more
+            why = stop_reason(completion)
+        choice = replies.CompletionChoice(
+            index=self._first + index, text=text, finish_reason=completion.finish_reason if ended else None, **why
         )
+        return with_members(parts.of(choice), more)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if isinstance(self._prompt, str):

@@ -66,6 +66,8 @@ def _code(refused: Refusal) -> tuple[str | None, str | None]:
     """OpenAI's code, and the field at fault."""
     if refused.resource is not None and refused.resource[0] == "model":
         return "model_not_found", "model"
+    if refused.resource is not None and refused.resource[0] == "request":
+        return None, "request_id"
     if refused.code is StatusCode.UNAUTHENTICATED:
         return "invalid_api_key", None
     if refused.code is StatusCode.RESOURCE_EXHAUSTED:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from openai.types.chat.chat_completion import ChoiceLogprobs
-from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
-from openai.types.completion_choice import Logprobs
+import msgspec
 
 from jengine import Logprob, Tokenizer
+from jengine.serving.http.parts import Parts, array, long_array, with_members
+from jengine.serving.portions import Portioned, width_of
 
 LOWEST = -9999.0  # in place of -inf, which JSON cannot represent; as in vLLM
 Position = dict[int, Logprob] | None  # by token id, the token itself first; None for a prompt's first token
-
-
-class TextLogprobs(Logprobs):
-    """Log probabilities with None for a prompt's first token."""
-
-    token_logprobs: list[float | None] | None = None  # type: ignore[assignment]
-    top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
 
 
 class TokenTexts:
@@ -33,17 +27,41 @@ class TokenTexts:
         return self._tokenizer.token_text(token) if entry is None or entry.decoded_token is None else entry.decoded_token
 
 
-def chat_logprobs(positions: Iterable[Position], top: int, texts: TokenTexts) -> ChoiceLogprobs:
-    """`top`: number of most likely tokens to list."""
-    content = []
-    for position in positions:
-        (token, chosen), *_ = (position or {}).items()
-        likeliest = sorted((position or {}).items(), key=lambda item: item[1].rank)[:top]
-        shown = [(texts.of(other, entry), _finite(entry)) for other, entry in likeliest]
-        text = texts.of(token, chosen)
-        listed = [TopLogprob(token=name, bytes=_bytes(name), logprob=value) for name, value in shown]
-        content.append(ChatCompletionTokenLogprob(token=text, bytes=_bytes(text), logprob=_finite(chosen), top_logprobs=listed))
-    return ChoiceLogprobs(content=content, refusal=None)
+async def chat_logprobs(portioned: Portioned, positions: Sequence[Position], top: int, texts: TokenTexts) -> Parts:
+    """A choice's `logprobs`.
+
+    Args:
+        top: number of most likely tokens to list.
+    """
+
+    def shown(token: int, entry: Logprob) -> dict[str, Any]:
+        text = texts.of(token, entry)
+        return {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": _finite(entry)}
+
+    def content(positions: Sequence[Position]) -> list[dict[str, Any]]:
+        out = []
+        for position in positions:
+            entries = list((position or {}).items())
+            likeliest = sorted(entries, key=lambda item: item[1].rank)[:top]
+            out.append({**shown(*entries[0]), "top_logprobs": [shown(*other) for other in likeliest]})
+        return out
+
+    return with_members([b'{"refusal":null}'], {"content": await long_array(portioned, positions, width_of(positions), content)})
+
+
+class Chain:
+    """Positions of a prompt and of its output, which are not copied: they may be described when they are read."""
+
+    def __init__(self, prompt: Sequence[Position], output: Sequence[Position]) -> None:
+        self._prompt, self._output = prompt, output
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._output)
+
+    def __getitem__(self, part: slice) -> list[Position]:
+        start, stop, _ = part.indices(len(self))
+        after = len(self._prompt)
+        return [*self._prompt[start:stop], *self._output[max(start - after, 0) : max(stop - after, 0)]]
 
 
 class CompletionLogprobs:
@@ -56,13 +74,24 @@ class CompletionLogprobs:
     def __init__(self, top: int, texts: TokenTexts) -> None:
         self._top, self._texts, self._offset = top, texts, 0
 
-    def add(self, token_ids: Sequence[int], positions: Sequence[Position]) -> TextLogprobs:
-        """Adds the next tokens. Returns their log probabilities."""
+    async def add(self, portioned: Portioned, token_ids: Sequence[int], positions: Sequence[Position] | Chain) -> Parts:
+        """Adds the next tokens. Returns their `logprobs`, as OpenAI's TextLogprobs with None for a prompt's first token."""
+        columns: tuple[list[Parts], ...] = ([], [], [], [])
+        assert len(token_ids) == len(positions)
+        async for part in portioned.slices(range(len(token_ids)), width_of(positions)):
+            pairs = zip(token_ids[part[0] : part[-1] + 1], positions[part[0] : part[-1] + 1], strict=True)
+            for column, values in zip(columns, self._columns(pairs), strict=True):
+                column.append([msgspec.json.encode(values)[1:-1]])
+        names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+        (first, offsets), *others = zip(names, map(array, columns), strict=True)
+        return with_members([b'{"%s":' % first.encode(), *offsets, b"}"], dict(others))
+
+    def _columns(self, pairs: Iterable[tuple[int, Position]]) -> tuple[list[Any], ...]:
         tokens: list[str] = []
         values: list[float | None] = []
         likeliest: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        for token, position in zip(token_ids, positions, strict=True):
+        for token, position in pairs:
             if position is None:
                 text, value, best = self._texts.of(token), None, None
             else:
@@ -75,7 +104,7 @@ class CompletionLogprobs:
             likeliest.append(best)
             offsets.append(self._offset)
             self._offset += len(text)
-        return TextLogprobs(text_offset=offsets, token_logprobs=values, tokens=tokens, top_logprobs=likeliest)
+        return offsets, values, tokens, likeliest
 
     def _listed(self, other: int, token: int, entry: Logprob) -> bool:
         return other == token or entry.rank <= self._top
@@ -83,7 +112,3 @@ class CompletionLogprobs:
 
 def _finite(entry: Logprob) -> float:
     return max(entry.logprob, LOWEST)
-
-
-def _bytes(text: str) -> list[int]:
-    return list(text.encode("utf-8", "replace"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from openai.types import Completion as OpenAICompletion
@@ -11,29 +12,25 @@ from openai.types.chat import ChatCompletion as OpenAIChatCompletion
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from openai.types.chat import ChatCompletionMessage as OpenAIMessage
 from openai.types.chat.chat_completion import Choice as OpenAIChoice
-from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as OpenAIChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta as OpenAIDelta
 from openai.types.completion_usage import PromptTokensDetails
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from jengine import Logprob, RequestOutput
-
-PromptLogprobs = list[dict[int, dict[str, Any]] | None]
+from jengine.serving.http.parts import Parts, long_array
+from jengine.serving.portions import Portioned, width_of
 
 
 class CompletionChoice(OpenAICompletionChoice):
-    """`finish_reason` may also be "abort" (with a stop_reason) or "error"."""
+    """The short fields of a choice. `finish_reason` may also be "abort" (with a stop_reason) or "error"."""
 
     finish_reason: str | None = None  # type: ignore[assignment]
     stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(OpenAICompletion):
-    choices: list[CompletionChoice]  # type: ignore[assignment]
+    choices: list[CompletionChoice] = Field(default_factory=list)  # type: ignore[assignment]  # added as parts
 
 
 class Message(OpenAIMessage):
@@ -46,13 +43,10 @@ class ChatChoice(OpenAIChoice):
     finish_reason: str | None = None  # type: ignore[assignment]
     message: Message
     stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
 
 
 class ChatCompletion(OpenAIChatCompletion):
-    choices: list[ChatChoice]  # type: ignore[assignment]
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    choices: list[ChatChoice] = Field(default_factory=list)  # type: ignore[assignment]  # added as parts
 
 
 class Delta(OpenAIDelta):
@@ -64,15 +58,11 @@ class ChunkChoice(OpenAIChunkChoice):
 
     finish_reason: str | None = None  # type: ignore[assignment]
     delta: Delta
-    logprobs: ChoiceLogprobs | None = None  # type: ignore[assignment]
     stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
 
 
 class Chunk(OpenAIChunk):
-    choices: list[ChunkChoice]  # type: ignore[assignment]
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    choices: list[ChunkChoice] = Field(default_factory=list)  # type: ignore[assignment]  # added as parts
 
 
 class ServedModel(Model):
@@ -101,18 +91,21 @@ def usage_sum(parts: list[CompletionUsage]) -> CompletionUsage:
     )
 
 
-def prompt_logprobs(positions: list[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:
+async def prompt_logprobs(portioned: Portioned, positions: Sequence[dict[int, Logprob] | None]) -> Parts:
     """Log probabilities of the prompt in vLLM's format."""
-    if positions is None:
-        return None
-    return [
-        None
-        if position is None
-        else {
-            token: {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.decoded_token} for token, entry in position.items()
-        }
-        for position in positions
-    ]
+
+    def shown(positions: Sequence[dict[int, Logprob] | None]) -> list[Any]:
+        return [
+            None
+            if position is None
+            else {
+                token: {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.decoded_token}
+                for token, entry in position.items()
+            }
+            for position in positions
+        ]
+
+    return await long_array(portioned, positions, width_of(positions), shown)
 
 
 def text_of(reply: BaseModel) -> str:

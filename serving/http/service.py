@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, ClassVar
 
 import msgspec
 from openai.types import CompletionUsage
 
 from jengine import AsyncLLM, CompletionOutput, InvalidArgument
-from jengine.serving.admission import client_of
-from jengine.serving.answers import new_id
+from jengine.serving.admission import Place, client_of
 from jengine.serving.bounds import check_priority
 from jengine.serving.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.errors import check_model
-from jengine.serving.http.bodies import Body, Form
+from jengine.serving.http.bodies import Body, Form, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import names_of
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.service import Service, Shared
+from jengine.serving.tracking import TrackedRequest
 
+Tracked = tuple[TrackedRequest, Place]  # of one prompt
 LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms")
 
 
@@ -48,7 +50,7 @@ class HttpService(Service):
         if kind != "application/json":
             raise BadBody(415, f"content-type must be application/json, not {kind[:100] or 'missing'}")
         raw = await call.body(self._most_bytes)
-        return await self._text_work.run(client_of(call), len(raw), lambda: json_object(raw)), len(raw)
+        return await self._text_work.run(client_of(call), len(raw), lambda: json_object(raw, most_bytes)), len(raw)
 
     def _read(self, form: Form, given: dict[str, Any], call: HttpCall) -> Body:
         body = form.read(given)
@@ -68,17 +70,32 @@ class HttpService(Service):
 
 
 class CreateService(HttpService):
-    """Base class of services whose requests the engine answers."""
+    """Base class of services whose requests the engine answers.
+
+    Attributes:
+        PATH: for logs.
+    """
+
+    PATH: ClassVar[str]
 
     async def create(self, call: HttpCall) -> None:
         given, size = await self._json(call)
         name = given.get("request_id")
-        request_id = name if isinstance(name, str) and name else new_id()
-        await while_connected(call, self._create(call, given, size, request_id))
+        await while_connected(call, self._create(call, given, size, name if isinstance(name, str) else ""))
 
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
-        """Answers a request, whose body has `size` bytes."""
+        """Answers a request, whose body has `size` bytes. `request_id`: the client's, or empty."""
         raise NotImplementedError
+
+    def _track_all(self, first: TrackedRequest, places: list[Place], call: HttpCall, stack: ExitStack) -> list[Tracked]:
+        """Tracks each prompt of an admitted request; the first one is tracked already."""
+        first.place = places[0]
+        tracked = [(first, places[0])]
+        for part, place in enumerate(places[1:], start=1):
+            one = stack.enter_context(self._tracker.track(f"POST {self.PATH}", first.request_id, call, part))
+            one.place = place
+            tracked.append((one, place))
+        return tracked
 
 
 def level_of(body: Body) -> dict[str, Any]:

@@ -47,9 +47,13 @@ class TextService(HttpService):
             text, special = body.get("prompt"), body.get("add_special_tokens", True)
             ids = await self._text_work.run(client_of(call), size, lambda: tokenizer.encode(text, special))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids}
-        if body.get("return_token_strs"):
-            answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
-        await call.answer(200, msgspec.json.encode(answer))
+
+        def encoded() -> bytes:
+            if body.get("return_token_strs"):
+                answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+            return msgspec.json.encode(answer)
+
+        await call.answer(200, await self._text_work.run(client_of(call), size, encoded))
 
     async def detokenize(self, call: HttpCall) -> None:
         given, size = await self._json(call)
@@ -59,7 +63,7 @@ class TextService(HttpService):
         if tokens is None:
             raise InvalidArgument("tokens", None, "must be given")
         self._check_ids("tokens", len(tokens))
-        if any(not 0 <= token < 2**32 for token in tokens):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < 2**32:
             raise InvalidArgument("tokens", tokens, "ids must be in [0, 4294967296)")
         tokenizer = self._models.llm.tokenizer
         text = await self._text_work.run(client_of(call), size, lambda: tokenizer.decode_unlocked(tokens, False))

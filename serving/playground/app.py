@@ -15,9 +15,9 @@ from jengine.serving.errors import Refusal
 from jengine.serving.http.app import Parts, application, endpoint
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
+from jengine.serving.http.hosts import OwnHosts
 from jengine.serving.metrics_server import MakePage, Pages
 from jengine.serving.playground.assets import HEADERS, assets
-from jengine.serving.playground.hosts import OwnHosts
 from jengine.serving.playground.live import LiveFeed
 
 LIVE = "/page/live"

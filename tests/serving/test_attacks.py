@@ -18,7 +18,7 @@ from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from jengine.serving.mock_engine import MockEngine
 from jengine.serving.watchdog import Heartbeat
-from jengine.serving.wire import Add, Sample, requests_of
+from jengine.serving.wire import Add, End, Sample
 from tests.serving.processes import ServerProcess, mock_process
 
 GRAMMARS = ("schema_of_many_refs", "lark_of_many_rules", "lark_that_looks_short", "long_choice", "schema_of_products")
@@ -103,9 +103,14 @@ def test_what_is_ended_before_its_mask_is_made_does_not_run() -> None:
         child = EngineChild(ours, Heartbeat(ours, 0))
         child._engine = MockEngine()
         child._pass_on(order("a", "a/1"))
-        child._end(Ended("a", "abort", None))
-        requests = requests_of(child._unmasked.get(), None)
-        child._add(requests)
+        child._pass_on(End(Ended("a", "abort", None)))
+        taken = child._masks._turns.take()
+        assert taken is not None
+        child._masks.make(taken[1])
+        child._pass_on(End(Ended("a/1", "abort", None)))
+        add, end = child._inbox.get(), child._inbox.get()
+        assert add is not None and end is not None and child._inbox.empty()
+        add()
         assert child._engine.load.waiting == 1
-        child._end(Ended("a/1", "abort", None))
-        assert child._engine.load.waiting == 0 and not child._masking and not child._ended
+        end()
+        assert child._engine.load.waiting == 0 and not child._masks._waiting

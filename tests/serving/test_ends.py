@@ -114,7 +114,7 @@ def test_the_server_closes_in_mid_stream(make_server: MakeServer) -> None:
 def test_a_slow_reader_loses_his_request_alone(make_server: MakeServer) -> None:
     """A client reads only the first message. Within write_timeout its pages are freed, although it is still
     connected. Others continue."""
-    server_options = {"write_timeout": 0.3, "max_waiting": 0}
+    server_options = {"write_timeout": 0.3, "max_waiting": 0, "max_answer_logprobs": 10**9}
     with (
         make_server(server=server_options, seconds=0.001, max_num_seqs=2, max_model_len=2**20, pages=2**18) as server,
         server.stub() as stub,
@@ -139,7 +139,9 @@ def test_a_slow_reader_loses_his_request_alone(make_server: MakeServer) -> None:
 
 
 def test_a_slow_reader_who_goes(make_server: MakeServer) -> None:
-    with make_server(server={"write_timeout": 0.2}, seconds=0.001, max_model_len=2**20, pages=2**18) as server:
+    with make_server(
+        server={"write_timeout": 0.2, "max_answer_logprobs": 10**9}, seconds=0.001, max_model_len=2**20, pages=2**18
+    ) as server:
         with grpc.insecure_channel(server.address, SMALL_WINDOW) as channel:
             next(GenerateServiceStub(channel).GenerateStream(request_of(sampling_params=pb.SamplingParams(logprobs=20))))
             while server.engine.has_work:

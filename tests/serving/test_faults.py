@@ -179,7 +179,7 @@ def test_a_client_that_never_reads(tokenizer_folder: Path) -> None:
     verbose = pb.GenerateRequest()
     verbose.CopyFrom(ENDLESS)
     verbose.sampling_params.MergeFrom(pb.SamplingParams(n=8, logprobs=20))
-    with serving(tokenizer_folder, write_timeout=0.5) as (server, client):
+    with serving(tokenizer_folder, write_timeout=0.5, max_answer_logprobs=10**9) as (server, client):
         before = held(server)
         with clients(server.address, 1, verbose) as process:
             process.send_signal(signal.SIGSTOP)

@@ -122,11 +122,15 @@ def likely(message: Message) -> Message:
     return message
 
 
-async def ask(channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple[str, str]]) -> None:
+async def ask(channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple[str, Any]], metadata: Any = None) -> None:
+    """Sends one request. `metadata`: with a key that is no administrator's."""
     name = rng.choice(sorted(METHODS))
     module, method = METHODS[name]
     kind: type[Message] = getattr(module, method.input_type.name)
     request = fill(kind(), rng, rng.choice([0.05, 0.1, 0.3, 0.9]))
+    if isinstance(request, pb.GenerateRequest) and rng.random() < 0.3:  # as short as can be
+        request = pb.GenerateRequest(sampling_params=pb.SamplingParams(max_tokens=rng.randint(1, 4), n=rng.choice([1, 1, 2, 32, 64])))
+        request.token_ids.ids.extend(rng.randrange(500) for _ in range(rng.randint(1, 3)))
     if isinstance(request, pb.ProfileRequest) and not request.HasField("seconds"):
         request.seconds = 0.1  # the default takes 15 s
     raw = (likely(request) if rng.random() < 0.7 else request).SerializeToString()
@@ -135,7 +139,7 @@ async def ask(channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple
         spoiled[rng.randrange(len(spoiled))] ^= 1 << rng.randrange(8)
         raw = bytes(spoiled)
     asks, answers = (("stream" if streams else "unary") for streams in (method.client_streaming, method.server_streaming))
-    call = getattr(channel, f"{asks}_{answers}")(name)([raw] if method.client_streaming else raw, timeout=60)
+    call = getattr(channel, f"{asks}_{answers}")(name)([raw] if method.client_streaming else raw, timeout=60, metadata=metadata)
     try:
         if method.server_streaming:
             async for _ in call:
@@ -149,13 +153,13 @@ async def ask(channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple
     except asyncio.CancelledError:
         return
     code = await call.code()
-    assert code in REASONS, (name, code, await call.details(), raw[:500])
+    assert code in REASONS or (metadata and code is grpc.StatusCode.PERMISSION_DENIED), (name, code, await call.details(), raw[:500])
     seen[method.name, code.name] += 1
 
 
-def fuzz(make_server: MakeServer, seed: int, requests: int) -> Counter[tuple[str, str]]:
+def fuzz(make_server: MakeServer, seed: int, requests: int) -> Counter[tuple[str, Any]]:
     """The results of this many requests."""
-    seen: Counter[tuple[str, str]] = Counter()
+    seen: Counter[tuple[str, Any]] = Counter()
     rng = random.Random(seed)
 
     async def worker(channel: grpc.aio.Channel, number: int) -> None:
@@ -176,7 +180,7 @@ def fuzz(make_server: MakeServer, seed: int, requests: int) -> Counter[tuple[str
     return seen
 
 
-def check(seen: Counter[tuple[str, str]], requests: int) -> None:
+def check(seen: Counter[tuple[str, Any]], requests: int) -> None:
     assert 0.9 * requests < sum(seen.values()) <= requests
     for method in ("Generate", "GenerateStream", "Chat", "ModelInfer"):
         assert seen[method, "OK"] and seen[method, "INVALID_ARGUMENT"], seen

@@ -328,7 +328,7 @@ def test_another_model(client: OpenAI) -> None:
     assert wrong.value.code == "model_not_found" and wrong.value.param == "model"
 
 
-@pytest.mark.parametrize("request_id", ["a b", "\r\nSet-Cookie: x=y", "世界", "x" * 1000])
+@pytest.mark.parametrize("request_id", ["a b", "\r\nSet-Cookie: x=y", "世界", "x" * 250])
 def test_request_ids_that_no_header_can_hold(client: OpenAI, request_id: str) -> None:
     answer = client.completions.create(model="mock", prompt=TEXT, max_tokens=1, extra_body={"request_id": request_id})
     assert answer.id == f"cmpl-{request_id}" and answer._request_id is None

@@ -124,7 +124,7 @@ def test_timeouts(server: MockServer) -> None:
 
 def test_a_client_that_never_reads(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     """Its request ends by write_timeout, others go on meanwhile."""
-    options = {"http_port": 0, "write_timeout": 0.5}
+    options = {"http_port": 0, "write_timeout": 0.5, "max_answer_logprobs": 10**9}
     with (
         make_server(server=options, **{**ENGINE, "seconds": 0.0005}) as server,
         connect(server, receive_buffer=4096) as connection,

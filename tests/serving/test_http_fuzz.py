@@ -38,7 +38,7 @@ NAMES = (
 )
 WORDS = [*TEXTS, CALL, "assistant", "function", "json_schema", "json_object", "required", "auto", "none", "low", "\ud800"]
 LIKELY: dict[str, list[Any]] = {
-    "prompt": ["The quick brown fox", [70, 71], ["a", "b"], [[70], [71, 72]], ""],
+    "prompt": ["The quick brown fox", [70, 71], ["a", "b"], [[70], [71, 72]], "", "a", [70], ["a"] * 50, [[70]] * 250],
     "messages": [
         [{"role": "user", "content": CALL}],
         [{"role": "assistant", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}]}],
@@ -90,7 +90,7 @@ def body_of(path: str, rng: random.Random) -> bytes:
     return raw
 
 
-async def ask(client: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple[str, int]]) -> None:
+async def ask(client: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple[str, Any]]) -> None:
     path = rng.choice(sorted(FORMS))
     method = "POST" if rng.random() < 0.97 else rng.choice(["GET", "PUT", "OPTIONS", "HEAD", "X"])
     shown = path if rng.random() < 0.97 else path + rng.choice(["/", "?a=%ff", "//", "/%00", "/../v1/models"])
@@ -110,9 +110,9 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple
     seen[path, answer.status_code] += 1
 
 
-def fuzz(server: MockServer, seed: int, requests: int) -> Counter[tuple[str, int]]:
+def fuzz(server: MockServer, seed: int, requests: int) -> Counter[tuple[str, Any]]:
     """The results of this many requests."""
-    seen: Counter[tuple[str, int]] = Counter()
+    seen: Counter[tuple[str, Any]] = Counter()
     rng = random.Random(seed)
 
     async def worker(client: httpx.AsyncClient, own: random.Random) -> None:

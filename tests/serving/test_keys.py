@@ -261,7 +261,7 @@ def test_wrong_keys_are_logged_sparsely(make_server: MakeServer, keys: Any, capl
 def test_evictions_are_logged(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, "jengine.serving"),
-        make_server(server={"write_timeout": 0.2}, seconds=0.001, max_model_len=2**20, pages=2**18) as server,
+        make_server(server={"write_timeout": 0.2, "max_answer_logprobs": 10**9}, seconds=0.001, max_model_len=2**20, pages=2**18) as server,
         grpc.insecure_channel(server.address, SMALL_WINDOW) as channel,
     ):
         stream = GenerateServiceStub(channel).GenerateStream(request_of(sampling_params=pb.SamplingParams(logprobs=20)))

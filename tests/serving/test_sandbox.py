@@ -186,3 +186,89 @@ def test_no_grammar_is_compiled_in_the_event_loop(tokenizer_folder: Path, monkey
     monkeypatch.setattr(masks, "make_masks", never)
     with started(tokenizer_folder=str(tokenizer_folder), vocab_size=501) as process:
         asyncio.run(ask())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed_from_outside_costs_nothing(tokenizer: Tokenizer, number: int) -> None:
+    """An idle one and a busy one. The grammar used to be refused for good."""
+
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.check("a", GOOD, tokenizer)
+        for regex in ("idle", "busy"):
+            [pid] = pids(sandbox)
+            if regex == "busy":
+                os.kill(pid, signal.SIGSTOP)
+                checking = asyncio.create_task(sandbox.check("a", StructuredOutputs(regex=regex), tokenizer))
+                await asyncio.sleep(0.1)
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)
+                await checking
+            else:
+                os.kill(pid, number)
+                await sandbox.check("a", StructuredOutputs(regex=regex), tokenizer)
+            assert pids(sandbox) != [pid]
+
+    within(work, workers=1)
+
+
+def test_nothing_is_remembered_of_processes_that_are_always_killed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    call = sandboxes._Worker.call
+
+    def killed(self: Any, job: Any) -> Any:
+        calls.append(self._process.pid)
+        self._process.kill()
+        return call(self, job)
+
+    async def work(sandbox: Sandbox) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(sandboxes._Worker, "call", killed)
+            with pytest.raises(Refusal) as busy:
+                await sandbox.check("a", GOOD, tokenizer)
+        assert busy.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED and busy.value.retry_seconds
+        assert len(calls) == sandboxes.ATTEMPTS and not sandbox._verdicts
+        await sandbox.check("a", GOOD, tokenizer)
+
+    within(work)
+
+
+def test_many_addresses_do_not_keep_a_client_waiting(tokenizer: Tokenizer) -> None:
+    """Thirty clients with hanging templates: a new client's job is the next to start, and so is its second one."""
+
+    async def work(sandbox: Sandbox) -> None:
+        started: list[str] = []
+        do = sandbox._do
+
+        def counting(folder: Path, job: Any) -> Any:
+            started.append("victim" if "victim" in job.arguments else "attacker")
+            return do(folder, job)
+
+        sandbox._do = counting  # type: ignore[method-assign]
+        attackers = [asyncio.create_task(sandbox.render(f"a{i}", MESSAGES, {"chat_template": ENDLESS}, tokenizer)) for i in range(30)]
+        await asyncio.sleep(0)
+        for regex in ("victim 1", "victim 2"):
+            await sandbox.check("victim", StructuredOutputs(regex=regex), tokenizer)
+        first, second = (i for i, who in enumerate(started) if who == "victim")
+        assert first <= sandboxes.WORKERS and second <= 2 * sandboxes.WORKERS + 1, started
+        for task in attackers:
+            task.cancel()
+        await asyncio.gather(*attackers, return_exceptions=True)
+        assert not len(sandbox._turns)
+
+    within(work)
+
+
+def test_work_is_charged_to_the_client(tokenizer: Tokenizer) -> None:
+    charged: list[tuple[str, float]] = []
+
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.check("a", GOOD, tokenizer)
+        [(client, seconds)] = charged
+        assert client == "a" and 0 < seconds <= sandboxes.CPU_SECONDS
+        await sandbox.check("b", GOOD, tokenizer)
+        assert charged[1:] == [("b", seconds)], "the engine compiles it once more"
+        with pytest.raises(InvalidArgument):
+            await sandbox.render("c", MESSAGES, {"chat_template": ENDLESS}, tokenizer)
+        assert charged[2:] == [("c", sandboxes.CPU_SECONDS)]
+
+    within(work, charge=lambda *one: charged.append(one))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -86,7 +88,28 @@ def test_a_tokenizer_that_llguidance_cannot_read() -> None:
 def test_rules_are_counted() -> None:
     """Definitions and terminals of any form; no colons in strings."""
     grammar = 'start: a | B\n?a: "x:" \n!b.2 : /y:/\nB: "c: d"\n  // note: none\n_c{x}: x\n%ignore " "'
-    assert grammars._RULE.findall(grammar) == ["start:", "?a:", "!b.2 :", "B:", "_c{x}:"]
+    counted = [line for line in grammar.split("\n") if grammars._begins_rule(line)]
+    assert [line.partition(":")[0].strip() for line in counted] == ["start", "?a", "!b.2", "B", "_c{x}"]
+
+
+LINEAR = """
+import resource
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))  # seconds; a scan in quadratic time would need days
+from jengine.request import StructuredOutputs
+from jengine.text import grammars
+grammars.MAX_CHARACTERS = 10**8
+for long in ("a" * 10**7, "\\n" * 10**7, "a\\n" * 10**6, " " * 10**7, "a: " * 10**6, "?" * 10**7):
+    grammars.check_structure(StructuredOutputs(grammar='start: "a"\\n' + long))
+for long in ('"$ref"' * 10**6, '"$ref" ' + " " * 10**7, '"$ref":' * 10**6, '"$ref":"' + "a" * 10**7):
+    grammars.check_structure(StructuredOutputs(json=long))
+print("done")
+"""
+
+
+def test_the_limits_are_checked_in_linear_time() -> None:
+    """One line of 100 kB used to take 16 s, in the server's event loop."""
+    done = subprocess.run([sys.executable, "-c", LINEAR], capture_output=True, text=True)
+    assert done.stdout == "done\n", done
 
 
 def test_samples_share_what_is_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

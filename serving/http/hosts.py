@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-MESSAGE = "open this page with the server's address or a name without a dot: without API keys (--api-keys) domain names are rejected\n"
+MESSAGE = "use the server's address or a name without a dot: without API keys (--api-keys), web pages under domain names are rejected\n"
 
 
 def is_own(host: str) -> bool:
@@ -31,13 +31,17 @@ class OwnHosts:
 
     Args:
         open_paths: paths that show and change nothing.
+        pages_only: reject only requests that a browser sends for a web page (with `Origin`), so that other clients may use any name.
     """
 
-    def __init__(self, app: ASGIApp, open_paths: frozenset[str]) -> None:
-        self._app, self._open = app, open_paths
+    def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset(), *, pages_only: bool = False) -> None:
+        self._app, self._open, self._pages_only = app, open_paths, pages_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open and not is_own(Headers(scope=scope).get("host", "")):
+        if scope["type"] == "http" and scope["path"] not in self._open and self._is_foreign(Headers(scope=scope)):
             await PlainTextResponse(MESSAGE, 421)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        return not is_own(headers.get("host", "")) and not (self._pages_only and "origin" not in headers)
