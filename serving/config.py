@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -57,8 +58,8 @@ class ServerConfig:
         max_message_bytes: the largest request.
         client_chat_templates: accept chat templates from clients. A template is a program: it runs in a separate process, which is
             ended when it takes too much time or memory.
-        allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by commas, such as
-            https://chat.example.com; * allows all. By default none.
+        allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by commas or as a
+            list in JSON, such as https://chat.example.com; * allows all. By default none.
         write_timeout: seconds after which a client that does not read is disconnected.
         lame_duck_seconds: seconds after SIGTERM during which health says NOT_SERVING but requests are still accepted, so that load
             balancers can leave. Then the drain begins. Has no effect if drain_seconds is 0.
@@ -189,7 +190,12 @@ class ServerConfig:
     @property
     def origins(self) -> list[str]:
         """The origins of allowed_origins."""
-        return [] if self.allowed_origins is None else [origin.strip() for origin in self.allowed_origins.split(",")]
+        if self.allowed_origins is None:
+            return []
+        with contextlib.suppress(ValueError):  # a list in JSON, as vLLM takes it
+            if isinstance(listed := json.loads(self.allowed_origins), list):
+                return [str(origin) for origin in listed]
+        return [origin.strip() for origin in self.allowed_origins.split(",")]
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

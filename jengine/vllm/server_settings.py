@@ -10,13 +10,14 @@ SAME: dict[str, str] = {
     "port": "serves gRPC; `http_port` serves OpenAI's API",
     "served_model_name": "one name",
     "api_key": "also the variable `JENGINE_API_KEY`; `api_keys` is a file with hashes and limits for each key",
+    "allowed_origins": "default none; a comma-separated list or JSON",
     "tool_call_parser": "detected by default",
     "reasoning_parser": "detected by default",
     "otlp_traces_endpoint": "",
     "config": "a TOML file instead of YAML",
 }
 ALWAYS = "it is always so"
-CORS = "CORS headers are not sent: put a reverse proxy in front of the server that adds them"
+CORS = "CORS headers allow what the API needs; see allowed_origins"
 PROMPTS = "prompts and outputs are never logged; request_log writes a line of JSON for each request without them"
 PROCESSES = "one process answers all clients, beside that of the engine"
 PROXY = "paths begin with /v1: let the proxy remove its prefix"
@@ -31,6 +32,13 @@ SERVER: tuple[Setting, ...] = (
     unsupported("ssl_cert_reqs", "tls_client_ca requires client certificates (2); otherwise they are not asked for (0)", 0),
     unsupported("enable_log_requests", f"request_log=- does this: {PROMPTS}", False),
     unsupported("h11_max_incomplete_event_size", "it is called max_message_bytes here", 4194304),
+    Setting(
+        "disable_log_stats",
+        "renamed",
+        "log_stats=False, or `--no-log-stats`",
+        gives={True: {"log_stats": False}, False: {"log_stats": True}},
+        switch=True,
+    ),
     # --- no effect
     no_effect("enable_auto_tool_choice", f"{ALWAYS}; see tool_call_parser", True),
     no_effect("enable_reasoning", f"{ALWAYS}; see reasoning_parser", True),
@@ -53,7 +61,6 @@ SERVER: tuple[Setting, ...] = (
     no_effect("grpc", "gRPC is always on; see port", True),
     no_effect("max_lora_modules", "LoRA adapters are not supported"),
     # --- not supported
-    unsupported("allowed_origins", CORS, ["*"], '["*"]'),
     unsupported("allowed_methods", CORS, ["*"], '["*"]'),
     unsupported("allowed_headers", CORS, ["*"], '["*"]'),
     unsupported("allow_credentials", CORS, False),

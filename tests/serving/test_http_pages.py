@@ -49,6 +49,7 @@ def test_wrong_origins(origins: str) -> None:
 def test_origins_need_the_api() -> None:
     with pytest.raises(InvalidArgument, match="needs http_port"):
         ServerConfig(allowed_origins="*")
+    assert ServerConfig(http_port=0, allowed_origins='["https://a.example", "https://b.example"]').origins[1] == "https://b.example"
     assert ServerConfig(http_port=0, allowed_origins="*").origins == ["*"] and ServerConfig().origins == []
 
 
