@@ -123,13 +123,20 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
     from jengine.serving import engine_process
 
     class Taken:
-        @staticmethod
-        def of(engine: EngineConfig, *_: object) -> EngineConfig:
-            return engine
+        def __init__(self, engine: EngineConfig) -> None:
+            self.engine = engine
+
+        @classmethod
+        def of(cls, engine: EngineConfig, *_: object, **__: object) -> Taken:
+            return cls(engine)
+
+        def spawn(self) -> None: ...
+
+        def quit(self) -> None: ...
 
     def run(server: ServerConfig, model: str, make: Any) -> None:
         Access(server, Metrics()) if server.tls_cert is None else None  # reads the keys
-        found.append((server, make(None)))
+        found.append((server, make(None).engine))
 
     monkeypatch.setattr(engine_process, "EngineProcess", Taken)
     monkeypatch.setattr(app, "run", run)

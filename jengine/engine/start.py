@@ -129,7 +129,7 @@ def start_engine(config: EngineConfig, *, progress: Progress = True) -> tuple[En
         raise OutOfMemory(f"{full}; {what}") from full
 
 
-def _start(config: EngineConfig, progress: bool) -> tuple[Engine, Started]:
+def _start(config: EngineConfig, progress: Progress) -> tuple[Engine, Started]:
     if config.process_id > 0:
         raise InvalidArgument("process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow")
     link = _connected(config)

@@ -301,7 +301,7 @@ def test_closing(text_model: Path) -> None:
     ):
         with pytest.raises(EngineDead, match="has been closed"):
             use()
-    assert repr(llm).endswith("closed)") and llm.max_model_len == 192 and llm.get_tokenizer() is llm.tokenizer
+    assert repr(llm).endswith("closed)") and llm.max_model_len == 192 and llm.get_tokenizer().tokenizer is llm.tokenizer
     llm.close()
     del one
     gc.collect()
