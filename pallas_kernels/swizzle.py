@@ -76,7 +76,7 @@ def _read(transforms: Any) -> tuple[tuple[int, ...], int]:
 
 def _alignment(ref: Any) -> int:
     """The largest number of bytes that is known to divide the place in its buffer where a reference begins; 0: it begins there."""
-    op = ref.owner.opview if isinstance(ref.owner, ir.OpView | ir.Operation) else None
+    op: Any = ref.owner.opview if isinstance(ref.owner, ir.OpView | ir.Operation) else None
     if op is None or op.name not in VIEWS | BUFFERS:
         return 1
     if op.name in BUFFERS:
