@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, str]] = [
     ("--tokenizer-mode slow", "must be auto or hf or mistral"),
     ("--load-format dummy", "weights are read in the format that they have"),
     ("--root-path /llm", "let the proxy remove its prefix"),
-    ('--allowed-origins ["http://a"]', "CORS headers are not sent: put a reverse proxy"),
+    ("--allowed-methods GET", "CORS headers allow what the API needs; see allowed_origins"),
     ("--kv-offloading-size 8", "it is called swap_space here: GiB for each device"),
     ("--cpu-offload-gb 4", "quantization makes them smaller"),
     ("--distributed-executor-backend ray", "coordinator, num_processes and process_id"),

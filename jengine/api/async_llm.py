@@ -19,7 +19,7 @@ from jengine.api.backend import Backend, EngineThread, Updates
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
-from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
+from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
 from jengine.api.vllm_methods import AsyncVllmMethods
 from jengine.beams import GenerationParams, split
 from jengine.config import EngineConfig
@@ -100,13 +100,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
         prompt: Prompt,
         sampling_params: GenerationParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        ttft_ms: float | None = None,
-        tpot_ms: float | None = None,
-        client: str = "",
-        timeout: float | None = None,
-        output_kind: OutputKind | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
@@ -114,12 +108,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
             sampling_params: None is `get_default_sampling_params()`. BeamSearchParams give one output, at the end, with a
                 completion for each beam.
             request_id: for `abort`; must not be in use. None generates one.
-            priority, ttft_ms, tpot_ms, client: see ServiceLevel.
-            timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
-            output_kind: what each output has. None: that of the sampling parameters, or else cumulative; cumulative: everything so
-                far; delta: only the new text, tokens and logprobs of every
-                completion, even if there are none; final: everything, in one output at the end. A slow reader gets several tokens
-                at a time.
+            options: priority, targets, timeout and kind of outputs; see RequestOptions. A slow reader gets several tokens at a time.
 
         Raises:
             InvalidArgument: when the iteration begins; the prompt or a parameter is invalid, or too large. Nothing has been queued.
@@ -129,18 +118,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
         grammar = not self.backend.makes_masks and getattr(sampling_params, "structured_outputs", None) is not None
         if grammar or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):  # compiling a grammar may take a second
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
-        handle = self.submit(
-            work,
-            sampling_params,
-            request_id=request_id,
-            priority=priority,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            client=client,
-            timeout=timeout,
-            output_kind=output_kind,
-        )
-        async with handle:
+        async with self.submit(work, sampling_params, request_id=request_id, **options) as handle:
             async for output in handle:
                 yield output
 
@@ -278,7 +256,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
 
         Args:
             prompt, sampling_params: as for `generate`; or, as prompt alone, the result of `prepare`.
-            request_id, priority, ttft_ms, tpot_ms, client, timeout, output_kind: as for `generate`.
+            request_id: as for `generate`. The others: see RequestOptions.
 
         Raises:
             InvalidArgument: the prompt or a parameter is invalid, or too large. Nothing has been queued.

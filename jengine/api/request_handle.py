@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Literal, Self, TypedDict
 
 from jengine.errors import EngineDead
 from jengine.request import CompletionOutput, RequestMetrics, RequestOutput
 
 OutputKind = Literal["cumulative", "delta", "final"]
 OUTPUT_KINDS = ("cumulative", "delta", "final")
+
+
+class RequestOptions(TypedDict, total=False):
+    """How a request runs, and what its outputs have.
+
+    Attributes:
+        priority, ttft_ms, tpot_ms, client: see ServiceLevel.
+        timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
+        output_kind: cumulative (the default, unless the sampling parameters have another): everything so far; delta: only the new
+            text, tokens and logprobs of every completion, even if there are none; final: everything, in one output at the end.
+    """
+
+    priority: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    client: str
+    timeout: float | None
+    output_kind: OutputKind | None
 
 
 class RequestHandle:
