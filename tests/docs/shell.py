@@ -21,7 +21,8 @@ from tests.docs.blocks import ROOT
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PATHS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/metrics", "/healthz", "/readyz", "/health"}
-UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", ".venv/bin/jupyter"}
+UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", "sleep", ".venv/bin/jupyter"}
+KEYWORDS = {"until", "do", "done"}
 
 
 def commands(script: str) -> Iterator[list[str]]:
@@ -63,6 +64,9 @@ def _split(words: list[str]) -> Iterator[list[str]]:
 
 def check(words: list[str]) -> None:
     """Raises AssertionError, SystemExit or InvalidArgument for an invalid command."""
+    words = [word for word in words if word not in KEYWORDS]
+    if not words:
+        return
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         _check_variable(*words.pop(0).split("=", 1))
     head, *rest = words

@@ -33,7 +33,7 @@ from tests.text.conftest import byte_level, write
 # What the examples' engines are, whatever options they name: these are checked, and one engine serves all pages.
 ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 80, "max_model_len": 512, "batch_invariant": True, "embeddings": True}
 GRPC, HTTP = "127.0.0.1:50051", "http://127.0.0.1:8000/v1"
-CHECKED = {"python", "bash", "console", "json", "toml", "pycon", "promql"}
+CHECKED = {"python", "bash", "console", "json", "toml", "pycon", "promql", "text"}  # text: output, which varies
 ALIASES = {"FinishReason", "GenerationParams", "OutputKind", "StrategyName", "MAX_CLIENT", "Update", "Updates", "__version__"}
 
 ids = {"ids": name_of}
