@@ -45,7 +45,7 @@ class KernelFacts:
         most_shared: maximum bytes of shared memory per block on the device.
         bulk_copies: number of TMA copies to and from shared memory in its PTX.
         misaligned: those whose address is not provably aligned, see `ptx`.
-        swizzled: number of places in its source where registers or tensor cores access swizzled shared memory.
+        swizzled: number of places in the program's kernels of this name where registers or tensor cores access swizzled shared memory.
         mixed_up: those that may find other numbers than TMA has put there, see `swizzle`.
     """
 
@@ -135,7 +135,7 @@ def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -
         compiled = lowered.compile()
         reports = sorted(Path(folder).glob("*.ptxas"), key=_name_and_number)
         # Kernels in lane semantics (Ampere's) state every layout themselves, and use no TMA: nothing is inferred.
-        return [_read(report, device, found.get(report.stem, {})) for report in reports], compiled
+        return [_read(report, device, found.get(_name_and_number(report)[0], {})) for report in reports], compiled
 
 
 def _name_and_number(file: Path) -> tuple[str, int]:

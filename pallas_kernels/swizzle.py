@@ -30,15 +30,15 @@ TMA = {"mosaic_gpu.async_load", "mosaic_gpu.async_store", "mosaic_gpu.async_pref
 def accesses() -> Iterator[dict[str, dict[str, bool]]]:
     """Collects the accesses to swizzled shared memory, other than TMA's, of kernels that this process lowers meanwhile.
 
-    Yields a dictionary that is filled: for each kernel, by the name of its dumps, whether each access is proven to begin where
-    the swizzle does.
+    Yields a dictionary that is filled: for the kernels of each name, whether each access is proven to begin where the swizzle does.
     """
     found: dict[str, dict[str, bool]] = {}
     infer = layout_inference.infer_layout
 
     def inferred(module: Any, **how: Any) -> None:
         infer(module, **how)
-        found[module.operation.attributes["mosaic_gpu.dump_basename"].value] = accesses_of(module)
+        name, _ = module.operation.attributes["mosaic_gpu.dump_basename"].value.rsplit("_", 1)  # its number may differ when it is compiled
+        found.setdefault(name, {}).update(accesses_of(module))
 
     layout_inference.infer_layout = inferred
     try:
