@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import made_model, save
+from benchmarks.restart import restart_scheduler
 from jengine.config import EngineConfig
 from jengine.engine.start import start_engine
 from jengine.request import Request, SamplingParams
@@ -39,8 +40,8 @@ class Bench:
     def use(self, way: int | str) -> None:
         """Programs for bursts stay compiled; a table without bursts causes single steps."""
         scheduler = self.engine.scheduler
-        scheduler.table = replace(scheduler.table, steps=1 if way == 1 else 8)
-        scheduler.options = replace(scheduler.options, num_scheduler_steps=way)
+        table, options = replace(scheduler.table, steps=1 if way == 1 else 8), replace(scheduler.options, num_scheduler_steps=way)
+        restart_scheduler(self.engine, table=table, options=options)
 
     def add(self, prompt: int, tokens: int) -> str:
         name = str(next(self.names))

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import made_model, save
+from benchmarks.restart import restart_scheduler
 from benchmarks.sharing import CountingRunner, in_turn
 from jengine.config import EngineConfig
 from jengine.engine.start import start_engine
 from jengine.execution.runner import Runner
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.blocks import BlockManager
 from jengine.updates import TokenUpdate
 
 CONVERSATIONS, AT_ONCE, TURNS = 50, 4, 4
@@ -62,13 +62,10 @@ class Bench:
 
     def use(self, on: bool) -> None:
         """Switches the tier on or off, and empties both caches."""
-        scheduler, spec = self.engine.scheduler, self.runner.spec
+        spec = self.runner.spec
         while self.runner._spilling:
             self.runner.swapped()
-        host = {"host_pages": spec.host_pages, "staged": spec.staged} if on else {}
-        scheduler.blocks = BlockManager(
-            spec.page_size, [spec.num_pages], scheduler.blocks.groups, prefix_caching=True, hit_grid=scheduler.blocks.hit_grid, **host
-        )
+        restart_scheduler(self.engine, host_pages=spec.host_pages if on else 0, staged=spec.staged)
 
     def chat(self, on: bool) -> tuple[Chat, list[list[int]]]:
         """Runs the chat. Returns times, and all conversations."""

@@ -162,7 +162,7 @@ class Replay:
         exact = raw - np.logaddexp.reduce(raw.astype(np.float64), -1, keepdims=True)
         prompt, start = output.prompt_token_ids, len(output.prompt_token_ids) - 1
         assert (completion.logprobs is None) == (params.logprobs is None) and (output.prompt_logprobs is None) == (
-            params.prompt_logprobs is None or len(prompt) == 1
+            params.prompt_logprobs is None
         )
         if completion.logprobs is not None and params.logprobs is not None:
             for token, entry, row in zip(completion.token_ids, completion.logprobs, exact[start:], strict=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from itertools import pairwise
 import jax
 import numpy as np
 
+from benchmarks.restart import restart_scheduler
 from jengine.engine.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.request import Request, SamplingParams, TokenMask
-from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.sequence import Sequence
 from jengine.text.masks import AllOf, AllowedTokens
@@ -45,19 +44,8 @@ def limit_pages(engine: Engine, num_pages: int, num_states: int | None = None) -
         assert isinstance(runner, Runner)
         jax.block_until_ready(runner.moving)
         runner.swapped()  # what the old tier had under way
-    old = scheduler.blocks
-    tier = {} if old.tier is None else {"host_pages": old.tier.capacity, "staged": old.tier.staged}
-    pools = [num_pages] if old.states is None else [num_pages, old.states.pool.num_pages if num_states is None else num_states]
-    scheduler.blocks = BlockManager(
-        old.page_size,
-        pools,
-        old.groups,
-        states=old.states is not None,
-        prefix_caching=old.prefix_caching,
-        hit_grid=old.hit_grid,
-        **tier,
-    )
-    scheduler.limits = dataclasses.replace(scheduler.limits, pages=num_pages - 1)
+    changes = {} if num_states is None else {"num_states": num_states}
+    restart_scheduler(engine, num_pages=num_pages, **changes)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import pytest
 
 from jengine import InvalidArgument
 from jengine.engine.engine import Engine
+from jengine.scheduling.composition import BatchInvariant
 from tests.engine.invariance import OPTIONS, Observed, check_invariance, differences, preempted, random_work
 
 FULL = [
@@ -37,10 +38,10 @@ def test_two_hundred_requests(variant: str, options: dict[str, Any], make_engine
     check_invariance(make_engine(variant, optimized=True, **{**OPTIONS, **options}), 200, seed=1)
 
 
-def test_where_a_resumed_sequence_is_prefilled_bits_differ(make_engine: Callable[..., Engine]) -> None:
+def test_where_a_resumed_sequence_is_prefilled_bits_differ(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the rules, tiles compute tokens that rows had generated. This shows that the tests above can fail."""
     engine = make_engine(optimized=True, dtype="bfloat16", **OPTIONS)
-    engine.scheduler.composition.prefilled = lambda sequence: len(sequence.tokens)  # type: ignore[method-assign]
+    monkeypatch.setattr(BatchInvariant, "prefilled", lambda self, sequence: len(sequence.tokens))
     observed, work = Observed(engine), random_work(30, vocab=96, seed=0)
     alone = [answer for one in work for answer in observed.answers([one])]
     assert differences(preempted(observed, work), alone) > 0

@@ -166,4 +166,4 @@ def test_the_command_prints_what_was_measured(text_model: Path, cache: Path, tmp
         assert cli.main([*command, more]) == 2
         assert "cannot be combined with --costs" in capsys.readouterr().err
     assert cli.main(["plan", str(text_model)]) == 2
-    assert "target=None: must be given" in capsys.readouterr().err
+    assert "plan needs --target NAME" in capsys.readouterr().err

@@ -1,0 +1,34 @@
+"""Gives an idle engine another scheduler, so that one set of compiled programs serves several measurements or tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jengine.engine.engine import Engine
+from jengine.scheduling.scheduler import Scheduler
+
+
+def restart_scheduler(engine: Engine, **changes: Any) -> None:
+    """Makes the engine's scheduler like a new one, with its present arguments except for `changes`. The prefix cache is empty."""
+    old, blocks = engine.scheduler, engine.scheduler.blocks
+    present = {
+        "table": old.table,
+        "page_size": blocks.page_size,
+        "num_pages": old.limits.pages + 1,
+        "max_num_seqs": old.registry.max_num_seqs,
+        "max_num_batched_tokens": old.predictor.max_num_batched_tokens,
+        "max_model_len": old.limits.max_model_len,
+        "groups": blocks.groups,
+        "num_states": 0 if blocks.states is None else blocks.states.pool.num_pages,
+        "prefix_caching": blocks.prefix_caching,
+        "options": old.options,
+        "costs": old.predictor.costs,
+        "clock": old.clock,
+    }
+    if blocks.tier is not None:
+        present |= {"host_pages": blocks.tier.capacity, "staged": blocks.tier.staged}
+    new, ready = Scheduler(**{**present, **changes}), old.predictor.ready
+    if new.table is old.table:
+        new.predictor.ready = ready
+    vars(old).clear()
+    vars(old).update(vars(new))
