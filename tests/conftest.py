@@ -18,6 +18,9 @@ from hypothesis import settings
 os.environ.setdefault("JENGINE_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jengine"))
 # With the extra aot, JAX would look for the rest of CUDA too, and print that it is not there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Threads of XLA on a CPU. Each warpgroup of an interpreted kernel that waits holds one: two cores' two would be a deadlock.
+# Set before the first use of JAX, which may be the import of a test.
+os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
 
 # A shell starts background jobs with SIGINT ignored, and so would be what tests start. Python then raises no KeyboardInterrupt.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

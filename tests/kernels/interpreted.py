@@ -6,7 +6,6 @@ where the product reads what is not there yet. jax 0.11.2 also fails where a bar
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,8 +21,6 @@ from pallas_kernels.quantized import Quantized
 from tests.compiling import quickly_compiled
 from tests.kernels import semaphores_model
 
-# Threads of XLA on a CPU: with jax 0.11 each warpgroup that waits holds one, so that two cores' two would be a deadlock.
-os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
 RACES = plgpu.InterpretGPUParams(detect_races=True)  # fresh memory is NaN
 HOPPER = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=8))
 
