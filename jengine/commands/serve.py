@@ -54,7 +54,7 @@ def _serve(options: argparse.Namespace) -> None:
 
     given = {name: value for name, value in vars(options).items() if name != "run"}
     server, engine = resolve_config(given)
-    if "port" in given and server.http_port is None:
+    if given.get("port") and server.http_port is None:
         note(f"--port {server.port} serves gRPC; OpenAI's API over HTTP is served with --http-port {server.port} instead")
 
     if engine.process_id:

@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from jengine.serving.authentication import Authenticator
 from jengine.serving.client_calls import ClientCalls
@@ -24,7 +23,6 @@ from jengine.serving.http.completion_service import CompletionService
 from jengine.serving.http.embedding_service import EmbeddingService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
 from jengine.serving.http.errors import http_error
-from jengine.serving.http.hosts import OwnHosts
 from jengine.serving.http.text_service import TextService
 from jengine.serving.metrics import Metrics
 from jengine.serving.service import Shared
@@ -49,12 +47,6 @@ def endpoint(parts: Parts, method: str, path: str, handle: Handler, open: bool =
     """See Endpoint."""
     gate = Gate(parts.shared.models, parts.calls, parts.authenticator, parts.metrics)
     return Route(path, Endpoint(gate, path, handle, open), methods=[method])
-
-
-def api(parts: Parts) -> ASGIApp:
-    """The application of http_port."""
-    app = application(parts)
-    return app if parts.authenticator is not None else OwnHosts(app, pages_only=True)
 
 
 def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:

@@ -32,10 +32,18 @@ class OwnHosts:
     Args:
         open_paths: paths that show and change nothing.
         pages_only: reject only requests that a browser sends for a web page (with `Origin`), so that other clients may use any name.
+        origins: pages of these may use any name, too.
     """
 
-    def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset(), *, pages_only: bool = False) -> None:
-        self._app, self._open, self._pages_only = app, open_paths, pages_only
+    def __init__(
+        self,
+        app: ASGIApp,
+        open_paths: frozenset[str] = frozenset(),
+        *,
+        pages_only: bool = False,
+        origins: frozenset[str] = frozenset(),
+    ) -> None:
+        self._app, self._open, self._pages_only, self._origins = app, open_paths, pages_only, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open and self._is_foreign(Headers(scope=scope)):
@@ -44,4 +52,7 @@ class OwnHosts:
             await self._app(scope, receive, send)
 
     def _is_foreign(self, headers: Headers) -> bool:
-        return not is_own(headers.get("host", "")) and not (self._pages_only and "origin" not in headers)
+        origin = headers.get("origin")
+        if (self._pages_only and origin is None) or origin in self._origins:
+            return False
+        return not is_own(headers.get("host", ""))

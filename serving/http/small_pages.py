@@ -13,6 +13,7 @@ from jengine import __version__
 from jengine.serving.bounds import check_admin
 from jengine.serving.http.app import Parts, application, endpoint
 from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.hosts import OwnHosts
 from jengine.serving.metrics import PrometheusMetrics
 from jengine.serving.metrics_server import pages_of
 
@@ -28,8 +29,10 @@ POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize
 
 def api(parts: Parts) -> ASGIApp:
     """The application of the API's port. Pages of other origins may use it if config.allowed_origins has them."""
-    app = application(parts, small_pages(parts))
+    app: ASGIApp = application(parts, small_pages(parts))
     origins = parts.config.origins
+    if parts.authenticator is None and "*" not in origins:
+        app = OwnHosts(app, pages_only=True, origins=frozenset(origins))
     return CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",)) if origins else app
 
 

@@ -27,6 +27,7 @@ from jengine.serving.portions import PORTION, Portions
 from jengine.serving.request_ids import MAX_REQUEST_ID
 from jengine.serving.tracking import TrackedRequest
 from tests.serving.conftest import MakeServer, MockServer
+from tests.serving.leaks import wait_until
 
 LONG = "x" * (MAX_REQUEST_ID + 1)
 MANY = 2048
@@ -103,9 +104,12 @@ def test_nothing_is_made_for_each_prompt_of_a_batch_that_is_rejected(
 def test_fields_of_the_log_are_cut(server: MockServer, log: Path) -> None:
     assert post(server, "/completions", prompt="a", request_id="i" * MAX_REQUEST_ID)[0] == 200
     post(server, "/completions", prompt="a", request_id="i" * 60_000)
-    server.wait_until_idle()
-    lines = [line for line in log.read_text().splitlines() if '"iii' in line]
-    assert len(lines) == 2 and max(map(len, lines)) < 1000
+
+    def lines() -> list[str]:
+        return [line for line in log.read_text().splitlines() if '"iii' in line]
+
+    wait_until(lambda: len(lines()) == 2)
+    assert max(map(len, lines())) < 1000
 
 
 # --- bodies ---------------------------------------------------------------------------------------
