@@ -29,6 +29,7 @@ from scipy.optimize import linprog
 
 from benchmarks.host_cost import Clock, make_engine
 from benchmarks.machine import RESULTS, made_model, save
+from benchmarks.restart import restart_scheduler
 from benchmarks.virtual_engine import VirtualEngine
 from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
@@ -241,15 +242,14 @@ def percentiles(got: Outcome) -> dict[str, float]:
 
 def run_engine(engine: Engine, work: list[Arrival], **options: Any) -> Outcome:
     """Runs the same on the engine, by the wall clock."""
-    old = engine.scheduler
-    engine.scheduler = scheduler = Scheduler(
-        old.table,
-        page_size=old.page_size,
-        num_pages=options.pop("num_pages", old.blocks.capacity + 1),
+    scheduler = engine.scheduler
+    restart_scheduler(
+        engine,
+        num_pages=options.pop("num_pages", scheduler.blocks.capacity + 1),
         max_num_seqs=options.pop("seqs", SEQS),
         max_num_batched_tokens=SEQS + options.pop("tiles", TILES) * TILE,
         max_model_len=MODEL_LEN,
-        costs=old.costs,
+        prefix_caching=False,
         options=SchedulingOptions(**options),
     )
     sequences, ended, begin, steps = [], {}, time.monotonic(), 0

@@ -17,7 +17,7 @@ CACHE_GB = 2
 class Engine:
     def __init__(self, folder: Path, precision: str, limits: Limits) -> None:
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.registry.max_num_seqs = limits.sequences
+        scheduler.max_num_seqs = limits.sequences
         scheduler.cache_size = CACHE_GB
         scheduler.enable_prefix_caching = False
         options = {

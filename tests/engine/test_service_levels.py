@@ -6,29 +6,19 @@ import time
 
 import pytest
 
+from benchmarks.restart import restart_scheduler
 from jengine.engine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.options import SchedulingOptions
-from jengine.scheduling.scheduler import Scheduler
 from jengine.updates import Ended, TokenUpdate
 from tests.engine.running import Estimates
 
 
 def with_options(engine: Engine, **options: object) -> Engine:
     """An idle engine's programs and cache with another scheduler."""
-    old = engine.scheduler
-    engine.scheduler = Scheduler(
-        old.table,
-        page_size=old.page_size,
-        num_pages=old.blocks.capacity + 1,
-        max_num_seqs=old.max_num_seqs,
-        max_num_batched_tokens=old.max_num_batched_tokens,
-        max_model_len=old.sequence.max_model_len,
-        groups=old.blocks.groups,
-        costs=Estimates(old.table),
-        options=SchedulingOptions(**options),  # type: ignore[arg-type]
-    )
+    costs = Estimates(engine.scheduler.table)
+    restart_scheduler(engine, costs=costs, prefix_caching=False, options=SchedulingOptions(**options))  # type: ignore[arg-type]
     return engine
 
 

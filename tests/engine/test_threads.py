@@ -222,7 +222,7 @@ def test_a_reset_comes_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPat
         return len(calls) % 2 == 1
 
     monkeypatch.setattr(engine, "step", watched)
-    monkeypatch.setattr(engine.scheduler, "reset_prefix_cache", reset)
+    monkeypatch.setattr(engine, "reset_prefix_cache", reset)
     assert [llm.reset_prefix_cache(), llm.reset_prefix_cache()] == [True, False]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: llm.generate("dog", SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False))

@@ -80,7 +80,7 @@ def test_an_engine_that_is_given_programs_compiles_nothing(compiled: Path, tmp_p
     programs_compiled, programs_loaded, compilations, tokens = json.loads(done.stdout.splitlines()[-1])
     assert (programs_compiled, compilations, tokens) == (0, 0, case.tokens.tolist())
     assert programs_loaded == len(list((compiled / "programs").glob("*.bin")))
-    assert [path.name for path in tmp_path.iterdir()] == ["costs"], "no program is written to the cache"
+    assert {path.name for path in tmp_path.iterdir()} <= {"costs", "kernels"}, "no program is written to the cache"
 
 
 def test_the_manifest_says_what_was_compiled(compiled: Path) -> None:
