@@ -190,7 +190,7 @@ def test_callers_do_not_wait_for_one_that_cannot_be_killed(monkeypatch: pytest.M
 def test_it_may_be_started_in_a_thread_that_ends() -> None:
     """The kernel would kill it with the thread that started it."""
     with nothing_leaks():
-        process = EngineProcess(MOCK, {})
+        process = EngineProcess(MOCK, {"seconds": 0.02})  # the request runs for a while
         thread = threading.Thread(target=process.start)
         thread.start()
         thread.join()
