@@ -8,6 +8,7 @@ import gc
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,11 @@ def test_every_module_that_lowering_imports_is_hashed() -> None:
 
 def test_every_function_that_tracing_calls_is_in_a_hashed_file() -> None:
     called: set[str] = set()
+    mine = threading.get_ident()
 
     def start(code: object, offset: int) -> object:
+        if threading.get_ident() != mine:  # of another test's engine
+            return None
         called.add(code.co_filename)  # type: ignore[attr-defined]
         return sys.monitoring.DISABLE
 
