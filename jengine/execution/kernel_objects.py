@@ -56,11 +56,10 @@ class KernelObjects:
 
 
 def keep_kernels(root: Path) -> None:
-    """Keeps the kernels of this process in the cache, in a folder for these sources, versions and this processor."""
+    """Keeps the kernels of this process in the cache, in a folder for these sources and versions."""
     from pallas_kernels.cpu import native
 
-    target = native.host()
-    facts = [source_digest(), importlib.metadata.version("llvmlite"), target.triple, target.cpu, target.features]
+    facts = [source_digest(), importlib.metadata.version("llvmlite")]
     folder = root / "kernels" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     native.keep_objects(KernelObjects(folder))
     touch(folder)

@@ -56,7 +56,7 @@ def assembly(text: str, target: Target) -> str:
 
 
 class Objects(Protocol):
-    """Keeps the code of kernels for later processes with the same sources and processor."""
+    """Keeps the code of kernels for later processes with the same sources. Names include the processor."""
 
     def load(self, name: str) -> bytes | None: ...
 
@@ -76,13 +76,14 @@ def compiled(text: Callable[[], str], *functions: str, name: str = "") -> list[i
         text: makes the module's source. It is not called if the code was kept.
         name: identifies the kernel among all; empty: its code is not kept.
     """
-    machine = host().machine(jit=True)
-    objects = _objects if name else None
-    code = objects.load(name) if objects else None
+    target = host()
+    machine, objects = target.machine(jit=True), _objects if name else None
+    kept = f"{name}-{hashlib.sha256(repr(target).encode()).hexdigest()[:16]}"
+    code = objects.load(kept) if objects else None
     if code is None:
         code = machine.emit_object(_optimized(text(), machine))
         if objects:
-            objects.save(name, code)
+            objects.save(kept, code)
     engine = llvm.create_mcjit_compiler(_parsed("", machine), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
