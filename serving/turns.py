@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
+QUANTUM = 0.25  # seconds; smaller differences do not count, so a client with little work stays ahead of new ones
 REMEMBERED = 4096  # idle clients whose time is kept; beyond that, those that would start at `_now` are forgotten
 
 
@@ -36,7 +37,7 @@ class Turns[T]:
         ready = [client for client in reversed(self._waiting) if client not in busy]
         if not ready:
             return None
-        client = min(ready, key=self._spent.__getitem__)
+        client = min(ready, key=lambda client: self._spent[client] // QUANTUM)
         self._now = max(self._now, self._spent[client])
         work = self._waiting[client].popleft()
         self._drop_if_empty(client)

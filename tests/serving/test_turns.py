@@ -31,6 +31,19 @@ def test_among_new_clients_the_newest_is_next() -> None:
     assert turns.take(busy={"b"}) == ("a", 0)
 
 
+def test_little_work_does_not_count() -> None:
+    turns: Turns[int] = Turns()
+    for client in "abc":
+        turns.put(client, 0)
+    assert turns.take() == ("c", 0)
+    turns.spend("c", 0.01)
+    turns.put("c", 1)
+    assert turns.take() == ("c", 1)
+    turns.spend("c", 1.0)
+    turns.put("c", 2)
+    assert turns.take() == ("b", 0)
+
+
 def test_idle_time_earns_no_credit() -> None:
     turns: Turns[int] = Turns()
     turns.spend("a", 5.0)
