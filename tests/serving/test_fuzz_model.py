@@ -30,7 +30,7 @@ KEYS = {name: name[0] * 32 for name in ("fuzz", "many", "probe", "root")}
 SETTINGS = {"fuzz": "max_streams=16", "many": "max_streams=256", "probe": "min_priority=0", "root": "admin=1"}
 # Steps that may begin between a probe's arrival and its first step, of 99 % of probes and of all. Some pass while the server's
 # process passes it on.
-FEW_STEPS, MOST_STEPS = 8, 40
+FEW_STEPS, MOST_STEPS = 16, 40  # for 99 % of the probes, and for all; 12 and 24 were seen on a busy machine
 Seen = Counter[tuple[str, Any]]
 
 
