@@ -66,7 +66,7 @@ class Sandbox:
     Args:
         workers: maximum number of processes.
         module: the module that they run.
-        charge: is told the processor seconds of a client's jobs, in the context of the request.
+        charge: called with the client and the processor seconds of each of its jobs, in the context of the request.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class ApiKeys:
 
     @classmethod
     def of(cls, path: str | Path | None, keys: Iterable[str]) -> ApiKeys:
-        """The keys of a file, and these. Each of the latter is a client of its own.
+        """The keys of a file, and the given ones. Each given key is a separate client.
 
         Raises:
             InvalidArgument: as `load`.

@@ -44,7 +44,7 @@ class Turns[T]:
         return client, work
 
     def remove(self, client: str, work: T) -> bool:
-        """Removes work that nobody wants any more. Returns whether it was waiting."""
+        """Removes work that is no longer wanted. Returns whether it was waiting."""
         if work not in self._waiting.get(client, ()):
             return False
         self._waiting[client].remove(work)

@@ -101,7 +101,7 @@ def _optimized(text: str, machine: Any) -> Any:
 
 
 def _parsed(text: str, machine: Any) -> Any:
-    """A module in a context of its own, so that several threads may compile at once."""
+    """A module in a separate context, so that several threads may compile at once."""
     context = llvm.create_context()
     module = llvm.parse_assembly(text, context)
     context.detach()

@@ -1,4 +1,4 @@
-"""The code of kernels that is kept between starts: trusted only if nobody else could have written it."""
+"""Saved code of kernels: it is loaded only if other users could not have written it."""
 
 from __future__ import annotations
 

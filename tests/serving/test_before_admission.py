@@ -263,7 +263,7 @@ def test_events_of_several_chunks_are_not_mixed(make_server: MakeServer) -> None
 
 
 def test_work_whose_client_has_gone_leaves_no_error(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The work fails after the client has gone, so nobody reads its error."""
+    """The work fails after the client has gone, so its error is never read."""
     entered, leave = threading.Event(), threading.Event()
     to_messages = conversions.to_messages
 

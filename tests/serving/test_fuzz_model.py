@@ -73,7 +73,7 @@ def metric(server: ServerProcess, name: str) -> float:
 
 
 class Probe:
-    """Generates a token again and again, as a client of its own.
+    """Generates a token again and again, as a separate client.
 
     Attributes:
         delays: for each probe, by its number in the engine, the steps that began between its arrival and its first step.
