@@ -18,7 +18,7 @@ import numpy as np
 from jengine.execution.batch import BatchLayout
 from jengine.execution.slots import pack_updates
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.costs import Slopes, StepCosts
+from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable

@@ -33,7 +33,7 @@ from jengine.engine.engine import Engine
 from jengine.engine.measure import measure as measure_costs
 from jengine.engine.start import start_engine
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey

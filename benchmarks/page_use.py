@@ -11,8 +11,8 @@ from jengine.execution.kv_cache import SHARED, page_bytes
 from jengine.model_config import ModelConfig
 from jengine.models.cache import cache_groups
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.block_table import NO_HIT, GroupPages
-from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.pages.block_table import NO_HIT, GroupPages
+from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
 

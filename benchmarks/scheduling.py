@@ -36,11 +36,11 @@ from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.batch import BatchLayout
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.goodput import in_time
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.promises.goodput import in_time
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.work import Work, pairs
 
 PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, uniform

@@ -28,7 +28,7 @@ from jengine.engine.engine import Engine
 from jengine.engine.start import describe_engine, start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.costs import Slopes, StepCosts
+from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.work import Work
 from jengine.simulation.replay import EngineShape, replay
 from jengine.simulation.setup import Setup

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from jengine.request import Request
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 
 TOKEN, END = 1, 0  # generated tokens; the second one ends a request

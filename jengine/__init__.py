@@ -43,9 +43,9 @@ if TYPE_CHECKING:
         check_cache_salt,
         check_entries,
     )
-    from jengine.scheduling.forecast import Prediction
+    from jengine.scheduling.forecasts.forecast import Prediction
     from jengine.scheduling.options import StrategyName
-    from jengine.scheduling.sequence_limits import SequenceLimits
+    from jengine.scheduling.requests.sequence_limits import SequenceLimits
     from jengine.service_level import MAX_CLIENT
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
@@ -165,9 +165,9 @@ _MODULES = {
     ),
     "jengine.api.request_handle": ("OutputKind", "RequestHandle"),
     "jengine.api.script_tokenizer": ("ScriptTokenizer",),
-    "jengine.scheduling.forecast": ("Prediction",),
+    "jengine.scheduling.forecasts.forecast": ("Prediction",),
     "jengine.scheduling.options": ("StrategyName",),
-    "jengine.scheduling.sequence_limits": ("SequenceLimits",),
+    "jengine.scheduling.requests.sequence_limits": ("SequenceLimits",),
     "jengine.service_level": ("MAX_CLIENT",),
     "jengine.engine.start": ("Started", "follow", "start_engine"),
     "jengine.text.grammars": ("check_structure", "probe_structure"),

@@ -151,10 +151,10 @@ def test_no_import_cycle() -> None:
 @pytest.mark.parametrize(
     "module, source",
     [
-        ("jengine.scheduling.policy", "import jax.numpy as jnp"),
-        ("jengine.scheduling.policy", "def f():\n    from jengine.execution import runner"),
+        ("jengine.scheduling.requests.policy", "import jax.numpy as jnp"),
+        ("jengine.scheduling.requests.policy", "def f():\n    from jengine.execution import runner"),
         ("jengine.execution.batch", "from jengine.scheduling import scheduler"),
-        ("jengine.execution.batch", "from jengine.scheduling.blocks import BlockManager"),
+        ("jengine.execution.batch", "from jengine.scheduling.pages.blocks import BlockManager"),
         ("jengine.simulation.replay", "def f():\n    from jengine.execution import memory"),
         ("jengine.models.llama", "from jengine.execution.trunk import Trunk"),
         ("pallas_kernels.xla", "from jengine.config import EngineConfig"),

@@ -11,7 +11,7 @@ from jengine.engine import measure as measure_module
 from jengine.engine.measure import _slope, _two_slopes, measure
 from jengine.execution.runner import InFlight, PendingSample, StepResult
 from jengine.models.cache import CacheGroup
-from jengine.scheduling.costs import Cost, Slopes, StepCosts
+from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work, pairs, rows_work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey

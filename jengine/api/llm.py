@@ -28,8 +28,8 @@ from jengine.observe.progress import progress_bar
 from jengine.observe.trace import Trace
 from jengine.pooling import PoolingParams
 from jengine.request import Request, RequestOutput, SamplingParams
-from jengine.scheduling.expectations import expect, hypothetical
-from jengine.scheduling.forecast import Prediction
+from jengine.scheduling.forecasts.expectations import expect, hypothetical
+from jengine.scheduling.forecasts.forecast import Prediction
 from jengine.service_level import ServiceLevel, levels, one_each
 from jengine.updates import Load
 from jengine.vllm.translate import accepts

@@ -12,7 +12,7 @@ from jengine.beam_params import BeamSearchParams
 from jengine.errors import InvalidArgument
 from jengine.pooling import PoolingParams
 from jengine.request import Request, SamplingParams, TokenMask, check_cache_salt
-from jengine.scheduling.sequence_limits import longest_prompt
+from jengine.scheduling.requests.sequence_limits import longest_prompt
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 

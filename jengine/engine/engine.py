@@ -34,11 +34,11 @@ from jengine.observe.totals import StepTotals
 from jengine.observe.trace import Trace
 from jengine.pooling import Embedder
 from jengine.request import FinishReason, Request
-from jengine.scheduling.acceptance import REJECTED
-from jengine.scheduling.expectations import Outlook
+from jengine.scheduling.forecasts.expectations import Outlook
 from jengine.scheduling.options import StrategyName
+from jengine.scheduling.promises.acceptance import REJECTED
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 from jengine.seeds import prompt_seed
 from jengine.table.ready_programs import ReadyPrograms

@@ -8,7 +8,7 @@ from jengine.errors import InvalidArgument
 from jengine.pooling import Embedder, require_embedder
 from jengine.request import Request
 from jengine.scheduling.options import STRATEGIES, StrategyName
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jengine.errors import JengineError
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.requests.sequence import Sequence
 
 
 def fill_mask(words: np.ndarray, sequence: Sequence) -> None:

@@ -13,7 +13,7 @@ from jengine.execution.runner import InFlight, Runner
 from jengine.models.cache import paged
 from jengine.observe.progress import Progress, progress_bar
 from jengine.request import SamplingParams
-from jengine.scheduling.costs import Cost, Slopes, StepCosts, SwapCosts
+from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts, SwapCosts
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan, Swaps
 from jengine.scheduling.work import Work, pairs, rows_work
 from jengine.table.pages import SWAPS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jengine.execution.cache_folders import costs_file
 from jengine.execution.program_folder import make_private, write_private
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.program_table import ProgramTable
 
 log = logging.getLogger("jengine")

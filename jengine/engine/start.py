@@ -57,9 +57,9 @@ from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of
 from jengine.parallel.mesh import make_mesh
 from jengine.pooling import Embedder
 from jengine.request import SamplingParams
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.ready_programs import ReadyPrograms
 from jengine.text.tokenizer import Tokenizer, has_tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.step_plan import StepPlan
 
 

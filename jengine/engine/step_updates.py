@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from jengine.execution.runner import StepResult
 from jengine.execution.sampler import SampledLogprobs
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 from jengine.updates import BeamsFound, Pooled, ScoredToken, TokenLogprobs, TokenUpdate
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from jengine.observe.records import STAGES, EngineFacts, RequestRecord, StepRecord
 from jengine.observe.trace import Trace
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.work import Work
 from jengine.table.program_table import SamplerKey, TrunkKey, Variant
 

@@ -6,8 +6,8 @@ import io
 from dataclasses import dataclass
 
 from jengine.display import columns, columns_html, image_html
-from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.host_costs import HostSeconds
+from jengine.scheduling.costs.host_costs import HostSeconds
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.work import Work
 from jengine.table.program_table import SamplerKey, TrunkKey
 

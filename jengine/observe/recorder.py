@@ -12,7 +12,7 @@ from array import array
 from pathlib import Path
 
 from jengine.errors import InvalidArgument
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.requests.sequence import Sequence
 
 VERSION = 1
 BLOCK = 64  # prompt tokens per hash

@@ -14,8 +14,8 @@ from jengine.observe.pauses import garbage_pauses
 from jengine.observe.records import EngineFacts, Memory, RequestRecord, StepRecord
 from jengine.observe.totals import StepTotals
 from jengine.observe.trace import Trace
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 
 STEPS, REQUESTS = 8192, 4096  # numbers of records kept

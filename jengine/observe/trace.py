@@ -11,7 +11,7 @@ from jengine.display import counted, image_html, table_html
 from jengine.errors import InvalidArgument
 from jengine.observe.perfetto import trace_events
 from jengine.observe.records import EngineFacts, Memory, Pause, RequestRecord, StepRecord
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.program_table import ProgramTable
 
 VERSION = 1

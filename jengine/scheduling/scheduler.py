@@ -8,27 +8,27 @@ from collections.abc import Sequence as List
 from types import MappingProxyType
 
 from jengine.request import FinishReason, Request
-from jengine.scheduling.acceptance import Acceptance, expect, note_first
-from jengine.scheduling.admission import Admission
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.blocks import BlockManager
-from jengine.scheduling.composition import BatchInvariant, Composition
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.admission.admission import Admission
+from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
-from jengine.scheduling.plan_builder import PlanBuilder
-from jengine.scheduling.predictor import StepPredictor
-from jengine.scheduling.prefix_lookup import PrefixLookup
-from jengine.scheduling.prompt_cutter import PromptCutter
-from jengine.scheduling.registry import Registry
-from jengine.scheduling.rows import Rows
+from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.promises.acceptance import Acceptance, expect, note_first
+from jengine.scheduling.prompts.prefix_lookup import PrefixLookup
+from jengine.scheduling.prompts.prompt_cutter import PromptCutter
+from jengine.scheduling.requests.composition import BatchInvariant, Composition
+from jengine.scheduling.requests.registry import Registry
+from jengine.scheduling.requests.sequence import Sequence, State
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rules.beam_searches import BeamSearches
 from jengine.scheduling.rules.bursts import Bursts
 from jengine.scheduling.rules.repeats import Repeats
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.sequence import Sequence, State
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.step.plan_builder import PlanBuilder
+from jengine.scheduling.step.rows import Rows
+from jengine.scheduling.step.timeline import Timeline
 from jengine.scheduling.step_plan import StepPlan, Swaps
-from jengine.scheduling.timeline import Timeline
 from jengine.scheduling.work import Work, rows_work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, ProgramTable

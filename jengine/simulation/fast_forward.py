@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jengine.scheduling.predictor import StepPredictor
+from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.simulation.trace import OUTPUT_TOKEN

@@ -12,9 +12,9 @@ import numpy as np
 
 from jengine.observe.progress import progress_bar
 from jengine.request import SamplingParams
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.registry import PreemptionNeeded
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.requests.registry import PreemptionNeeded
 from jengine.scheduling.scheduler import Scheduler
 from jengine.simulation.fast_forward import ConstantPredictor
 from jengine.simulation.outcome import Outcome, joined

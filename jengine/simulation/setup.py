@@ -15,9 +15,9 @@ from jengine.errors import InvalidArgument
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import paged
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.pages.block_table import GroupPages
 from jengine.simulation.replay import EngineShape
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.host_costs import HostSeconds
+from jengine.scheduling.costs.host_costs import HostSeconds
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.work import Work
 from jengine.table.program_table import BurstKey, SamplerKey, TrunkKey
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from jengine.scheduling.costs import StepCosts, SwapCosts
+from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.pages import SWAPS
 

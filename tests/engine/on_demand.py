@@ -27,7 +27,7 @@ from jengine.execution.programs import CompilerOptions, Key, Programs, lower, me
 from jengine.execution.spec import ExecutionSpec
 from jengine.observe.compiles import announced
 from jengine.observe.progress import Progress
-from jengine.scheduling.costs import StepCosts, SwapCosts
+from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
 from jengine.table.program_table import ProgramTable
 from tests.compiling import QUICK
 from tests.engine.running import Estimates

@@ -14,8 +14,8 @@ from benchmarks.restart import restart_scheduler
 from jengine.engine.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.request import Request, SamplingParams, TokenMask
-from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.text.masks import AllOf, AllowedTokens
 from jengine.updates import PromptScores, TokenUpdate
 

@@ -15,7 +15,7 @@ from jengine.execution.runner import Runner
 from jengine.execution.worker import Call
 from jengine.observe.step_recorder import StepRecorder
 from jengine.request import SamplingParams
-from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.pages.block_table import GroupPages
 from jengine.updates import TokenUpdate
 from tests.engine.running import Answer, Work, limit_pages, requests_of, run
 

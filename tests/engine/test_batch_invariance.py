@@ -9,7 +9,7 @@ import pytest
 
 from jengine import InvalidArgument
 from jengine.engine.engine import Engine
-from jengine.scheduling.composition import BatchInvariant
+from jengine.scheduling.requests.composition import BatchInvariant
 from tests.engine.invariance import OPTIONS, Observed, check_invariance, differences, preempted, random_work
 
 FULL = [

@@ -21,7 +21,7 @@ from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import measured_costs
 from jengine.execution.runner import InFlight, StepResult
 from jengine.observe.cost_report import CostReport
-from jengine.scheduling.costs import FIRST, StepCosts
+from jengine.scheduling.costs.step_costs import FIRST, StepCosts
 from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL, prompts, run
 from tests.test_display import Visible

@@ -11,8 +11,8 @@ from jengine.engine.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Worker
 from jengine.request import SamplingParams
-from jengine.scheduling.costs import StepCosts, SwapCosts
-from jengine.scheduling.host_tier import HostTier
+from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
+from jengine.scheduling.pages.host_tier import HostTier
 from tests.engine.invariance import OPTIONS
 from tests.engine.running import Answer, limit_pages, overlapped_steps, run
 from tests.engine.sharing import Sharing, cached, mixed, params

@@ -11,7 +11,7 @@ from jengine import BeamSearchParams
 from jengine.beams import sampling_of
 from jengine.engine.engine import Engine
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.costs import SwapCosts
+from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.updates import BeamsFound, TokenUpdate
 from tests.engine.running import limit_pages, overlapped_steps, prompts, requests_of, run
 

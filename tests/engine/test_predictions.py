@@ -9,8 +9,8 @@ import pytest
 
 from jengine import LLM, InvalidArgument, SamplingParams
 from jengine.request import Request
-from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.expectations import hypothetical
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.forecasts.expectations import hypothetical
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jengine.scheduling import expectations
+from jengine.scheduling.forecasts import expectations
 from tests.observe.virtual import Virtual, make_virtual
 
 

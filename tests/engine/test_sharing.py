@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jengine.engine.engine import Engine
-from jengine.scheduling.policy import victim
+from jengine.scheduling.requests.policy import victim
 from tests.engine.running import Work, overlapped_steps, prompts, run
 from tests.engine.sharing import LENGTH, Sharing, cached, mixed, params
 

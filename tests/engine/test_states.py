@@ -10,7 +10,7 @@ import pytest
 
 from jengine.engine.engine import Engine
 from jengine.request import SamplingParams
-from jengine.scheduling.policy import victim
+from jengine.scheduling.requests.policy import victim
 from tests.engine.running import Work, limit_pages, prompts, run
 from tests.engine.sharing import Sharing, cached, params
 from tests.engine.test_golden import assert_equal

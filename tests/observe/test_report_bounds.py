@@ -11,11 +11,11 @@ import pytest
 from jengine.explanations.explain import explain
 from jengine.observe.trace import Trace
 from jengine.request import Request, SamplingParams
-from jengine.scheduling import acceptance
-from jengine.scheduling.acceptance import EFFORT
-from jengine.scheduling.expectations import Hypothetical, expect, hypothetical
-from jengine.scheduling.forecast import Forecast, Job, Machine
+from jengine.scheduling.forecasts.expectations import Hypothetical, expect, hypothetical
+from jengine.scheduling.forecasts.forecast import Forecast, Job, Machine
 from jengine.scheduling.options import OnLate, SchedulingOptions
+from jengine.scheduling.promises import acceptance
+from jengine.scheduling.promises.acceptance import EFFORT
 from jengine.scheduling.work import Work
 from tests.iterations import TooManyIterations, counted_iterations
 from tests.observe.virtual import MS, Virtual, make_virtual

@@ -17,7 +17,7 @@ from jengine.execution.runner import StepResult
 from jengine.observe import pauses, step_recorder
 from jengine.observe.trace import Trace
 from jengine.request import Request, SamplingParams, TokenMask
-from jengine.scheduling.costs import Slopes, StepCosts
+from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan

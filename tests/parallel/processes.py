@@ -19,7 +19,7 @@ from typing import Any
 from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
 from jengine.execution import programs
 from jengine.execution.worker import Call
-from jengine.scheduling.costs import SwapCosts
+from jengine.scheduling.costs.step_costs import SwapCosts
 from tests.engine.running import limit_pages
 
 PROMPTS = [[1, 2, 3], list(range(4, 90)), [7] * 20]

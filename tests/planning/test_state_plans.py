@@ -12,7 +12,7 @@ from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.memory import pages_that_fit
 from jengine.planning.plan import make_plan
 from jengine.planning.report import report
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.simulation.setup import Setup
 from tests.golden.weights import write_model
 

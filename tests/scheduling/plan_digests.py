@@ -15,8 +15,8 @@ from typing import Any
 
 from jengine.beam_params import BeamSearchParams
 from jengine.errors import InvalidArgument
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.pages import most_pages
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey

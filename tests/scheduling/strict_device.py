@@ -17,10 +17,10 @@ from functools import partial
 from jengine.beam_params import BeamSearchParams
 from jengine.beams import sampling_of
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
 from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, ScoreKey, sampler_variant
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed

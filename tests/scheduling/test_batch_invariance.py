@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.composition import BatchInvariant
-from jengine.scheduling.expectations import Hypothetical, expect
+from jengine.scheduling.forecasts.expectations import Hypothetical, expect
+from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.requests.composition import BatchInvariant
 from jengine.scheduling.work import Work
 from jengine.table.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms, by_use, first_needed

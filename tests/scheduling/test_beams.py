@@ -11,8 +11,8 @@ from jengine.beams import sampling_of
 from jengine.engine.limits import Limits
 from jengine.errors import InvalidArgument
 from jengine.request import MAX_LOGPROBS, Request, SamplingParams
-from jengine.scheduling.sequence import Sequence
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from tests.scheduling.answers import EOS, VOCAB
 from tests.scheduling.strict_device import Loop
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.pages.blocks import BlockManager
 from jengine.table.pages import most_pages
 from tests.scheduling.host_memory import HostMemory
 

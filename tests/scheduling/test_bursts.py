@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.work import NO_WORK
 from jengine.table.program_table import BurstKey
 from tests.scheduling.strict_device import Loop

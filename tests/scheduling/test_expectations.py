@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jengine.request import Request
-from jengine.scheduling.expectations import Hypothetical, expect
-from jengine.scheduling.forecast import Job, together
+from jengine.scheduling.forecasts.expectations import Hypothetical, expect
+from jengine.scheduling.forecasts.forecast import Job, together
 from jengine.simulation.replay import EngineShape
 from jengine.simulation.times import StepTimes
 from jengine.simulation.trace import Trace, make_trace

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jengine.scheduling.block_table import Hit
-from jengine.scheduling.costs import SwapCosts
+from jengine.scheduling.costs.step_costs import SwapCosts
+from jengine.scheduling.pages.block_table import Hit
 from tests.scheduling.strict_device import Loop
 
 PAGE, LENGTH = 4, 24  # tokens of a page; of a prompt

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.block_table import NO_HIT, GroupPages
-from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.pages.block_table import NO_HIT, GroupPages
+from jengine.scheduling.pages.blocks import BlockManager
 from tests.scheduling.strict_device import Loop
 
 PAGES, PAGE_SIZE = 12, 4

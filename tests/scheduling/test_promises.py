@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.virtual_engine import VirtualEngine
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.work import NO_WORK, Work

@@ -6,9 +6,9 @@ import pytest
 
 from jengine.errors import InvalidArgument
 from jengine.request import DEVICE_STOPS, MASKED_STOPS, Request, SamplingParams
-from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.sequence import State
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.requests.sequence import State
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.table.program_table import TrunkKey
 from tests.scheduling.strict_device import Loop, alone
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.blocks import BlockManager
-from jengine.scheduling.sequence import State
+from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.requests.sequence import State
 from tests.scheduling.strict_device import Loop
 
 NO_END = {"ignore_eos": True}

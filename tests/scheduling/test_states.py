@@ -9,8 +9,8 @@ import pytest
 
 from jengine.beam_params import BeamSearchParams
 from jengine.errors import InvalidArgument
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.states import SPARSE
+from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.pages.states import SPARSE
 from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop
 

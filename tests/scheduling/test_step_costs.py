@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jengine.scheduling.costs import FIRST, Slopes, StepCosts
-from jengine.scheduling.drift import STEPS
+from jengine.scheduling.costs.drift import STEPS
+from jengine.scheduling.costs.step_costs import FIRST, Slopes, StepCosts
 from jengine.scheduling.work import Work
 from jengine.table.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.work import Work, pairs, rows_work
 from tests.scheduling.strict_device import Loop
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from jengine.scheduling.block_table import GroupPages
-from jengine.scheduling.costs import Slopes, StepCosts
+from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.pages.block_table import GroupPages
 from jengine.simulation.replay import EngineShape
 from jengine.simulation.trace import Trace, make_trace
 from jengine.table.program_table import ProgramTable

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.pages.block_table import GroupPages
 from jengine.simulation.replay import EngineShape, replay
 from jengine.simulation.trace import Trace, make_trace
 from tests.simulation.shapes import make_shape, poisson

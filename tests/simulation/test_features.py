@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jengine.scheduling.costs import SwapCosts
+from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.simulation.outcome import Outcome
 from jengine.simulation.replay import EngineShape, replay

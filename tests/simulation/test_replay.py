@@ -7,7 +7,7 @@ import pytest
 
 from jengine.errors import InvalidArgument
 from jengine.request import SamplingParams
-from jengine.scheduling.costs import Cost
+from jengine.scheduling.costs.step_costs import Cost
 from jengine.scheduling.work import Work
 from jengine.simulation.replay import replay
 from jengine.simulation.replicas import replicas_needed

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.beams import Beams, Path
-from jengine.scheduling.plan_builder import PlanBuilder
-from jengine.scheduling.registry import Registry
-from jengine.scheduling.rows import Rows
+from jengine.scheduling.requests.beams import Beams, Path
+from jengine.scheduling.requests.registry import Registry
+from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.step.plan_builder import PlanBuilder
+from jengine.scheduling.step.rows import Rows
 from jengine.updates import ScoredToken
 
 

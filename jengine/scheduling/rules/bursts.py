@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.plan_builder import PlanBuilder
-from jengine.scheduling.predictor import StepPredictor
-from jengine.scheduling.registry import Registry
+from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.requests.registry import Registry
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.work import Work
 from jengine.table.program_table import VARIANTS
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.plan_builder import PlanBuilder
-from jengine.scheduling.registry import Registry
+from jengine.scheduling.requests.registry import Registry
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.step.plan_builder import PlanBuilder
 
 
 class Repeats(Rule):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.plan_builder import PlanBuilder
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.step.plan_builder import PlanBuilder
 
 
 class Rule:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence as List
 from itertools import accumulate, islice, takewhile
 
-from jengine.scheduling.goodput import Goodput
-from jengine.scheduling.output_lengths import OutputLengths
-from jengine.scheduling.plan_builder import PlanBuilder
-from jengine.scheduling.predictor import StepPredictor
-from jengine.scheduling.promises import Outlook, Prompt, Stream, best_way
-from jengine.scheduling.registry import Registry
-from jengine.scheduling.sequence import Sequence, State
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.promises.goodput import Goodput
+from jengine.scheduling.promises.promises import Outlook, Prompt, Stream, best_way
+from jengine.scheduling.requests.output_lengths import OutputLengths
+from jengine.scheduling.requests.registry import Registry
+from jengine.scheduling.requests.sequence import Sequence, State
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.work import Work, pairs, rows_work
 
 JUDGED = 32  # new requests judged per step, so that thousands of arrivals do not delay a step

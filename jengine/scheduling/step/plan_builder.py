@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jengine.scheduling.block_table import Entry
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.pages.block_table import Entry
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
 from jengine.scheduling.work import NO_WORK
 from jengine.table.program_table import SamplerKey, TrunkKey

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.block_table import NO_HIT, Hit
-from jengine.scheduling.blocks import BlockManager
-from jengine.scheduling.composition import Composition
-from jengine.scheduling.predictor import StepPredictor
-from jengine.scheduling.sequence import Sequence
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.pages.block_table import NO_HIT, Hit
+from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.requests.composition import Composition
+from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.work import Work, pairs
 
 

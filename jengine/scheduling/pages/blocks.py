@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 
-from jengine.scheduling.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
-from jengine.scheduling.host_tier import Fetch, HostTier
-from jengine.scheduling.page_pool import PagePool
-from jengine.scheduling.prefix_finder import LAST_PAGE, PrefixFinder
-from jengine.scheduling.prefix_index import PrefixIndex
-from jengine.scheduling.states import States
+from jengine.scheduling.pages.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
+from jengine.scheduling.pages.host_tier import Fetch, HostTier
+from jengine.scheduling.pages.page_pool import PagePool
+from jengine.scheduling.pages.prefix_finder import LAST_PAGE, PrefixFinder
+from jengine.scheduling.pages.prefix_index import PrefixIndex
+from jengine.scheduling.pages.states import States
 from jengine.table.pages import SWAPS, most_pages, pages_of
 
 

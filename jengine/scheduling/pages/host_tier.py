@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from jengine.scheduling.prefix_index import Block, PrefixIndex
+from jengine.scheduling.pages.prefix_index import Block, PrefixIndex
 from jengine.scheduling.step_plan import Swaps
 from jengine.table.pages import SWAPS
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from jengine.scheduling.plan_builder import PlanBuilder
-from jengine.scheduling.policy import victim
-from jengine.scheduling.registry import Registry
-from jengine.scheduling.sequence import Sequence, State
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.requests.policy import victim
+from jengine.scheduling.requests.registry import Registry
+from jengine.scheduling.requests.sequence import Sequence, State
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step_plan import Sample, Span
 from jengine.scheduling.work import Work, rows_work
 

@@ -6,17 +6,17 @@ import math
 from collections import Counter
 from itertools import chain, islice
 
-from jengine.scheduling.acceptance import Acceptance
-from jengine.scheduling.auto_strategy import AutoState, LoadSigns, auto
+from jengine.scheduling.admission.auto_strategy import AutoState, LoadSigns, auto
+from jengine.scheduling.admission.page_forecast import Growth, peak_pages
+from jengine.scheduling.admission.strategies import Decision, Situation, batch_size, latency, throughput
+from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.options import StrategyName
-from jengine.scheduling.page_forecast import Growth, peak_pages
-from jengine.scheduling.pending import PendingTiles
-from jengine.scheduling.predictor import StepPredictor
-from jengine.scheduling.registry import Registry
-from jengine.scheduling.sequence import Sequence
-from jengine.scheduling.sequence_limits import SequenceLimits
-from jengine.scheduling.strategies import Decision, Situation, batch_size, latency, throughput
-from jengine.scheduling.timeline import Timeline
+from jengine.scheduling.promises.acceptance import Acceptance
+from jengine.scheduling.prompts.pending import PendingTiles
+from jengine.scheduling.requests.registry import Registry
+from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.step.timeline import Timeline
 from jengine.scheduling.work import Work
 from jengine.table.pages import most_pages
 

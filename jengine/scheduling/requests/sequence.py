@@ -8,7 +8,7 @@ from enum import Enum
 
 from jengine.pooling import PooledStates
 from jengine.request import FinishReason, Request
-from jengine.scheduling.beams import Beams
+from jengine.scheduling.requests.beams import Beams
 from jengine.table.program_table import VARIANTS, sampler_variant
 from jengine.updates import Beam
 

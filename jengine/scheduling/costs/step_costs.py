@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from jengine.scheduling.drift import Drift
-from jengine.scheduling.host_costs import HostCosts, HostSeconds
+from jengine.scheduling.costs.drift import Drift
+from jengine.scheduling.costs.host_costs import HostCosts, HostSeconds
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TrunkKey

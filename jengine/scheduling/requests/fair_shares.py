@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from jengine.scheduling.policy import WaitingQueue
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.requests.policy import WaitingQueue
+from jengine.scheduling.requests.sequence import Sequence
 
 REMEMBERED = 4096  # idle clients whose virtual time is kept; beyond that, those that would start at `_now` are forgotten
 

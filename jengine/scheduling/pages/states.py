@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jengine.scheduling.page_pool import PagePool
-from jengine.scheduling.prefix_index import Block, PrefixIndex
+from jengine.scheduling.pages.page_pool import PagePool
+from jengine.scheduling.pages.prefix_index import Block, PrefixIndex
 
 SPARSE = 8  # tiles of a long prompt, or of generated tokens, between two snapshots
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from jengine.request import Request
-from jengine.scheduling.forecast import Job, Machine, Prediction, forecast
+from jengine.scheduling.forecasts.forecast import Job, Machine, Prediction, forecast
+from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.work import Work
 from jengine.table.program_table import VARIANTS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jengine.scheduling.promises import EPSILON, Outlook, best_way
+from jengine.scheduling.promises.promises import EPSILON, Outlook, best_way
 
 Seconds = Callable[[int, int], float]  # of a step with this many decode rows and prompt tiles
 MARGIN = 0.95  # several batches must take less than this share of one batch's time, since costs are inexact and later batches wait longer

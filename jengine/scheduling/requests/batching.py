@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from jengine.scheduling.options import Batching
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.requests.sequence import Sequence
 
 
 class Batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jengine.scheduling.prefix_index import Block, Find, PrefixIndex
+from jengine.scheduling.pages.prefix_index import Block, Find, PrefixIndex
 
 LAST_PAGE = 2  # window of a group that needs only the last page of a hit: a state at its end
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.blocks import BlockManager
-from jengine.scheduling.composition import Composition
-from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.requests.composition import Composition
 from jengine.scheduling.work import Work
 from jengine.table.program_table import VARIANTS
 from jengine.table.ready_programs import ReadyPrograms

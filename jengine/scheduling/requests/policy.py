@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from jengine.scheduling.options import Policy
-from jengine.scheduling.sequence import Order, Sequence
+from jengine.scheduling.requests.sequence import Order, Sequence
 
 by_order = attrgetter("order")
 NO_DEADLINE = 1e6  # seconds after arrival at which a request without a target counts as due, so it comes after all requests with targets

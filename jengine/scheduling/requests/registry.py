@@ -7,14 +7,14 @@ from typing import Protocol
 
 from jengine.errors import InvalidArgument
 from jengine.request import FinishReason, Request
-from jengine.scheduling.batching import Batches
-from jengine.scheduling.beams import Beams
-from jengine.scheduling.blocks import BlockManager
-from jengine.scheduling.composition import Composition
-from jengine.scheduling.fair_shares import FairQueue
 from jengine.scheduling.options import SchedulingOptions
-from jengine.scheduling.policy import Waiting, WaitingQueue, order_of
-from jengine.scheduling.sequence import Order, Sequence, State
+from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.requests.batching import Batches
+from jengine.scheduling.requests.beams import Beams
+from jengine.scheduling.requests.composition import Composition
+from jengine.scheduling.requests.fair_shares import FairQueue
+from jengine.scheduling.requests.policy import Waiting, WaitingQueue, order_of
+from jengine.scheduling.requests.sequence import Order, Sequence, State
 
 
 class Rememberer(Protocol):

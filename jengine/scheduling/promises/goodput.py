@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from jengine.scheduling.promises import EPSILON
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.promises.promises import EPSILON
+from jengine.scheduling.requests.sequence import Sequence
 
 RECENT = 64  # number of recent requests that indicate the current load
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.requests.sequence import Sequence
 
 
 class Composition:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 
 from jengine.beams import sampling_of
-from jengine.scheduling.block_table import Hit
-from jengine.scheduling.composition import Composition
-from jengine.scheduling.pending import PendingTiles
-from jengine.scheduling.plan_builder import PlanBuilder
-from jengine.scheduling.predictor import StepPredictor
-from jengine.scheduling.prefix_lookup import PrefixLookup
-from jengine.scheduling.registry import Registry
-from jengine.scheduling.rows import Rows
+from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.pages.block_table import Hit
+from jengine.scheduling.prompts.pending import PendingTiles
+from jengine.scheduling.prompts.prefix_lookup import PrefixLookup
+from jengine.scheduling.requests.composition import Composition
+from jengine.scheduling.requests.registry import Registry
+from jengine.scheduling.requests.sequence import Sequence, State
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rules.beam_searches import BeamSearches
 from jengine.scheduling.rules.repeats import Repeats
-from jengine.scheduling.sequence import Sequence, State
-from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.step.plan_builder import PlanBuilder
+from jengine.scheduling.step.rows import Rows
 from jengine.scheduling.step_plan import Sample, SlotReset, Span
 from jengine.scheduling.work import pairs
 
