@@ -71,7 +71,7 @@ class Int4:
 
     def __getitem__(self, index: Any) -> Int4:
         """Indices of leading axes."""
-        return self if index is Ellipsis else self.map(lambda array: array[index])
+        return self.map(lambda array: array[index])
 
     def map(self, function: Any) -> Int4:
         """Returns the same weight with the function applied to each array."""
@@ -145,8 +145,9 @@ def pack_on_host(
         missing = groups(size, group) - apart.shape[-1]
         return (np.pad(apart, _last(by_group, missing)) if missing else apart).reshape(*leading, -1)
 
-    held: list[Any] = [values.view(np.int32).reshape(*leading, -1), padded(scale), None if offset is None else padded(offset)]
-    return Int4(*held, size, group, dtype, kind, hadamard)
+    held: Any = values.view(np.int32).reshape(*leading, -1)
+    by_group: list[Any] = [padded(scale), None if offset is None else padded(offset)]
+    return Int4(held, by_group[0], by_group[1], size, group, dtype, kind, hadamard)
 
 
 def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: int = 1) -> Int4:
@@ -215,7 +216,7 @@ def wide(x: Int4) -> jax.Array:
     return weights.reshape(*leading, -1)[..., : x.size].reshape(x.shape)
 
 
-def _parts(x: Any, parts: int) -> Any:
+def _parts[A: (jax.Array, np.ndarray)](x: A, parts: int) -> A:
     return x.reshape(*x.shape[:-1], parts, -1)
 
 

@@ -58,7 +58,8 @@ def joined(numbers: np.ndarray, scale: np.ndarray, offset: np.ndarray | None, ta
         return dataclasses.replace(target, values=placed(numbers, values), scale=placed(scale, scales))
     how: dict[str, Any] = {name: getattr(target, name) for name in ("group", "dtype", "kind", "hadamard")}
     how["parts"] = target.shape[-1] // target.size
-    if target.values.sharding.mesh.devices.flat[0].platform == "cpu":  # compiling a program for each shape would take longer
+    sharding: Any = target.values.sharding
+    if sharding.mesh.devices.flat[0].platform == "cpu":  # compiling a program for each shape would take longer
         packed: Int4 = jax.tree.map(placed, pack_on_host(numbers, scale, offset, **how), target)
         return packed
     number, by_group = parts_of(target)
@@ -70,4 +71,5 @@ def joined(numbers: np.ndarray, scale: np.ndarray, offset: np.ndarray | None, ta
 
 def placed(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
     """An array on its devices; each takes its part."""
-    return jax.block_until_ready(jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__))
+    made: jax.Array = jax.block_until_ready(jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__))
+    return made

@@ -185,9 +185,15 @@ def has_output_head(path: Path, config: ModelConfig) -> bool:
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
     """Assembles a parameter in new memory: a CPU device may take that over, so it must not be the file's."""
     out = zeros(target.shape, target.dtype)  # padding stays zero
-    arrays = {name: dense(tensors[name].array) for name in {piece.name for piece in source}}
+    arrays: dict[str, np.ndarray] = {}
     for piece in source:
-        part, array = out[piece.part], arrays[piece.name]
+        part, stored = out[piece.part], tensors[piece.name].array
+        if isinstance(stored, StoredTensor) and piece.as_stored and part.shape == stored.shape:
+            stored.fill(part)
+            continue
+        if piece.name not in arrays:
+            arrays[piece.name] = dense(stored)
+        array = arrays[piece.name]
         part[...] = (_turned(array) if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
     return out
 
