@@ -206,6 +206,8 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 
 # --- where values come from -----------------------------------------------------------------------
 
+SERVE_DEFAULTS: dict[str, Any] = {"policy": "fair"}  # where a server differs from the library, since clients share it
+BY_TARGETS = ("latency", "auto")  # strategies that order the requests of all clients by their targets
 KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get_type_hints(of).items()}
 Sourced = dict[str, tuple[Any, str]]  # option: (value, place where it was given)
 
@@ -233,6 +235,8 @@ def resolve_config(
     server, engine = (
         {name: value for name, (value, _) in given.items() if name in of.__dataclass_fields__} for of in (ServerConfig, EngineConfig)
     )
+    if engine.get("strategy", "throughput") not in BY_TARGETS:
+        engine = {**SERVE_DEFAULTS, **engine}
     with naming_source(given):
         return ServerConfig(**server), EngineConfig(**engine)
 

@@ -54,6 +54,28 @@ def test_names_are_the_servers_or_the_engines() -> None:
     assert set(OTHER) == server | engine, "an option was added: give it a value above, other than its default"
 
 
+@pytest.mark.parametrize(
+    "given, policy",
+    [
+        ({}, "fair"),
+        ({"strategy": "memory"}, "fair"),
+        ({"strategy": "latency"}, "fcfs"),
+        ({"strategy": "auto"}, "fcfs"),
+        ({"strategy": "latency", "policy": "fair"}, "fair"),
+        ({"policy": "fcfs"}, "fcfs"),
+        ({"scheduling_policy": "priority"}, "priority"),
+    ],
+)
+def test_clients_of_a_server_get_equal_shares(given: dict[str, str], policy: str) -> None:
+    """In the library, whoever calls it is one client."""
+    assert resolve_config({"model": "demo", **given}, {})[1].policy == policy
+    assert EngineConfig(model="demo").policy == "fcfs"
+
+
+def test_a_server_answers_while_programs_are_compiled() -> None:
+    assert resolve_config({"model": "demo"}, {})[1].warm_up == "progressive"
+
+
 @pytest.mark.parametrize("source", ["flags", "environment", "file"])
 def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
@@ -61,7 +83,7 @@ def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> No
     flags = {"flags": OTHER, "environment": {}, "file": {"config": str(file)}}[source]
     server, engine = resolve_config(flags, environment(OTHER) if source == "environment" else {})
     assert dataclasses.asdict(server) | dataclasses.asdict(engine) == OTHER
-    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig())
+    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig(policy="fair"))
 
 
 @given(st.data())
@@ -76,7 +98,7 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
         environment(variables) | ({"JENGINE_CONFIG": str(path)} if in_variable else {}),
     )
     got = dataclasses.asdict(server) | dataclasses.asdict(engine)
-    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig())
+    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig(policy="fair"))
     assert got == {**defaults, "model": "m", **file, **variables, **flags}
 
 
