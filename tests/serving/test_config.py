@@ -15,6 +15,7 @@ from jengine.serving.config import ServerConfig, resolve_config
 
 OTHER: dict[str, Any] = {
     "host": "::1", "port": 1, "metrics_port": 2, "http_port": 3, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
+    "max_connections": 77, "max_connections_per_client": 7,
     "max_calls_per_client": 5, "max_answer_logprobs": 9, "max_tokens_limit": 6, "max_request_seconds": 7.5, "request_log": "-",
     "max_message_bytes": 5000, "client_chat_templates": True, "allowed_origins": "https://a.example", "write_timeout": 1.5,
     "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
