@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -58,20 +59,24 @@ def test_grpc_connections_have_a_limit(make_server: MakeServer) -> None:
     with make_server(server={"max_connections": 3}) as server:
         host, _, port = server.address.rpartition(":")
 
-        def lives() -> bool:
-            sockets.append(one := socket.create_connection((host.strip("[]"), int(port)), 60))
-            one.sendall(PREFACE)
-            try:
-                return one.recv(1) != b""
-            except ConnectionError:
-                return False
-
-        sockets: list[socket.socket] = []
-        assert [lives() for _ in range(5)] == [True, True, True, False, False]
-        for one in sockets:
+        def connected() -> socket.socket | None:
+            """A connection to which the server has answered; None if it was closed."""
+            one = socket.create_connection((host.strip("[]"), int(port)), 60)
+            with contextlib.suppress(ConnectionError):
+                one.sendall(PREFACE)
+                if one.recv(1):
+                    return one
             one.close()
-        wait_until(lives)
-        sockets[-1].close()
+            return None
+
+        opened = [connected() for _ in range(5)]
+        assert [one is not None for one in opened] == [True, True, True, False, False]
+        for one in opened:
+            if one is not None:
+                one.close()
+        again: list[socket.socket] = []
+        wait_until(lambda: again.extend(one for one in [connected()] if one is not None) or again)
+        again[0].close()
 
 
 def test_metrics_are_made_once_for_all_who_wait() -> None:
