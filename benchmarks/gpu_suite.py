@@ -52,7 +52,7 @@ PARTS = ("correctness", "decode", "prefill", "experts", "products", "programs", 
 SHARING = ("programs", "prefill", "transformers")  # parts in which JAX must leave GPU memory to others
 LIMIT, LAST_START = 480, 420  # seconds: maximum duration of a part; time after which no further case is started
 ENDED = "the part was ended from outside"
-PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "torch", "transformers", "tokamax", "flashinfer-python")
+PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "torch", "transformers", "tokamax", "flashinfer-python")
 
 
 def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:

@@ -71,7 +71,7 @@ class Int4:
 
     def __getitem__(self, index: Any) -> Int4:
         """Indices of leading axes."""
-        return self.map(lambda array: array[index])
+        return self if index is Ellipsis else self.map(lambda array: array[index])
 
     def map(self, function: Any) -> Int4:
         """Returns the same weight with the function applied to each array."""

@@ -55,6 +55,8 @@ class Quantized:
 
     def __getitem__(self, index: Any) -> Quantized:
         """Indices of leading axes."""
+        if index is Ellipsis:  # nnx reads a parameter's value this way
+            return self
         return replace(self, values=self.values[index], scale=self.scale[index])
 
 

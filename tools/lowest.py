@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 JAX = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 LOWEST = (
-    "huggingface_hub", "jinja2", "llguidance", "llvmlite", "msgspec", "numpy", "orbax-checkpoint", "platformdirs",
+    "flax", "huggingface_hub", "jinja2", "llguidance", "llvmlite", "msgspec", "numpy", "orbax-checkpoint", "platformdirs",
     "safetensors", "tokenizers", "tqdm",
 )  # fmt: skip
 AS_EVER = ("nvidia-", "pytest", "hypothesis")  # as pinned in constraints.txt

@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.errors import InvalidArgument, ModelError
 from jengine.model_config import ModelConfig
 from jengine.model_parts import FOUR_BITS, StoredWeights
 from jengine.models.family import Decoder, Family, TextPart
-from jengine.models.module import bind, parameters
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
@@ -73,7 +73,7 @@ class Model:
     text_part: TextPart | None
     skipped: tuple[str, ...]
     unread: frozenset[str]
-    module: Decoder = field(repr=False)
+    graph: nnx.GraphDef[Any] = field(repr=False)
 
     @property
     def quantized(self) -> str:
@@ -92,7 +92,8 @@ class Model:
 
     def bind(self, params: Params) -> Decoder:
         """The module with these parameters. It works inside and outside of traced functions."""
-        return bind(self.module, params)
+        module: Decoder = nnx.merge(self.graph, params)
+        return module
 
 
 def build(
@@ -139,17 +140,18 @@ def build(
         quantization, group_size, calibrated = own, done.group_size, done.calibrated
     config = dataclasses.replace(config, shards=shards, stored=config.stored if quantization is None else None)
     module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
+    graph, state = nnx.split(module)
 
     def tree(leaf: Any) -> Any:
-        return parameters(module, leaf)
+        return nnx.to_pure_dict(nnx.map_state(lambda _, parameter: leaf(parameter), state))
 
     def abstract(parameter: Any) -> Any:
-        plain, axes = parameter.value, parameter.axes
-        if not parameter.matrix:
+        plain, axes = parameter.get_value(), parameter.get_metadata("axes")
+        if not parameter.get_metadata("matrix"):
             return plain
         vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in RULES else 1
         if config.stored is not None and not vocabulary:
-            return _stored(plain, config.stored, parameter.source, parts)
+            return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
         if quantization in FOUR_BITS and not vocabulary and not (quantization == "int4_mixed" and _loses_much(axes)):
             hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # without calibration, the transform gains little
             return _form(quantize_int4, plain, group=group_size, parts=parts, hadamard=hadamard)
@@ -167,13 +169,13 @@ def build(
         group_size=group_size,
         calibrated=calibrated,
         params=tree(abstract),
-        axes=tree(lambda p: p.axes),
-        sources=tree(lambda p: p.source),
+        axes=tree(lambda p: p.get_metadata("axes")),
+        sources=tree(lambda p: p.get_metadata("source")),
         prefix=module.prefix,
         text_part=FAMILIES[config.family].text_part,
         skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
         unread=FAMILIES[config.family].unread(config),
-        module=module,
+        graph=graph,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jengine.errors import ModelError
@@ -18,7 +19,6 @@ from jengine.models.hf_config import decoder, rope_fields
 from jengine.models.latent_attention import MultiHeadLatentAttention
 from jengine.models.layers import Block, GatedMlp, Layer, RMSNorm, dense, param
 from jengine.models.llama import Llama
-from jengine.models.module import Param
 from jengine.models.moe import Experts
 from jengine.models.pieces import Piece
 
@@ -29,7 +29,7 @@ class DeepseekExperts(Experts):
     Scores are a softmax or sigmoids. A correction, if there is one, affects the choice of experts, but not their weights.
     """
 
-    correction: Param[jax.Array] | None = None
+    correction: nnx.Param[jax.Array] | None = None
     correction_name = "gate.e_score_correction_bias"
     shared: GatedMlp | None = None
 

@@ -14,7 +14,7 @@ from jengine.models.layers import Attend
 
 
 class Decoder(Protocol):
-    """A decoder-only transformer on a flat token axis, as a Module."""
+    """A decoder-only transformer on a flat token axis, as an nnx.Module."""
 
     prefix: str  # of all tensor names except the output head's; checkpoints of the bare decoder lack it
 

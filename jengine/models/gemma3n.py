@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.errors import ModelError
 from jengine.model_config import ModelConfig
@@ -23,7 +24,6 @@ from jengine.models.hf_config import (
     windows_by_layer_types,
 )
 from jengine.models.layers import Attend, GatedMlp, RMSNorm, dense, matrix, param
-from jengine.models.module import Module, Param
 from jengine.models.pieces import Piece
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.activations import gated
@@ -48,7 +48,7 @@ class SparseMlp(GatedMlp):
         return dense(gated(sparse, self.activation), self.down[...])
 
 
-class Streams(Module):
+class Streams(nnx.Module):
     """AltUp (Baykal et al. 2023): streams are mixed before a layer; the layer updates one, and a share of its change is added to all."""
 
     def __init__(self, config: ModelConfig, parts: AltUp, dtype: jax.typing.DTypeLike, name: str) -> None:
@@ -56,7 +56,7 @@ class Streams(Module):
         self.active, self.scaled = parts.active, parts.scaled
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.router_norm")
 
-        def small(tensor: str, *shape: int) -> Param[jax.Array]:
+        def small(tensor: str, *shape: int) -> nnx.Param[jax.Array]:
             return param(shape, dtype, (None,) * len(shape), Piece(f"{name}.{tensor}", shape))
 
         self.router, self.mix = small("modality_router.weight", count, hidden), small("prediction_coefs.weight", count**2, count)
@@ -84,7 +84,7 @@ class Streams(Module):
         return streams[self.active] * self.scale[...] if self.scaled else streams[self.active]
 
 
-class Laurel(Module):
+class Laurel(nnx.Module):
     """A low-rank shortcut beside attention."""
 
     def __init__(self, config: ModelConfig, rank: int, dtype: jax.typing.DTypeLike, name: str) -> None:
@@ -97,7 +97,7 @@ class Laurel(Module):
         return x + self.norm(dense(dense(x, self.left[...]), self.right[...]))
 
 
-class Gemma3nLayer(Module):
+class Gemma3nLayer(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
         def norm(place: str) -> RMSNorm:
             return RMSNorm(config.hidden_size, config, dtype, f"{name}.{place}_layernorm")
@@ -131,7 +131,7 @@ class Gemma3n(Gemma4):
         altup, square = config.altup, (config.hidden_size, config.hidden_size)
         assert altup is not None
 
-        def others(name: str) -> Param[jax.Array]:
+        def others(name: str) -> nnx.Param[jax.Array]:
             count = altup.streams - 1
             pieces = (Piece(f"{self.prefix}{name}.{i}.weight", square, (i,)) for i in range(count))
             return param((count, *square), dtype, (None, None, None), *pieces)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.errors import ModelError
 from jengine.model_config import ModelConfig
@@ -37,7 +38,6 @@ from jengine.models.layers import (
     vocabulary,
 )
 from jengine.models.llama import Llama
-from jengine.models.module import Module
 from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Part, Piece, apart, qkv_parts
 from jengine.models.rope import local_rope, rope
@@ -101,7 +101,7 @@ class Gemma4Experts(Experts):
         return self.norm(x)
 
 
-class LayerInput(Module):
+class LayerInput(nnx.Module):
     """Adds a layer's own embedding of each token to the residual stream, through a gate."""
 
     def __init__(self, config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> None:
@@ -114,7 +114,7 @@ class LayerInput(Module):
         return self.norm(dense(ACTIVATIONS[self.activation](dense(x, self.gate[...])) * own, self.projection[...]))
 
 
-class Gemma4Layer(Module):
+class Gemma4Layer(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
         def norm(place: str) -> RMSNorm:
             return RMSNorm(config.hidden_size, config, dtype, f"{name}.{place}")

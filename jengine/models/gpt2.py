@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
-from jengine.models.module import Module
 from jengine.models.pieces import Part, Piece, stacked
 from pallas_kernels.rows import array_of
 
@@ -24,7 +24,7 @@ class Gpt2Attention(Attention):
         return Piece(f"{name}.c_proj.{kind}", shape[::-1], transposed=True)
 
 
-class Gpt2(Module):
+class Gpt2(nnx.Module):
     prefix = "transformer."
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
@@ -41,7 +41,7 @@ class Gpt2(Module):
                 Mlp(config, dtype, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", transposed=True),
             )
 
-        self.layers = [layer(f"transformer.h.{i}") for i in range(config.num_layers)]
+        self.layers = nnx.List([layer(f"transformer.h.{i}") for i in range(config.num_layers)])
         self.norm = LayerNorm(hidden, config, dtype, "transformer.ln_f")
         self.lm_head = None if config.tie_embeddings else vocabulary(config, hidden, dtype, "lm_head.weight")
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jengine.model_config import ModelConfig
 from jengine.model_parts import LatentAttention
 from jengine.models.layers import Attend, RMSNorm, dense, matrix, param, row_parallel_dense
-from jengine.models.module import Module, Param
 from jengine.models.pieces import EVERY, Piece
 from pallas_kernels.qkv import Qkv
 from pallas_kernels.xla import Rotation, rotate
@@ -26,8 +26,8 @@ from pallas_kernels.xla import Rotation, rotate
 NORM_EPS = 1e-6  # for compressed queries and cached vectors, independent of the model's eps
 
 
-class MultiHeadLatentAttention(Module):
-    q_down: Param[Any] | None = None  # for compressed queries
+class MultiHeadLatentAttention(nnx.Module):
+    q_down: nnx.Param[Any] | None = None  # for compressed queries
     q_norm: RMSNorm | None = None
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:

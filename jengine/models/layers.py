@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jengine.model_config import ModelConfig
-from jengine.models.module import Module, Param
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.activations import ACTIVATIONS
@@ -74,14 +74,14 @@ class Mixer(Protocol):
         """x [N, hidden] -> [N, hidden]."""
 
 
-def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Param[jax.Array]:
+def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[jax.Array]:
     """Declares a parameter: its abstract value, its logical axes and its checkpoint tensors."""
-    return Param(jax.ShapeDtypeStruct(shape, dtype), axes, source, matrix=False)  # type: ignore[arg-type]
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=False)  # type: ignore[arg-type]
 
 
-def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Param[Any]:
+def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[Any]:
     """Declares a parameter [*out, in] that may be quantized. Only `dense` and `lookup` use it."""
-    return Param(jax.ShapeDtypeStruct(shape, dtype), axes, source, matrix=True)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=True)
 
 
 class Calibrated:
@@ -92,6 +92,10 @@ class Calibrated:
     def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
         """Multiplies x [N, in] by the weight -> [N, outs]."""
         raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Calibrated:
+        """Returns itself: nnx reads a parameter's value by indexing."""
+        return self
 
 
 def dense(x: Rows, weight: Weight | Calibrated, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -125,7 +129,7 @@ def lookup(table: Weight, rows: jax.Array) -> jax.Array:
     return dequantize(taken) if isinstance(taken, Quantized | Int4) else taken
 
 
-def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> Param[Any]:
+def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> nnx.Param[Any]:
     """Declares a vector per token, for `embed` or an output head, sharded by tokens."""
     table, place = (config.vocab_size, size), (slice(0, config.vocab_size),)
     return matrix((config.padded(config.vocab_size), size), dtype, ("vocab", None), Piece(name, table, place))
@@ -145,7 +149,7 @@ def unit(x: jax.Array, eps: float) -> jax.Array:
     return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-class RMSNorm(Module):
+class RMSNorm(nnx.Module):
     """Root mean square norm over the last axis, computed in float32."""
 
     def __init__(self, size: int, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
@@ -156,7 +160,7 @@ class RMSNorm(Module):
         return rms_norm(x, self.weight[...], self.eps, self.offset)
 
 
-class LayerNorm(Module):
+class LayerNorm(nnx.Module):
     """Norm to mean 0 and variance 1 over the last axis, with a weight and, in most families, a bias, computed in float32."""
 
     biased = True
@@ -174,10 +178,10 @@ class LayerNorm(Module):
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-class Attention(Module):
+class Attention(nnx.Module):
     """Grouped-query attention. One product computes q, k and v; its layout by kv head shards without reordering."""
 
-    sinks: Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
+    sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
     takes_norm = True  # x may be a norm, which its product computes
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
@@ -223,7 +227,7 @@ class Attention(Module):
         return qkv
 
 
-class GatedMlp(Module):
+class GatedMlp(nnx.Module):
     """down(activation(gate(x)) * up(x)), with gate and up in one product.
 
     Rows of gate and up alternate, [ffn, 2, hidden], so the product has two axes and shards without reordering.
@@ -255,7 +259,7 @@ class GatedMlp(Module):
         return dense(Gated(dense(x, self.gate_up[...], value(self.gate_up_bias)), self.activation), self.down[...])
 
 
-class Mlp(Module):
+class Mlp(nnx.Module):
     """down(activation(up(x))). If transposed, the checkpoint stores weights as [in, out]."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, up: str, down: str, *, transposed: bool = False) -> None:
@@ -276,7 +280,7 @@ class Mlp(Module):
         return row_parallel_dense(y, self.down[...], value(self.down_bias))
 
 
-class Layer(Module):
+class Layer(nnx.Module):
     """Attention and MLP, each with a norm on its input and added to the residual stream."""
 
     def __init__(self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block) -> None:
@@ -295,6 +299,6 @@ def normed(norm: Block, x: jax.Array | Sum, then: object) -> Any:
     return norm(array_of(x))
 
 
-def value(parameter: Param[jax.Array] | None) -> jax.Array | None:
+def value(parameter: nnx.Param[jax.Array] | None) -> jax.Array | None:
     """A parameter's array, or None if the model does not have the parameter."""
     return None if parameter is None else parameter[...]

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.errors import ModelError
 from jengine.model_config import ModelConfig
@@ -14,7 +15,6 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder
 from jengine.models.layers import Attend, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
-from jengine.models.module import Module
 from jengine.models.pieces import EVERY, Piece, apart
 from jengine.models.qwen3 import Qwen3Attention
 from pallas_kernels.xla import Rotation
@@ -30,7 +30,7 @@ class Lfm2Attention(Qwen3Attention):
         return Piece(f"{name}.out_proj.{kind}", shape)
 
 
-class ShortConvolution(Module):
+class ShortConvolution(nnx.Module):
     """out(c * convolved(b * x)); one product computes b, c and x. Channels are grouped by head, to shard like heads."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:

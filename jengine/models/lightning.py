@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jengine.errors import ModelError
@@ -16,7 +17,6 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
 from jengine.models.layers import Attend, Attention, Block, Layer, Mixer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
-from jengine.models.module import Module
 from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Piece
 from jengine.parallel.collectives import all_reduce, shard_index
@@ -28,7 +28,7 @@ EPSILON = 1e-6  # of the norm over all heads
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
-class LightningAttention(Module):
+class LightningAttention(nnx.Module):
     """Linear attention, a norm over all heads, and a gate. One product computes a head's query, key, value and gate."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:

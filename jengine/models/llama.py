@@ -6,18 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
 from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, LayerNorm, RMSNorm, dense, embed, param, value, vocabulary
-from jengine.models.module import Module
 from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.rows import Sum, array_of
 
 
-class Llama(Module):
+class Llama(nnx.Module):
     """A decoder-only transformer as a function of arrays, on a flat token axis.
 
     A family that differs only in attention or norms sets `attention` or `norm_type`. Others override `mlp` or `layer`.
@@ -33,7 +33,7 @@ class Llama(Module):
         self.rope, self.local_rope = rope(config, max_model_len), local_rope(config, max_model_len)
         self.embed = vocabulary(config, config.hidden_size, dtype, f"{self.prefix}{self.embed_name}.weight")
         names = (f"{self.prefix}{self.layers_name}.{i}" for i in range(config.num_layers))
-        self.layers = [self.layer(config, dtype, name, i) for i, name in enumerate(names)]
+        self.layers = nnx.List([self.layer(config, dtype, name, i) for i, name in enumerate(names)])
         self.norm = self.norm_type(config.hidden_size, config, dtype, f"{self.prefix}{self.norm_name}")
         self.lm_head = None if config.tie_embeddings else vocabulary(config, config.hidden_size, dtype, f"{self.head_name}.weight")
         size = config.vocab_size

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jengine.model_config import ModelConfig
@@ -13,7 +14,6 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, window_everywhere
 from jengine.models.layers import Block, dense, matrix, param, value
 from jengine.models.llama import Llama
-from jengine.models.module import Module, Param
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import all_reduce, shard_index
@@ -26,11 +26,11 @@ from pallas_kernels.products import Weight
 MAX_BLOCK = 64  # maximum rows per block
 
 
-class Experts(Module):
+class Experts(nnx.Module):
     """A weighted sum of the gated MLPs that a router picks for each token."""
 
-    gate_up_bias: Param[jax.Array] | None = None
-    down_bias: Param[jax.Array] | None = None
+    gate_up_bias: nnx.Param[jax.Array] | None = None
+    down_bias: nnx.Param[jax.Array] | None = None
 
     def __init__(
         self,

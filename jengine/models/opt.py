@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
-from jengine.models.module import Module, Param
 from jengine.models.pieces import Piece
 from pallas_kernels.rows import Sum, array_of
 from pallas_kernels.xla import Rotation
@@ -30,14 +30,14 @@ class PostNormLayer(Layer):
         return self.mlp_norm(x + self.mlp(x))
 
 
-class Opt(Module):
+class Opt(nnx.Module):
     prefix = "model."
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         hidden, size = config.hidden_size, config.embedding_size or config.hidden_size
         places = (config.max_position + OFFSET, hidden)
 
-        def project(name: str, *shape: int) -> Param[jax.Array] | None:
+        def project(name: str, *shape: int) -> nnx.Param[jax.Array] | None:
             return None if size == hidden else param(shape, dtype, (None, None), Piece(f"model.decoder.{name}.weight", shape))
 
         def layer(name: str) -> Layer:
@@ -51,7 +51,7 @@ class Opt(Module):
         self.embed = vocabulary(config, size, dtype, "model.decoder.embed_tokens.weight")
         self.positions = param(places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places))
         self.project_in, self.project_out = project("project_in", hidden, size), project("project_out", size, hidden)
-        self.layers = [layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)]
+        self.layers = nnx.List([layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)])
         self.norm = LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if config.pre_norm else None
         self.lm_head = None if config.tie_embeddings else vocabulary(config, size, dtype, "lm_head.weight")
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jengine.errors import ModelError
@@ -17,7 +18,6 @@ from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, partly_rotated
 from jengine.models.layers import Attend, Block, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
-from jengine.models.module import Module
 from jengine.models.moe import Experts, sparse_layers
 from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
 from jengine.models.qwen3 import Qwen3Attention
@@ -46,7 +46,7 @@ class GatedAttention(Qwen3Attention):
         return y * jax.nn.sigmoid(gates.reshape(y.shape))
 
 
-class GatedDeltaNet(Module):
+class GatedDeltaNet(nnx.Module):
     """A short convolution, the gated delta rule, and a gated norm. Parameters are grouped by key heads, as in the checkpoint."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
