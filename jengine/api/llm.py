@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations
+from jengine.api.engine_methods import EngineMethods
 from jengine.api.llm_beams import BeamSearches
 from jengine.api.llm_embeddings import Embeddings
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
@@ -22,10 +23,7 @@ from jengine.display import Summary, counted
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.errors import EngineDead, InvalidArgument
-from jengine.explanations.explain import Explanation, explain
-from jengine.observe.cost_report import CostReport
 from jengine.observe.progress import progress_bar
-from jengine.observe.trace import Trace
 from jengine.pooling import PoolingParams
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
@@ -35,7 +33,7 @@ from jengine.updates import Load
 from jengine.vllm.translate import accepts
 
 
-class LLM(Embeddings, BeamSearches, VllmMethods):
+class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own requests have ended. A
@@ -175,50 +173,6 @@ class LLM(Embeddings, BeamSearches, VllmMethods):
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its tokens. Raises as `chat`."""
         return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
-
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests keep their pages. Returns whether it was done.
-
-        Raises:
-            EngineDead: as `generate`.
-        """
-        return self._shared.reset_prefix_cache()
-
-    def costs(self) -> CostReport:
-        """Report what steps cost on this machine: measured at warm-up, refined by every step, saved for the next start. The report
-        is shown as a table; in a notebook also as a plot, if matplotlib is installed. May be called from any thread.
-
-        Raises:
-            EngineDead: after `close`.
-        """
-        return self.engine.costs()
-
-    def trace(self, seconds: float | None = None) -> Trace:
-        """Return what the engine did in the last `seconds`, or in the last 8192 steps; it always records them.
-        `trace().save("trace.json")` writes a file for https://ui.perfetto.dev. May be called from any thread.
-
-        Raises:
-            EngineDead: after `close`.
-        """
-        return self.engine.trace(seconds)
-
-    def explain(self, seconds: float = 60.0) -> Explanation:
-        """Find the engine's bottlenecks in the last `seconds`, with the evidence, the option to change and the predicted effect.
-        May be called from any thread.
-
-        Raises:
-            EngineDead: after `close`.
-        """
-        return explain(self.trace(seconds))
-
-    def set_strategy(self, strategy: str) -> None:
-        """Change the strategy, from the next step on; see EngineConfig.strategy.
-
-        Raises:
-            InvalidArgument: there is no such strategy, or this batching mode excludes it.
-            EngineDead: as `generate`.
-        """
-        self._shared.set_strategy(strategy)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm".
