@@ -94,6 +94,11 @@ def _profile_request(options: ProfileOptions) -> pb.ProfileRequest:
     return pb.ProfileRequest(**msgspec.structs.asdict(options))
 
 
+def _do_request(operation: str, arguments: dict[str, Any]) -> pb.DoRequest:
+    with sending("operation", operation):
+        return pb.DoRequest(operation=operation, arguments_json=msgspec.json.encode(arguments).decode())
+
+
 def _profile_seconds(options: ProfileOptions) -> float:
     """Maximum seconds for a profile, including the time to write the capture."""
     return 2 * options.seconds + options.heap_seconds + PROFILE_SECONDS
@@ -197,6 +202,15 @@ class Client(_Connection):
         """Change the server's strategy: throughput, latency, memory or auto. Needs the same permission as
         reset_prefix_cache."""
         self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    def do(self, operation: str, /, **arguments: Any) -> Any:
+        """Have the engine do an operation by its name, such as `do("SetStrategy", strategy="latency")`. Returns the answer, decoded from
+        JSON. Needs the same permission as reset_prefix_cache.
+
+        Raises:
+            InvalidArgument: there is no such operation, or an argument is unknown or invalid.
+        """
+        return msgspec.json.decode(self._call(self._stub.Do, _do_request(operation, arguments), SHORT).answer_json)
 
     def trace(self, seconds: float | None = None) -> Trace:
         """Return the engine's activity in the last `seconds` seconds, or all that is kept, for `jengine.explain`.
@@ -323,6 +337,9 @@ class AsyncClient(_Connection):
 
     async def set_strategy(self, strategy: str) -> None:
         await self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    async def do(self, operation: str, /, **arguments: Any) -> Any:
+        return msgspec.json.decode((await self._call(self._stub.Do, _do_request(operation, arguments), SHORT)).answer_json)
 
     async def trace(self, seconds: float | None = None) -> Trace:
         return Trace.from_json((await self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
