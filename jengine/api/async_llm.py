@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 from jengine.api.async_embeddings import LONG_TEXT, AsyncEmbeddings
 from jengine.api.backend import Backend, Done, EngineThread, Updates
-from jengine.api.chat import ChatOptions, Conversation, chat_prompt
+from jengine.api.chat import ChatOptions, Conversation, chat_prompt, split_options
 from jengine.api.engine_methods import AsyncEngineMethods
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
@@ -27,11 +27,15 @@ from jengine.engine.operations import Operation
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.process import check_process
 from jengine.request import RequestOutput, SamplingParams
-from jengine.service_level import ServiceLevel
+from jengine.service_level import LevelOptions, ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 from jengine.vllm.translate import accepts
+
+
+class AsyncChatOptions(ChatOptions, RequestOptions, total=False):
+    """AsyncLLM.chat's keywords."""
 
 
 class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
@@ -130,36 +134,21 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        ttft_ms: float | None = None,
-        tpot_ms: float | None = None,
-        client: str = "",
-        timeout: float | None = None,
-        output_kind: OutputKind | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[AsyncChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation, with the model's chat template; otherwise like `generate`.
 
         Args:
             messages: dicts with "role" and "content".
-            options: how the conversation becomes a prompt; see ChatOptions.
+            options: how the conversation becomes a prompt, see ChatOptions; and as for `generate`, see RequestOptions.
 
         Raises:
             InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as `generate`.
             ModelError: the model has no chat template.
         """
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
-        return self.generate(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            priority=priority,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            client=client,
-            timeout=timeout,
-            output_kind=output_kind,
-        )
+        request, chat = split_options(options, RequestOptions)
+        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **chat)
+        return self.generate(prompt, sampling_params, request_id=request_id, **request)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its iteration gets a last output with finish_reason "abort". False: the id is unknown, or it has ended."""
@@ -243,12 +232,9 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        ttft_ms: float | None = None,
-        tpot_ms: float | None = None,
-        client: str = "",
         timeout: float | None = None,
         output_kind: OutputKind | None = None,
+        **level: Unpack[LevelOptions],
     ) -> RequestHandle:
         """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate over the handle, then close it.
 
@@ -266,7 +252,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
             raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
-        level = ServiceLevel(priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
+        service = ServiceLevel(**level)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidArgument("request_id", request_id, "must be text")
         self._bind()
@@ -276,7 +262,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         key = requests[0].request_id
         if request_id is None:
             self._check_id(request_id := key)
-        level.apply(requests)
+        service.apply(requests)
         self.backend.add(*requests)  # updates are delivered in a later iteration of the event loop
         output = self._live.open(requests, prepared.stops)
         output.request_id = request_id

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations
+from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
 from jengine.api.engine_methods import EngineMethods
 from jengine.api.llm_beams import BeamSearches
 from jengine.api.llm_embeddings import Embeddings
@@ -28,9 +28,13 @@ from jengine.pooling import PoolingParams
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
-from jengine.service_level import ServiceLevel, levels, one_each
+from jengine.service_level import LevelsOptions, ServiceLevel, levels, one_each
 from jengine.updates import Load
 from jengine.vllm.translate import accepts
+
+
+class ChatsOptions(ChatOptions, LevelsOptions, total=False):
+    """LLM.chat's keywords."""
 
 
 class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
@@ -71,10 +75,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
-        ttft_ms: float | Sequence[float | None] | None = None,
-        tpot_ms: float | Sequence[float | None] | None = None,
-        client: str | list[str] | tuple[str, ...] = "",
+        **level: Unpack[LevelsOptions],
     ) -> list[RequestOutput]:
         """Complete every prompt. Returns the outputs in the order of the prompts.
 
@@ -82,7 +83,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
             prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A dict may also have a
                 "cache_salt": its prompt then shares cached pages only with prompts of the same salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
-            priority, ttft_ms, tpot_ms, client: one for all prompts, or one each; see ServiceLevel.
+            level: priority, ttft_ms, tpot_ms and client: one for all prompts, or one each; see ServiceLevel.
 
         Raises:
             InvalidArgument: a prompt or parameter is invalid, or too large for this engine. Nothing has been run.
@@ -90,8 +91,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         """
         each = listed(prompts)
         params = one_each("sampling_params", sampling_params, len(each))
-        each_level = levels(len(each), priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
-        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, each_level, strict=True)]
+        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, levels(len(each), level), strict=True)]
         return self._wait_for(work, "generating", use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
@@ -115,27 +115,22 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
-        ttft_ms: float | Sequence[float | None] | None = None,
-        tpot_ms: float | Sequence[float | None] | None = None,
-        client: str | list[str] | tuple[str, ...] = "",
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatsOptions],
     ) -> list[RequestOutput]:
         """Answer every conversation, with the model's chat template. Returns the outputs in the order of the conversations.
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
-            sampling_params, priority, ttft_ms, tpot_ms, client: as for `generate`.
-            options: how a conversation becomes a prompt; see ChatOptions.
+            sampling_params: as for `generate`.
+            options: how a conversation becomes a prompt, see ChatOptions; and as for `generate`, see ServiceLevel.
 
         Raises:
             InvalidArgument: a message, option or parameter is invalid, or too large for this engine. Nothing has been run.
             ModelError: the model has no chat template.
         """
-        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations(messages)]
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client
-        )
+        level, chat = split_options(options, LevelsOptions)
+        prompts = [self.chat_prompt(conversation, **chat) for conversation in conversations(messages)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **level)
 
     def predict(
         self,

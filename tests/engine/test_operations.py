@@ -65,9 +65,9 @@ def test_an_interrupted_operation_wakes_nobody_in_vain(llm: LLM, monkeypatch: py
             raise KeyboardInterrupt
 
     monkeypatch.setattr("jengine.api.shared_engine.Call", lambda: Call(gate=Interrupted()))  # type: ignore[arg-type]
-    llm._shared._stepping = True  # by another thread
+    llm._shared._leader, llm._shared._stepping = Call(), True  # another thread
     with pytest.raises(KeyboardInterrupt):
         llm.reset_prefix_cache()
-    llm._shared._stepping = False
+    llm._shared._leader, llm._shared._stepping = None, False
     assert not llm._shared._asleep and len(llm._shared._orders) == 1
     llm._shared._orders.popleft()()
