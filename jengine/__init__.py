@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jengine.api.async_llm import AsyncLLM
-    from jengine.api.backend import Backend, Done, EngineThread, Steps, Updates, run_engine, run_operation
+    from jengine.api.backend import Backend, EngineThread, Steps, Updates, run_engine, run_operation
     from jengine.api.chat import chat_prompt
     from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
     from jengine.api.llm import LLM
@@ -65,7 +65,6 @@ __all__ = [
     "BeamSearchSequence",
     "BeamsFound",
     "CompletionOutput",
-    "Done",
     "Embedder",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -142,7 +141,7 @@ __all__ = [
 _MODULES = {
     "jengine.api.llm": ("LLM",),
     "jengine.api.async_llm": ("AsyncLLM",),
-    "jengine.api.backend": ("Backend", "Done", "EngineThread", "Steps", "Updates", "run_engine", "run_operation"),
+    "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine", "run_operation"),
     "jengine.beam_params": ("BeamSearchParams",),
     "jengine.beams": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
     "jengine.api.chat": ("chat_prompt",),

@@ -76,11 +76,8 @@ def levels(count: int, options: LevelsOptions) -> list[ServiceLevel]:
 
     Raises:
         InvalidArgument: the number of values is neither one nor `count`.
-        TypeError: there is no such option.
     """
-    if unknown := options.keys() - LevelsOptions.__annotations__.keys():
-        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
-    given = {name: values for name, values in options.items() if values is not None}
+    given = {name: values for name, values in options.items() if values is not None or name not in LevelsOptions.__annotations__}
     each = [one_each(name, values, count) for name, values in given.items()]
     if not given:
         return [ServiceLevel()] * count

@@ -182,16 +182,7 @@ class Client(_Connection):
         Raises:
             ServerError: it is not ready in time, or cannot be reached.
         """
-        wait = Waiting(self._retries, timeout)
-        while True:
-            try:
-                self._stub.GetModel(pb.GetModelRequest(), timeout=SHORT, **self._options)
-                return
-            except grpc.RpcError as error:
-                pause = wait.pause(error, progress)
-                if pause is None:
-                    raise exception_of(error, pb.GetModelRequest()) from None
-            time.sleep(pause)
+        self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
 
     def load(self) -> pb.GetLoadResponse:
         """Return the server's load: running, waiting, free_pages, pages, cached_pages."""
@@ -248,8 +239,8 @@ class Client(_Connection):
             return grpc.insecure_channel(address, CHANNEL_OPTIONS)
         return grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
 
-    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
-        attempts = Attempts(self._retries)
+    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None) -> Any:
+        attempts = attempts or Attempts(self._retries)
         while True:
             try:
                 return method(request, timeout=deadline, **self._options)
@@ -320,16 +311,7 @@ class AsyncClient(_Connection):
         return got
 
     async def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
-        wait = Waiting(self._retries, timeout)
-        while True:
-            try:
-                await self._stub.GetModel(pb.GetModelRequest(), timeout=SHORT, **self._options)
-                return
-            except grpc.RpcError as error:
-                pause = wait.pause(error, progress)
-                if pause is None:
-                    raise exception_of(error, pb.GetModelRequest()) from None
-            await asyncio.sleep(pause)
+        await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
 
     async def load(self) -> pb.GetLoadResponse:
         got: pb.GetLoadResponse = await self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
@@ -366,8 +348,10 @@ class AsyncClient(_Connection):
             return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         return grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
 
-    async def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
-        attempts = Attempts(self._retries)
+    async def _call(
+        self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None
+    ) -> Any:
+        attempts = attempts or Attempts(self._retries)
         while True:
             try:
                 return await method(request, timeout=deadline, **self._options)

@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 
 from jengine import (
-    Done,
     Ended,
     EngineConfig,
     EngineDead,
@@ -51,7 +50,6 @@ from jengine.serving.wire import (
     EngineInfo,
     Failed,
     Frames,
-    Message,
     Quit,
     Ready,
     Report,
@@ -66,6 +64,7 @@ QUIT_SECONDS = 3.0  # time for a child to quit before it is killed, since it may
 EXIT_SECONDS = 1.0  # time before a child that has closed its socket is killed
 KILL_SECONDS = 5.0  # time for a killed child to exit; it may be stuck in a driver
 WATCHDOG_SECONDS = 10.0
+Done = Callable[[Any, Exception | None], object]
 
 log = logging.getLogger("jengine.serving")
 
@@ -189,26 +188,23 @@ class EngineProcess:
 
     def add(self, *requests: Request) -> None:
         try:
-            self._order(add_order(requests))
+            self._order(frame(add_order(requests)))
         except TooLarge as large:
             limit = f"at most {large.most} bytes, the sampling parameters included"
             raise InvalidArgument("prompt", f"{large.size} bytes", limit) from None
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
-        self._order(End(Ended(request_id, reason, stop_reason)))
+        self._order(frame(End(Ended(request_id, reason, stop_reason))))
 
     def do(self, operation: Operation[Any], done: Done) -> None:
         number = next(self._numbers)
+        order = frame(Do(number, type(operation).__name__, msgspec.json.encode(operation)))
         self._open[number] = operation, done
-        try:
-            self._order(Do(number, type(operation).__name__, msgspec.json.encode(operation)))
-        except Exception:  # JSON cannot represent it, or it is too large
-            del self._open[number]
-            raise
+        self._order(order)
 
-    def _order(self, order: Message) -> None:
+    def _order(self, order: bytearray) -> None:
         if not self._quitting:
-            self._outbox.put(frame(order))
+            self._outbox.put(order)
 
     def quit(self, wait: bool = True) -> None:
         """Ends the child after its step, or by force after QUIT_SECONDS. Before `connect`, ends it immediately."""

@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # messages are used in processes without jax
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message that makes an engine do something and return an answer of type T. Its fields are the arguments. JSON can represent
-    these and the answer.
+    """A message that makes an engine do something and answer with a T. Its fields are the arguments. JSON can represent all of these.
 
     Attributes:
         beside: `run` takes long, so it runs in a thread of its own while the engine steps; otherwise, between two steps.
@@ -36,28 +35,20 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote: ClassVar[bool] = False
 
     def check(self, limits: Limits) -> None:
-        """Checks the arguments before the message is sent.
-
-        Raises:
-            InvalidArgument: this engine cannot do it.
-        """
+        """Called before the message is sent. Raises InvalidArgument if an engine with these limits cannot do it."""
 
     def run(self, engine: Engine) -> T:
-        """Does it. An exception fails this operation alone."""
+        """Does it, and returns the answer. An exception fails this operation alone."""
         raise NotImplementedError
 
     def answer_of(self, data: bytes) -> T:
-        """Decodes the answer from JSON. Raises msgspec.MsgspecError."""
-        [answer] = get_args(get_original_bases(type(self))[0])
-        decoded: T = msgspec.json.decode(data, type=answer)
-        return decoded
+        """Decodes the answer from JSON."""
+        answer: T = msgspec.json.decode(data, type=get_args(get_original_bases(type(self))[0])[0])
+        return answer
 
 
 def decode_operation(name: str, arguments: bytes | str, *, remote: bool = False) -> Operation[Any]:
-    """The operation with this name, and its arguments from a JSON object. `check` has not been called.
-
-    Args:
-        remote: accept only operations that administrators may call over the network.
+    """The operation with this name, and its arguments from a JSON object. With `remote`, only those for the network are accepted.
 
     Raises:
         InvalidArgument: there is no such operation, or an argument is unknown or invalid.
@@ -112,8 +103,7 @@ class GetTrace(Operation[Trace], frozen=True):
 
 
 class WriteProfile(Operation[None], frozen=True):
-    """Makes the engine's process write its profile to a folder; see capture_process. The asking process, given by its id, writes none:
-    it profiles itself."""
+    """Makes the engine's process write its profile to a folder; see capture_process. The process with the id `asking` writes none."""
 
     options: ProfileOptions
     folder: str
@@ -126,7 +116,5 @@ class WriteProfile(Operation[None], frozen=True):
         if self.asking != os.getpid():
             try:
                 capture_process("engine", self.options, Path(self.folder))
-            except InvalidArgument:
-                raise
-            except Exception as error:
+            except OSError as error:
                 raise InvalidArgument("profile", "engine", f"{type(error).__name__}: {error}") from error

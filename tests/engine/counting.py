@@ -22,6 +22,11 @@ LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 class CountingRunner:
     """A runner without a model: the tokens of a sampler row are 100, 101, ... Can fail at a given step."""
 
+    on_host = True
+
+    def memory_parts(self) -> dict[str, int]:
+        return {}
+
     def __init__(self, seconds: float = 0.0, fail_at: int | None = None) -> None:
         self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
 
