@@ -22,13 +22,12 @@ LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 class CountingRunner:
     """A runner without a model: the tokens of a sampler row are 100, 101, ... Can fail at a given step."""
 
-    on_host = True
-
-    def memory_parts(self) -> dict[str, int]:
-        return {}
-
     def __init__(self, seconds: float = 0.0, fail_at: int | None = None) -> None:
         self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
+        self.on_host = True
+
+    def memory_parts(self) -> dict[str, int]:
+        return {}  # asked by a profile of this process
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         return InFlight(plan, None)  # type: ignore[arg-type]
