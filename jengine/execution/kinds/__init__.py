@@ -7,7 +7,7 @@ from typing import Any
 from jengine.execution.kinds.allocate import Allocate
 from jengine.execution.kinds.burst import Burst
 from jengine.execution.kinds.counts import AllocateCounts, Count, Forget
-from jengine.execution.kinds.kind import Call, CallKind, Key, Kind, Program, StepKind
+from jengine.execution.kinds.kind import Call, CallKind, Key, Kind, Program
 from jengine.execution.kinds.page_copies import PageCopies
 from jengine.execution.kinds.pool import Pool
 from jengine.execution.kinds.sampler import Sampler
@@ -17,8 +17,8 @@ from jengine.execution.kinds.swaps import Fill, Spill, Stage
 from jengine.execution.kinds.trunk import Trunk
 
 TRUNK, FORGET, STAGE = Trunk(), Forget(), Stage()
-BEFORE: tuple[StepKind[Any], ...] = (Count(), SlotUpdates(), PageCopies())  # calls that a step makes before its trunk
-AFTER: tuple[StepKind[Any], ...] = (Score(), Pool())  # and after it, with results for the host
+BEFORE: tuple[Kind[Any], ...] = (Count(), SlotUpdates(), PageCopies())  # calls that a step makes before its trunk
+AFTER: tuple[Kind[Any], ...] = (Score(), Pool())  # and after it, with results for the host
 KINDS: tuple[Kind[Any], ...] = (Allocate(), AllocateCounts(), *BEFORE, Spill(), Fill(), TRUNK, Sampler(), *AFTER, Burst())
 
 _NAMED: dict[str, CallKind[Any]] = {kind.name: kind for kind in (*KINDS, STAGE, FORGET)}

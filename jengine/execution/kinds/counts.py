@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import ALLOCATE_COUNTS, DeviceState
-from jengine.execution.kinds.kind import Call, CallKind, Kind, Program, StepKind, ints
+from jengine.execution.kinds.kind import Call, CallKind, Kind, Program, ints
 from jengine.execution.logits import COUNT_CHUNK, count_chunks, count_tokens
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import StepPlan
@@ -30,7 +30,7 @@ class AllocateCounts(Kind[str]):
         state.counts = state.get_counts()
 
 
-class Count(StepKind[str]):
+class Count(Kind[str]):
     """Counts a chunk of a sequence's tokens; see logits.count_tokens."""
 
     name = "count"

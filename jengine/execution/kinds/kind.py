@@ -85,6 +85,10 @@ class Kind[K](CallKind[K]):
     def program(self, spec: ExecutionSpec, key: K) -> Program:
         """The program of a key, from abstract values alone."""
 
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+        """The calls of this kind that a step makes before or after its trunk, if any."""
+        return iter(())
+
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> Mapping[K, StepPlan | Call]:
         """For each ready key, a step or call that runs its program and changes nothing that a request reads."""
         return {}
@@ -100,14 +104,6 @@ class Kind[K](CallKind[K]):
     def compile_effort(self, spec: ExecutionSpec, key: K) -> tuple[int, int]:
         """Programs that compare greater take longer to compile."""
         return 0, 0
-
-
-class StepKind[K](Kind[K]):
-    """A kind of which steps make calls beside their trunk and sampler."""
-
-    @abstractmethod
-    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
-        """The calls that a step needs, if any."""
 
 
 def ints(spec: ExecutionSpec, *shape: int) -> jax.ShapeDtypeStruct:

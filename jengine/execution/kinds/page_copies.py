@@ -9,14 +9,14 @@ import numpy as np
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
-from jengine.execution.kinds.kind import Call, Program, StepKind, ints, partitions
+from jengine.execution.kinds.kind import Call, Kind, Program, ints, partitions
 from jengine.execution.kv_cache import COPIES, make_copy
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.ready_programs import ReadyPrograms
 
 
-class PageCopies(StepKind[str]):
+class PageCopies(Kind[str]):
     """Copies pages of the shared pool, int32 [2, COPIES] of sources and targets."""
 
     name = "copy"

@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState, on_its_way
-from jengine.execution.kinds.kind import Call, Program, StepKind, ints
+from jengine.execution.kinds.kind import Call, Kind, Program, ints
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.table.program_table import PoolKey
 from jengine.table.ready_programs import ReadyPrograms
 
 
-class Pool(StepKind[PoolKey]):
+class Pool(Kind[PoolKey]):
     """Pools the last trunk's tiles, with int32 [tiles, 2] of each tile's start and end."""
 
     name, key = "pool", PoolKey

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState, on_its_way
-from jengine.execution.kinds.kind import Call, Program, StepKind, ints, of_leaves
+from jengine.execution.kinds.kind import Call, Kind, Program, ints, of_leaves
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import SampledLogprobs, make_scorer
 from jengine.execution.spec import ExecutionSpec
@@ -18,7 +18,7 @@ from jengine.table.program_table import ScoreKey
 from jengine.table.ready_programs import ReadyPrograms
 
 
-class Score(StepKind[ScoreKey]):
+class Score(Kind[ScoreKey]):
     """Scores the last trunk's tiles, with int32 [tiles * tile_size] of the tokens that follow."""
 
     name, key = "score", ScoreKey

@@ -8,14 +8,14 @@ import numpy as np
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
-from jengine.execution.kinds.kind import Call, Program, StepKind, ints, partitions
+from jengine.execution.kinds.kind import Call, Kind, Program, ints, partitions
 from jengine.execution.slots import UPDATE_WORDS, pack_updates, update_slots
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.ready_programs import ReadyPrograms
 
 
-class SlotUpdates(StepKind[str]):
+class SlotUpdates(Kind[str]):
     """Applies block table entries and slot resets, int32 [UPDATE_WORDS]; see slots.pack_updates."""
 
     name = "update"

@@ -1,4 +1,4 @@
-"""Pages that move between the cache and host memory."""
+"""Pages that move between the cache and host memory. Without a host tier, a table has none of these programs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from jengine.table.pages import SWAPS
 from jengine.table.ready_programs import ReadyPrograms
 
 
-class _Swap(Kind[str]):
-    """Moves SWAPS pages. Tables of engines without a host tier do not have these programs."""
+class Spill(Kind[str]):
+    """Copies pages to the host, int32 [2, SWAPS] of pages and host pages."""
+
+    name = "spill"
 
     def keys(self, spec: ExecutionSpec) -> Sequence[str]:
         return [self.name] if spec.host_pages else []
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, Call]:
         return {key: swap_call(key, []) for key in self.keys(spec)}
-
-
-class Spill(_Swap):
-    """Copies pages to the host, int32 [2, SWAPS] of pages and host pages."""
-
-    name = "spill"
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         return Program("spill_pages", spill_pages, (spec.cache, ints(spec, SWAPS)), [partitions(spec.page)] * SWAPS)
@@ -48,10 +44,16 @@ class Stage(CallKind[str]):
         return state.store.stage(*array.tolist())
 
 
-class Fill(_Swap):
+class Fill(Kind[str]):
     """Copies staged pages into the cache, int32 [2, SWAPS] of places and pages."""
 
     name = "fill"
+
+    def keys(self, spec: ExecutionSpec) -> Sequence[str]:
+        return [self.name] if spec.host_pages else []
+
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, Call]:
+        return {key: swap_call(key, []) for key in self.keys(spec)}
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         args = spec.cache, [spec.page] * SWAPS, ints(spec, SWAPS)
