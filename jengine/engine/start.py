@@ -141,14 +141,14 @@ def _start(config: EngineConfig, progress: Progress) -> tuple[Engine, Started]:
     ready = ReadyPrograms(spec.table, [key for key in keys if key in programs and not isinstance(key, str)])
     saved = SavedCosts(process_root(config), spec.fingerprint())
     costs = saved.load(spec.table) or StepCosts(spec.table)
-    unmeasured = any(key not in costs.trunks for key in ready.trunks()) or (spec.host_pages and costs.swaps is None)
+    unmeasured = any(key not in costs.known for key in ready.trunks()) or (spec.host_pages and costs.swaps is None)
     if programs.compiled or unmeasured:
         runner.warm_up(ready, progress=progress, ran=measure(runner, ready, costs, progress=progress))
         saved.save(costs)
     else:
         runner.check(ready)
     started.seconds["warm-up"] = time.perf_counter() - clock
-    started.longest_step = max([*map(costs.seconds, costs.trunks), *map(costs.burst_seconds, costs.bursts)])
+    started.longest_step = costs.longest_step
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,
