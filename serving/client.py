@@ -94,6 +94,11 @@ def _profile_request(options: ProfileOptions) -> pb.ProfileRequest:
     return pb.ProfileRequest(**msgspec.structs.asdict(options))
 
 
+def _do_request(operation: str, arguments: dict[str, Any]) -> pb.DoRequest:
+    with sending("operation", operation):
+        return pb.DoRequest(operation=operation, arguments_json=msgspec.json.encode(arguments).decode())
+
+
 def _profile_seconds(options: ProfileOptions) -> float:
     """Maximum seconds for a profile, including the time to write the capture."""
     return 2 * options.seconds + options.heap_seconds + PROFILE_SECONDS
@@ -177,16 +182,7 @@ class Client(_Connection):
         Raises:
             ServerError: it is not ready in time, or cannot be reached.
         """
-        wait = Waiting(self._retries, timeout)
-        while True:
-            try:
-                self._stub.GetModel(pb.GetModelRequest(), timeout=SHORT, **self._options)
-                return
-            except grpc.RpcError as error:
-                pause = wait.pause(error, progress)
-                if pause is None:
-                    raise exception_of(error, pb.GetModelRequest()) from None
-            time.sleep(pause)
+        self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
 
     def load(self) -> pb.GetLoadResponse:
         """Return the server's load: running, waiting, free_pages, pages, cached_pages."""
@@ -197,6 +193,15 @@ class Client(_Connection):
         """Change the server's strategy: throughput, latency, memory or auto. Needs the same permission as
         reset_prefix_cache."""
         self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    def do(self, operation: str, /, **arguments: Any) -> Any:
+        """Have the engine do an operation by its name, such as `do("SetStrategy", strategy="latency")`. Returns the answer, decoded from
+        JSON. Needs the same permission as reset_prefix_cache.
+
+        Raises:
+            InvalidArgument: there is no such operation, or an argument is unknown or invalid.
+        """
+        return msgspec.json.decode(self._call(self._stub.Do, _do_request(operation, arguments), SHORT).answer_json)
 
     def trace(self, seconds: float | None = None) -> Trace:
         """Return the engine's activity in the last `seconds` seconds, or all that is kept, for `jengine.explain`.
@@ -234,8 +239,8 @@ class Client(_Connection):
             return grpc.insecure_channel(address, CHANNEL_OPTIONS)
         return grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
 
-    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
-        attempts = Attempts(self._retries)
+    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None) -> Any:
+        attempts = attempts or Attempts(self._retries)
         while True:
             try:
                 return method(request, timeout=deadline, **self._options)
@@ -306,16 +311,7 @@ class AsyncClient(_Connection):
         return got
 
     async def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
-        wait = Waiting(self._retries, timeout)
-        while True:
-            try:
-                await self._stub.GetModel(pb.GetModelRequest(), timeout=SHORT, **self._options)
-                return
-            except grpc.RpcError as error:
-                pause = wait.pause(error, progress)
-                if pause is None:
-                    raise exception_of(error, pb.GetModelRequest()) from None
-            await asyncio.sleep(pause)
+        await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
 
     async def load(self) -> pb.GetLoadResponse:
         got: pb.GetLoadResponse = await self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
@@ -323,6 +319,9 @@ class AsyncClient(_Connection):
 
     async def set_strategy(self, strategy: str) -> None:
         await self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    async def do(self, operation: str, /, **arguments: Any) -> Any:
+        return msgspec.json.decode((await self._call(self._stub.Do, _do_request(operation, arguments), SHORT)).answer_json)
 
     async def trace(self, seconds: float | None = None) -> Trace:
         return Trace.from_json((await self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
@@ -349,8 +348,10 @@ class AsyncClient(_Connection):
             return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         return grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
 
-    async def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
-        attempts = Attempts(self._retries)
+    async def _call(
+        self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None
+    ) -> Any:
+        attempts = attempts or Attempts(self._retries)
         while True:
             try:
                 return await method(request, timeout=deadline, **self._options)

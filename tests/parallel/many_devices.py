@@ -16,6 +16,7 @@ import pytest
 from jengine.checkpoints import load, read_config
 from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
+from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
 from jengine.execution.programs import Programs, lower, memory_of
 from jengine.execution.spec import ExecutionSpec
@@ -71,7 +72,7 @@ def check_samples(engine: Engine, prompt: list[int]) -> None:
     hit = 48 if engine.scheduler.blocks.states is None else 0  # the first snapshot comes after a tile
     assert [answer.sequence.num_cached for answer in together] == [hit, len(prompt), len(prompt)]
     for number, answer in enumerate(together):
-        engine.reset_prefix_cache()
+        engine.do(ResetPrefixCache())
         engine.add(requests_of("alone", prompt, how)[number])
         alone = []
         while engine.has_work:
