@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 import pallas_kernels
-from jengine.engine import start
+from jengine.engine import program_set
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import ProgramCache
@@ -154,6 +154,6 @@ class GuessedCosts:
 def on_demand(*, optimized: bool = False) -> Iterator[None]:
     """Engines that start in this context compile on demand, with XLA's usual optimizations if `optimized`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "Programs", OnDemand if optimized else Quick)
-        patch.setattr(start, "SavedCosts", GuessedCosts)
+        patch.setattr(program_set, "Programs", OnDemand if optimized else Quick)
+        patch.setattr(program_set, "SavedCosts", GuessedCosts)
         yield
