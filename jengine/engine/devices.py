@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from jengine.execution.cache_folders import cache_root
 from jengine.execution.kernel_objects import keep_kernels
 from jengine.execution.memory import claim_gpu_memory
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
-from jengine.parallel.mesh import make_mesh
+from jengine.parallel.mesh import make_mesh, one_axis
 from pallas_kernels.devices import cpu_refused
 
 
@@ -35,36 +34,31 @@ class Devices:
     root: Path
 
     @classmethod
-    def take(cls, config: EngineConfig, link: Link) -> Devices:
-        """The devices that the options ask for. Starts JAX.
+    def take(cls, config: EngineConfig, link: Link, mesh: Mesh | None = None) -> Devices:
+        """The devices of the caller's mesh, or the first ones. Starts JAX.
 
         Raises:
-            InvalidArgument: there are too few.
+            InvalidArgument: there are too few, or the mesh does not fit the options or an engine.
         """
-        mesh, root = make_mesh(config.tensor_parallel_size), process_root(config)
+        mesh = make_mesh(config.tensor_parallel_size) if mesh is None else one_axis(mesh)
+        if mesh.size != config.tensor_parallel_size:
+            raise InvalidArgument("tensor_parallel_size", config.tensor_parallel_size, f"must be {mesh.size}, the devices of mesh")
+        root = process_root(config)
         if mesh.local_devices[0].platform == "cpu" and cpu_refused() is None:
             keep_kernels(root)
         return cls(mesh, link, root)
 
-    @property
-    def platform(self) -> str:
-        return str(self.mesh.devices.flat[0].platform)
-
-    def __str__(self) -> str:
-        return f"{self.mesh.devices.size} {self.mesh.devices.flat[0].device_kind}"
-
-    def agree[T](self, value: T) -> T:
+    def agree(self, value: Any) -> Any:
         """Process 0's value."""
-        agreed: T = self.link.agree(value, lambda values: values[0])
-        return agreed
+        return self.link.agree(value, lambda values: values[0])
 
-    def check_equal(self, value: str, field: str, reason: str) -> None:
+    def check_equal(self, value: str) -> None:
         """Checks that all processes have the same value.
 
         Raises:
             InvalidArgument: one differs.
         """
-        self.link.agree(value, _equal(field, reason))
+        self.link.agree(value, _equal)
 
     def wait_for_all(self) -> None:
         """Waits until all processes are ready. From now on, the end of one is noticed immediately."""
@@ -100,11 +94,9 @@ def process_root(config: EngineConfig) -> Path:
     return root / f"process-{config.process_id}-of-{config.num_processes}" if config.num_processes > 1 else root
 
 
-def _equal(field: str, reason: str) -> Callable[[list[Any]], Any]:
-    def first(values: list[Any]) -> Any:
-        for process, value in enumerate(values):
-            if value != values[0]:
-                raise InvalidArgument(field, value, f"process {process} differs from process 0: {reason}")
-        return values[0]
-
-    return first
+def _equal(values: list[Any]) -> Any:
+    for process, value in enumerate(values):
+        if value != values[0]:
+            reason = f"process {process} differs from process 0: options, versions or models differ"
+            raise InvalidArgument("config", value, reason)
+    return values[0]

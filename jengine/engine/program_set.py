@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from jengine.config import EngineConfig
 from jengine.devices.device_defaults import sizes
@@ -24,15 +24,8 @@ from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.ready_programs import ReadyPrograms
 
 
-@dataclass(frozen=True, slots=True)
-class WarmedUp:
-    """Programs that have run.
-
-    Attributes:
-        ready: those that steps may use.
-        costs: of steps with them.
-        save_costs: saves the costs for the next start.
-    """
+class WarmedUp(NamedTuple):
+    """Programs that steps may use, the costs of these steps, and a function that saves the costs for the next start."""
 
     ready: ReadyPrograms
     costs: StepCosts

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
+
+from jax.sharding import Mesh
 
 from jengine.checkpoints import Reranker, read_reranker, read_sampling_defaults, read_text, resolve
 from jengine.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.display import counted
-from jengine.engine.description import spec_of, with_pages
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
 from jengine.engine.model_source import ModelSource
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
+from jengine.engine.shapes import spec_of, with_pages
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_limit
 from jengine.execution.host_store import check_host_memory
@@ -80,10 +83,17 @@ class Started:
         return Tokenizer.load(self.tokenizer_folder) if self.tokenizer is None else self.tokenizer
 
 
-def start_engine(config: EngineConfig, *, progress: Progress = True) -> tuple[Engine, Started]:
+def start_engine(
+    config: EngineConfig, *, mesh: Mesh | None = None, params: Mapping[str, Any] | None = None, progress: Progress = True
+) -> tuple[Engine, Started]:
     """Does everything that comes before the first request. Adds the tokenizer's end-of-sequence token to the model's.
 
     Args:
+        mesh: the devices to use, tensor_parallel_size of them: at most one axis may have more than one. None: the first ones.
+        params: weights in place of the folder's: numpy or JAX arrays by the names of a checkpoint's tensors. The folder needs
+            only the configuration and the tokenizer. The arrays are copied, one parameter at a time, and may be deleted afterwards:
+            JAX arrays on the devices, where each device briefly holds the parameter's whole tensors; numpy arrays, experts that are
+            stacked in one tensor and tensors of a quantized checkpoint through the host.
         progress: whether to show progress bars on a terminal; a function is called with the progress as well.
 
     Raises:
@@ -94,7 +104,7 @@ def start_engine(config: EngineConfig, *, progress: Progress = True) -> tuple[En
     """
     others = len(engines())
     try:
-        return _start(config, progress)
+        return _start(config, mesh, params, progress)
     except OutOfMemory as full:
         if not others:
             raise
@@ -113,25 +123,20 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
         raise InvalidArgument("process_id", config.process_id, "process 0 takes requests and cannot follow")
     link = connect(config)
     assert isinstance(link, Follower)
-    prepared = _prepare(config, link, progress)
-    prepared.programs.obtain_others(link)
+    worker, programs, _ = _prepare(config, link, None, None, progress)
+    programs.obtain_others(link)
     while frame := link.heard():
-        prepared.worker.execute(decode(frame))
+        worker.execute(decode(frame))
 
 
-class _Prepared(NamedTuple):
-    """What a process has before its first step."""
-
-    worker: Worker
-    programs: ProgramSet
-    started: Started
-
-
-def _start(config: EngineConfig, progress: Progress) -> tuple[Engine, Started]:
+def _start(config: EngineConfig, mesh: Mesh | None, params: Mapping[str, Any] | None, progress: Progress) -> tuple[Engine, Started]:
     if config.process_id > 0:
         raise InvalidArgument("process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow")
+    for name, given in (("mesh", mesh), ("params", params)):
+        if given is not None and config.num_processes > 1:
+            raise InvalidArgument(name, type(given).__name__, f"must be None with num_processes={config.num_processes}")
     link = connect(config)
-    worker, programs, started = _prepare(config, link, progress)
+    worker, programs, started = _prepare(config, link, mesh, params, progress)
     runner = Runner(worker, link)
     clock = time.perf_counter()
     warmed_up = programs.warm_up(runner, progress)
@@ -153,7 +158,9 @@ def _start(config: EngineConfig, progress: Progress) -> tuple[Engine, Started]:
     return engine, started
 
 
-def _prepare(config: EngineConfig, link: Link, progress: Progress) -> _Prepared:
+def _prepare(
+    config: EngineConfig, link: Link, mesh: Mesh | None, params: Mapping[str, Any] | None, progress: Progress
+) -> tuple[Worker, ProgramSet, Started]:
     """Prepares weights and programs on this process's devices."""
     compile_count()  # starts counting
     clock = time.perf_counter()
@@ -166,9 +173,9 @@ def _prepare(config: EngineConfig, link: Link, progress: Progress) -> _Prepared:
 
     begin(progress, "reading the configuration")
     given, config = given_programs(config)
-    source, limit = ModelSource.find(config), cache_limit(config.cache_max_size)
+    source, limit = ModelSource.find(config, params), cache_limit(config.cache_max_size)
     claim_gpu_memory(config.gpu_memory_utilization)
-    devices = Devices.take(config, link)
+    devices = Devices.take(config, link, mesh)
     config, shapes = spec_of(config, source, devices, given)
     started = _facts(config, source, shapes, seconds)
     if given is not None:
@@ -179,19 +186,19 @@ def _prepare(config: EngineConfig, link: Link, progress: Progress) -> _Prepared:
     lap("tokenizer")
     begin(progress, "loading weights")
     text = None if config.calibration_data is None else read_text(config.calibration_data, started.require_tokenizer())
-    params = source.load(shapes, text, progress)
+    weights = source.load(shapes, text, progress)
     lap("weights")
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)
-    devices.check_equal(f"{spec.fingerprint()} {spec.host_pages}", "config", "options, versions or models differ")
+    devices.check_equal(f"{spec.fingerprint()} {spec.host_pages}")
     programs = ProgramSet(config, spec, given, limit, progress)
     started.programs, started.programs_compiled, started.programs_loaded = len(programs.keys), programs.compiled, programs.loaded
     lap("programs")
     if spec.host_pages:
         check_host_memory(config.swap_space, spec)
-    worker = Worker(spec, programs.programs, params)
+    worker = Worker(spec, programs.programs, weights)
     devices.wait_for_all()
-    return _Prepared(worker, programs, started)
+    return worker, programs, started
 
 
 def _facts(config: EngineConfig, source: ModelSource, spec: ExecutionSpec, seconds: dict[str, float]) -> Started:

@@ -91,7 +91,7 @@ class OnDemand(Programs):
 
     def _by_text(self, key: Key) -> tuple[str, Any]:
         lowered = lower(self.spec, key)
-        identity = {name: self._identity[name] for name in ("processor", "mesh", "jax", "jaxlib", "kernels")}
+        identity = {name: self._identity[name] for name in ("processor", "mesh", "devices", "jax", "jaxlib", "kernels")}
         text = f"{identity} {self.options} {kernels_digest()} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         with suppress(UntrustedProgram):  # there is none
