@@ -51,10 +51,12 @@ def assemble_on_devices(target: jax.ShapeDtypeStruct, source: Sequence[Piece], a
         arrays: by name, on any devices. Those of other devices are copied.
     """
     names = [*dict.fromkeys(piece.name for piece in source)]
-    everywhere = NamedSharding(target.sharding.mesh, PartitionSpec())  # type: ignore[union-attr]
+    everywhere = NamedSharding(target.sharding.mesh, PartitionSpec())
     tensors = jax.device_put([arrays[name] for name in names], everywhere)
     places = tuple((names.index(piece.name), piece._replace(name="")) for piece in source)
-    return jax.block_until_ready(_assembler(target.sharding)(tensors, shape=target.shape, dtype=str(target.dtype), places=places))
+    assemble = _assembler(target.sharding)
+    assembled: jax.Array = jax.block_until_ready(assemble(tensors, shape=target.shape, dtype=str(target.dtype), places=places))
+    return assembled
 
 
 @cache

@@ -195,7 +195,7 @@ def has_output_head(path: Path, config: ModelConfig, given: Tensors | None = Non
     return config.tie_embeddings or is_converted(path) or is_gguf(path) or not _found(path, given).keys().isdisjoint(OUTPUT_HEADS)
 
 
-def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
+def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> np.ndarray:
     """Assembles a parameter in new memory: a CPU device may take that over, so it must not be the file's."""
     size = target.size * target.dtype.itemsize
     memory = np.zeros(size + ALIGNMENT, np.uint8)  # padding stays zero

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jengine.checkpoints import Reranker, read_reranker, read_sampling_defaults, read_text, resolve
@@ -104,7 +105,8 @@ def start_engine(
     """
     others = len(engines())
     try:
-        return _start(config, mesh, params, progress)
+        with jax.set_mesh(None):  # the caller's context may have another mesh
+            return _start(config, mesh, params, progress)
     except OutOfMemory as full:
         if not others:
             raise

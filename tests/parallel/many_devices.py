@@ -238,7 +238,7 @@ def test_a_callers_mesh_and_sharded_weights(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bare")
     mesh = Mesh(np.array(jax.devices()[6:4:-1]), ("model",), axis_types=(AxisType.Explicit,))
     options = {**SMALL, "max_model_len": 64, "tensor_parallel_size": 2, "dtype": "float32"}
-    with on_demand():
+    with on_demand(), jax.set_mesh(trainer):
         expected, _ = start_engine(EngineConfig.of(str(tmp_path / "whole"), options), progress=False)
         engine, _ = start_engine(EngineConfig.of(str(tmp_path / "bare"), options), mesh=mesh, params=params, progress=False)
     params_of = [one.runner.worker.params for one in (engine, expected)]  # type: ignore[attr-defined]
