@@ -52,20 +52,6 @@ class Devices:
         """Process 0's value."""
         return self.link.agree(value, lambda values: values[0])
 
-    def check_equal(self, value: str) -> None:
-        """Checks that all processes have the same value.
-
-        Raises:
-            InvalidArgument: one differs.
-        """
-        self.link.agree(value, _equal)
-
-    def wait_for_all(self) -> None:
-        """Waits until all processes are ready. From now on, the end of one is noticed immediately."""
-        self.agree(None)
-        if isinstance(self.link, Leader):
-            self.link.watch()
-
 
 def connect(config: EngineConfig) -> Link:
     """Connects this process with the others of its engine, before JAX starts.
@@ -92,11 +78,3 @@ def process_root(config: EngineConfig) -> Path:
     """The root folder of the cache. If an engine has several processes, each has its own."""
     root = cache_root(config.cache_dir)
     return root / f"process-{config.process_id}-of-{config.num_processes}" if config.num_processes > 1 else root
-
-
-def _equal(values: list[Any]) -> Any:
-    for process, value in enumerate(values):
-        if value != values[0]:
-            reason = f"process {process} differs from process 0: options, versions or models differ"
-            raise InvalidArgument("config", value, reason)
-    return values[0]

@@ -34,7 +34,7 @@ from jengine.observe.compiles import compile_count
 from jengine.observe.engines import engines
 from jengine.observe.progress import Progress, begin
 from jengine.observe.recorder import TraceRecorder
-from jengine.parallel.link import Follower, Link
+from jengine.parallel.link import Follower, Leader, Link
 from jengine.pooling import Embedder
 from jengine.request import SamplingParams
 from jengine.scheduling.options import SchedulingOptions
@@ -192,15 +192,25 @@ def _prepare(
     lap("weights")
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)
-    devices.check_equal(f"{spec.fingerprint()} {spec.host_pages}")
+    link.agree(f"{spec.fingerprint()} {spec.host_pages}", _same)
     programs = ProgramSet(config, spec, given, limit, progress)
     started.programs, started.programs_compiled, started.programs_loaded = len(programs.keys), programs.compiled, programs.loaded
     lap("programs")
     if spec.host_pages:
         check_host_memory(config.swap_space, spec)
     worker = Worker(spec, programs.programs, weights)
-    devices.wait_for_all()
+    devices.agree(None)  # wait until all are ready
+    if isinstance(link, Leader):
+        link.watch()
     return worker, programs, started
+
+
+def _same(values: list[str]) -> str:
+    for process, value in enumerate(values):
+        if value != values[0]:
+            reason = f"process {process} differs from process 0: options, versions or models differ"
+            raise InvalidArgument("config", value, reason)
+    return values[0]
 
 
 def _facts(config: EngineConfig, source: ModelSource, spec: ExecutionSpec, seconds: dict[str, float]) -> Started:
