@@ -30,6 +30,7 @@ from jengine.table.program_table import SamplerKey
 from jengine.updates import TokenUpdate
 from pallas_kernels.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
+from tests.compiling import quickly_compiled
 from tests.engine.invariance import OPTIONS, check_invariance
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, requests_of, run
@@ -254,12 +255,13 @@ def test_a_callers_mesh_and_sharded_weights(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_saved_programs_are_for_their_devices(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "llama_mqa")
-    options = {**SMALL, "max_num_seqs": 4, "max_model_len": 64, "cache_dir": tmp_path / "cache", "dtype": "float32"}
+    options = {**SMALL, "max_model_len": 64, "batch_invariant": True, "cache_dir": tmp_path / "cache", "dtype": "float32"}
     config = EngineConfig.of(str(tmp_path / "model"), options)
     compiled = {}
     for start, number in enumerate((0, 3, 3, 0)):
         mesh = Mesh(np.array(jax.devices()[number : number + 1]), ("x",))
-        engine, started = start_engine(config, mesh=mesh, progress=False)
+        with quickly_compiled():
+            engine, started = start_engine(config, mesh=mesh, progress=False)
         compiled[start] = started.programs_compiled
         run(engine, [([5, 6, 7], SamplingParams(max_tokens=3))])
         engine.close()
