@@ -33,7 +33,8 @@ import numpy as np
 from jengine.checkpoints import read_config, resolve
 from jengine.engine.engine import Engine
 from jengine.execution.batch import BatchLayout
-from jengine.execution.programs import ALLOCATE, Key
+from jengine.execution.device_state import ALLOCATE
+from jengine.execution.kinds import Key
 from jengine.execution.runner import InFlight, Runner, StepResult
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec

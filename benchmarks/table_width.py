@@ -16,7 +16,9 @@ import numpy as np
 
 from benchmarks.machine import made_model, save
 from jengine.checkpoints import load, read_config, resolve
-from jengine.execution.programs import ALLOCATE, Key, lower
+from jengine.execution.device_state import ALLOCATE
+from jengine.execution.kinds import Key
+from jengine.execution.programs import lower
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker

@@ -283,14 +283,14 @@ class Engine:
             record, counts, step = self._in_flight.popleft()
             begun = time.perf_counter()
             result = self.runner.read(step)
-            alone, now = result.scores is None and result.pooled is None, time.perf_counter()
+            alone, now = not result.tiles, time.perf_counter()
             device = self._clock.read(
                 step.plan, step.started, now, self.scheduler.predictor.costs, waited=result.waited, counts=counts and alone
             )
-            if result.scores is not None:
-                updates += self._prompt_scores(step.plan, result.scores)
-            if result.pooled is not None:
-                self._pool(step.plan, result.pooled)
+            if "score" in result.tiles:
+                updates += self._prompt_scores(step.plan, result.tiles["score"])
+            if "pool" in result.tiles:
+                self._pool(step.plan, result.tiles["pool"])
             updates += self._collect(step, result)
             self.records.read(record, begun, now, time.perf_counter(), waited=result.waited, device=device)
         if not self.has_work:

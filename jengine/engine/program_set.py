@@ -72,7 +72,7 @@ class ProgramSet:
         ready = ReadyPrograms(spec.table, [key for key in self.keys if key in self.programs and not isinstance(key, str)])
         saved = SavedCosts(self._root, spec.fingerprint())
         costs = saved.load(spec.table) or StepCosts(spec.table)
-        unmeasured = any(key not in costs.trunks for key in ready.trunks()) or (spec.host_pages and costs.swaps is None)
+        unmeasured = any(key not in costs.known for key in ready.trunks()) or (spec.host_pages and costs.swaps is None)
         if self.compiled or unmeasured:
             runner.warm_up(ready, progress=progress, ran=measure(runner, ready, costs, progress=progress))
             saved.save(costs)

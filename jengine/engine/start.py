@@ -142,9 +142,8 @@ def _start(config: EngineConfig, mesh: Mesh | None, params: Mapping[str, Any] | 
     runner = Runner(worker, link)
     clock = time.perf_counter()
     warmed_up = programs.warm_up(runner, progress)
-    costs = warmed_up.costs
     started.seconds["warm-up"] = time.perf_counter() - clock
-    started.longest_step = max([*map(costs.seconds, costs.trunks), *map(costs.burst_seconds, costs.bursts)])
+    started.longest_step = warmed_up.costs.longest_step
     engine = Engine(
         _with_eos_token(worker.spec.model.config, started.tokenizer),
         runner,

@@ -21,6 +21,7 @@ from jengine.engine.model_source import ModelSource
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
+from jengine.execution.kinds import KINDS, Key
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
 from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.program_store import ProgramStore
@@ -28,7 +29,6 @@ from jengine.execution.programs import (
     UNTUNED,
     Built,
     CompilerOptions,
-    Key,
     compile_all,
     file_name,
     memory_notes,
@@ -39,7 +39,7 @@ from jengine.execution.programs import (
 from jengine.execution.spec import ExecutionSpec
 from jengine.observe.progress_log import progress_log
 from jengine.parallel.mesh import make_mesh
-from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time
 
 AUTOTUNE = "autotune.textproto"
@@ -119,11 +119,9 @@ def device_limit(config: EngineConfig, device: DeviceSpec) -> int:
     return int(device.memory * config.gpu_memory_utilization)
 
 
-def largest(spec: ExecutionSpec) -> list[TrunkKey | SamplerKey | ScoreKey]:
+def largest(spec: ExecutionSpec) -> list[Key]:
     """The programs that may need the most memory beside their arguments."""
-    table = spec.table
-    trunk = max(table.trunks(), key=lambda key: (table.tokens(key), key.pages))
-    return [trunk, SamplerKey(table.sample_buckets[-1], "full"), ScoreKey(table.max_tiles)]
+    return [key for kind in KINDS if (key := kind.heaviest(spec)) is not None]
 
 
 def compile_table(

@@ -33,7 +33,7 @@ class CountingRunner:
         if self.steps == self.fail_at:
             raise FloatingPointError("the device is on fire")
         self.steps += 1
-        return StepResult([[100 + self.steps % 50]] * len(step.plan.samples), logprobs=None, scores=None)
+        return StepResult([[100 + self.steps % 50]] * len(step.plan.samples))
 
 
 def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> AsyncLLM:

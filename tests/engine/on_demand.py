@@ -19,11 +19,12 @@ import pytest
 import pallas_kernels
 from jengine.engine import program_set
 from jengine.execution.cache_folders import cache_root
+from jengine.execution.kinds import Key
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import ProgramCache
 from jengine.execution.program_folder import UntrustedProgram
 from jengine.execution.program_store import ProgramStore
-from jengine.execution.programs import CompilerOptions, Key, Programs, lower, memory_of, program_keys
+from jengine.execution.programs import CompilerOptions, Programs, lower, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.observe.compiles import announced
 from jengine.observe.progress import Progress
@@ -140,7 +141,7 @@ class GuessedCosts:
 
     def load(self, table: ProgramTable) -> StepCosts:
         guess = Estimates(table)
-        costs = Estimates(table, trunks={key: guess.trunk_seconds(key) for key in table.trunks()})
+        costs = Estimates(table, {key: guess.base(key) for key in table.trunks()})
         costs.swaps = SwapCosts()
         return costs
 

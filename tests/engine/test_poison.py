@@ -63,7 +63,7 @@ class Poison:
         masks = [np.ones(pages, bool) for pages in self.worker.spec.pool_pages]
         for mask, kept in zip(masks, every, strict=True):
             mask[kept] = False
-        self.worker.cache = self._fill(self.worker.cache, masks)
+        self.worker.state.cache = self._fill(self.worker.state.cache, masks)
         self.pages += int(masks[0].sum())
         self.states += int(masks[-1].sum()) if len(masks) > 1 else 0
 

@@ -51,7 +51,7 @@ def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[
 def test_the_cache_and_the_weights_shrink(make_engine: Callable[..., Engine]) -> None:
     def sizes(engine: Engine) -> tuple[int, int]:
         worker = engine.runner.worker  # type: ignore[attr-defined]
-        return tuple(sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.params, worker.cache))  # type: ignore[return-value]
+        return tuple(sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.state.params, worker.state.cache))  # type: ignore[return-value]
 
     plain, small = make_engine(), make_engine(quantization="w8a8", kv_cache_dtype="int8")
     weights, cache = (after / before for before, after in zip(sizes(plain), sizes(small), strict=True))

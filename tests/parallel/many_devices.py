@@ -19,7 +19,6 @@ from jengine.checkpoints import load, read_config
 from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
-from jengine.execution.memory import temporaries_bound
 from jengine.execution.programs import Programs, lower, memory_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
@@ -35,7 +34,7 @@ from tests.engine.invariance import OPTIONS, check_invariance
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
-from tests.execution.specs import make_spec
+from tests.execution.specs import make_spec, temporaries_bound
 from tests.golden.weights import VARIANTS, Golden, max_model_len, weights, write_model
 
 # Of the families, what differs between devices: kv heads (1, 2, 4), biases, norms, windows, learned positions, projections, experts.

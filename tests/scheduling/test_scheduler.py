@@ -154,7 +154,7 @@ def test_the_tile_bucket_is_chosen_by_cost():
     for eight, tiles in [(2.0, 4), (1.0, 5)]:
         one = loop(max_num_batched_tokens=8 * 8 + 4)
         known = {TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 1.0, TrunkKey(8, 4): 1.0, TrunkKey(8, 8): eight}
-        one.scheduler.predictor.costs = StepCosts(one.scheduler.table, trunks=known)
+        one.scheduler.predictor.costs = StepCosts(one.scheduler.table, known)
         one.add([1] * 20)
         one.add([2] * 15)
         assert len(one.scheduler.table.place(one.scheduler.schedule().spans).tiles) == tiles
