@@ -25,7 +25,8 @@ import numpy as np
 from benchmarks.machine import RESULTS, facts, made_model
 from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
-from jengine.engine.start import describe_engine, start_engine
+from jengine.engine.shapes import describe_engine
+from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts

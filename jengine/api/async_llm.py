@@ -8,10 +8,10 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from jengine.api.async_embeddings import LONG_TEXT, AsyncEmbeddings
 from jengine.api.backend import Backend, Done, EngineThread, Updates
@@ -33,6 +33,9 @@ from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 from jengine.vllm.translate import accepts
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
 
 class AsyncChatOptions(ChatOptions, RequestOptions, total=False):
     """AsyncLLM.chat's keywords."""
@@ -45,7 +48,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
     time: after it has been closed (asyncio.run has returned), you may continue in another.
 
     Args:
-        model, progress, options: as for LLM.
+        model, mesh, params, progress, options: as for LLM.
 
     Examples:
         >>> async with AsyncLLM("demo") as llm:
@@ -53,11 +56,20 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         ...         print(output.outputs[0].text, end="")
     """
 
-    def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        mesh: Mesh | None = None,
+        params: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
         from jengine.engine.start import start_engine  # imported here, since an AsyncLLM over a remote engine needs no jax
+        from jengine.parallel.mesh import with_mesh_size
 
-        config = EngineConfig.of(str(model), options)
-        engine, self.started = start_engine(config, progress=progress)
+        config = EngineConfig.of(str(model), with_mesh_size(options, mesh))
+        engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress)
         self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params, config.stream_interval)
         self.model = config.model
 

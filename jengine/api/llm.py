@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
+
+from jax.sharding import Mesh
 
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
 from jengine.api.engine_methods import EngineMethods
@@ -24,6 +26,7 @@ from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.errors import EngineDead, InvalidArgument
 from jengine.observe.progress import progress_bar
+from jengine.parallel.mesh import with_mesh_size
 from jengine.pooling import PoolingParams
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
@@ -45,6 +48,8 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
+        mesh: the devices to use, see `start_engine`; tensor_parallel_size is their number.
+        params: weights in place of the folder's, see `start_engine`.
         progress: show bars while loading and compiling.
         options: fields of EngineConfig.
 
@@ -58,11 +63,19 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         ...     llm.generate("def fib(n):", SamplingParams(temperature=0.0))[0].outputs[0].text
     """
 
-    def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
-        config = EngineConfig.of(str(model), options)
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        mesh: Mesh | None = None,
+        params: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.of(str(model), with_mesh_size(options, mesh))
         self.model = config.model
         self._interval = config.stream_interval
-        engine, self.started = start_engine(config, progress=progress)
+        engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress)
         self.tokenizer = self.started.require_tokenizer()
         self._shared = SharedEngine(engine, self.tokenizer)
         self._default_params = self.started.default_sampling_params

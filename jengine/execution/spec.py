@@ -166,6 +166,7 @@ class ExecutionSpec:
             "device": device.device_kind,
             "processor": cpu_features() if device.platform == "cpu" else "",
             "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
+            "devices": [int(device.id) for device in self.mesh.devices.flat],  # a saved program runs on these only
             "processes": len({device.process_index for device in self.mesh.devices.flat}),
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),

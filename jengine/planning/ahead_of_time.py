@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jengine.checkpoints import choose_embedder, kept_format, read_config, resolve
-from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
+from jengine.engine.model_source import ModelSource
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
@@ -92,12 +91,8 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
     Raises:
         The errors of `shapes.describe`.
     """
-    root, folder = cache_root(config.cache_dir), resolve(config.model, config.revision, CONFIG_FILES)
-    model = read_config(folder)
-    quantization: Any = kept_format(config.quantization, folder)
-    embeddings = choose_embedder(config.embeddings, folder, model.hidden_size) is not None
-    config = dataclasses.replace(config, embeddings=embeddings, quantization=quantization)
-    spec = describe(config, model, mesh, root)
+    root, source = cache_root(config.cache_dir), ModelSource.without_weights(config)
+    spec = describe(source.complete(config), source.config, mesh, root)
     return with_forms(spec, product_forms(spec, root))
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 import pallas_kernels
-from jengine.engine import start
+from jengine.engine import program_set
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kinds import Key
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
@@ -92,7 +92,7 @@ class OnDemand(Programs):
 
     def _by_text(self, key: Key) -> tuple[str, Any]:
         lowered = lower(self.spec, key)
-        identity = {name: self._identity[name] for name in ("processor", "mesh", "jax", "jaxlib", "kernels")}
+        identity = {name: self._identity[name] for name in ("processor", "mesh", "devices", "jax", "jaxlib", "kernels")}
         text = f"{identity} {self.options} {kernels_digest()} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         with suppress(UntrustedProgram):  # there is none
@@ -155,6 +155,6 @@ class GuessedCosts:
 def on_demand(*, optimized: bool = False) -> Iterator[None]:
     """Engines that start in this context compile on demand, with XLA's usual optimizations if `optimized`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "Programs", OnDemand if optimized else Quick)
-        patch.setattr(start, "SavedCosts", GuessedCosts)
+        patch.setattr(program_set, "Programs", OnDemand if optimized else Quick)
+        patch.setattr(program_set, "SavedCosts", GuessedCosts)
         yield

@@ -15,7 +15,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, cli
 from jengine.config import EngineConfig
-from jengine.engine import start as start_module
+from jengine.engine import program_set
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import measured_costs
@@ -52,12 +52,12 @@ def cache(saved: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forces waiting for each step: steps of tiny models may finish before they are read, and would not count."""
-    read = start_module.Runner.read
+    read = program_set.Runner.read
 
     def waited(self: Any, step: InFlight) -> StepResult:
         return dataclasses.replace(read(self, step), waited=True)
 
-    monkeypatch.setattr(start_module.Runner, "read", waited)
+    monkeypatch.setattr(program_set.Runner, "read", waited)
 
 
 def load(cache: Path) -> StepCosts:
@@ -80,7 +80,7 @@ def test_the_first_start_measures_every_program(saved: Path) -> None:
 def test_a_later_start_measures_nothing_and_goes_on_from_what_was_refined(
     text_model: Path, cache: Path, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_module, "measure", None)
+    monkeypatch.setattr(program_set, "measure", None)
     measured = load(cache)
     engine = start(text_model, cache_dir=cache)
     first = engine.scheduler.predictor.costs
