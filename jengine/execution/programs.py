@@ -250,7 +250,7 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
         return _lower(spec, _of_leaves(spec, burst), f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}", args, out, (1, 2))
     if isinstance(key, SamplerKey):
         sampler = make_sampler(spec.model, key.variant)
-        state, masks = (spec.slots.last_token, ()) if key.variant != "full" else ((spec.slots.last_token, spec.counts), (spec.mask(key),))
+        state, masks = (spec.slots.last, ()) if key.variant != "full" else ((spec.slots.last, spec.counts), (spec.mask(key),))
         args = spec.leaves, state, spec.slots.sampling, spec.to_sample(key), *masks
         return _lower(spec, _of_leaves(spec, sampler), f"sampler_{key.rows}_{key.variant}", args, PartitionSpec(), (1,))
     if isinstance(key, ScoreKey):

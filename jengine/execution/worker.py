@@ -135,12 +135,12 @@ class Worker:
         program, slots = self.programs[key], self.slots
         sampled: Sampled | SampledLogprobs
         if key.variant == "full":
-            state = slots.last_token, self._get_counts()
+            state = slots.last, self._get_counts()
             allowed = self._all_allowed(key.rows) if mask is None else self._put(mask)
-            (last_token, self._counts), sampled = program(self._leaves, state, slots.sampling, self._to_sample, allowed)
+            (last, self._counts), sampled = program(self._leaves, state, slots.sampling, self._to_sample, allowed)
         else:
-            last_token, sampled = program(self._leaves, slots.last_token, slots.sampling, self._to_sample)
-        self.slots = slots._replace(last_token=last_token)
+            last, sampled = program(self._leaves, slots.last, slots.sampling, self._to_sample)
+        self.slots = slots._replace(last=last)
         return sampled
 
     def _put(self, array: np.ndarray) -> np.ndarray | jax.Array:

@@ -234,16 +234,13 @@ class Scheduler:
             for sequence, span in zip(plan.rows, plan.spans, strict=False):
                 known = min(len(sequence.tokens), sequence.num_computed)
                 span.states = states.row(span.seq, sequence.tokens, known, span.start + span.length, self.table.tile_size)
-        if steps == 1:
+        if plan.lengthened:
+            for sequence, span in zip(plan.rows, plan.spans, strict=False):
+                sequence.plan_row(span.length, least=1 if steps == 1 else span.length)
+        else:
             for sequence in plan.rows:
                 sequence.num_computed += 1
                 sequence.in_flight += 1
-        else:
-            for sequence, span in zip(plan.rows, plan.spans, strict=True):
-                sequence.num_computed += span.length
-                sequence.in_flight += span.length
-                if span.length > 1 and sequence.has_target:
-                    sequence.due += (span.length - 1) * sequence.tpot
         if plan.rows:
             for rule in self.rules:
                 rule.planned(plan)
@@ -284,6 +281,10 @@ class Scheduler:
             sequence = by_number.get(sample.seq)
             if sequence is None:
                 continue
+            if sequence.tentative:
+                span = plan.spans[sample.span]
+                if span.tokens is None:
+                    sequence.settle_row(span.length, least=1 if plan.steps == 1 else span.length, given=len(tokens[i]))
             sequence.in_flight -= len(tokens[i])
             known = sequence.tokens
             if prompts and len(known) == sequence.prompt_len:

@@ -14,6 +14,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
 from functools import partial
 
+from msgspec import structs
+
 from jengine.beam_params import BeamSearchParams
 from jengine.beams import sampling_of
 from jengine.request import Request, SamplingParams
@@ -34,12 +36,17 @@ FULL = (GroupPages(),)
 
 @dataclass
 class Slot:
-    """A slot's state. Its block tables, by cache group, are cleared on reset, so stale entries are detected."""
+    """A slot's state. Its block tables, by cache group, are cleared on reset, so stale entries are detected.
+
+    Attributes:
+        tokens: whose keys and values are in the cache.
+        last: the token that the next row reads, and its position.
+    """
 
     reset: SlotReset
     tables: list[dict[int, int]]
-    tokens: list[int] = field(default_factory=list)  # whose keys and values are in the cache
-    last_token: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    last: tuple[int, int] | None = None
 
 
 class StrictDevice:
@@ -52,6 +59,8 @@ class StrictDevice:
         prefilled: tokens that tiles computed.
         repeated: tokens that rows computed again.
         ready: programs that it has.
+        guesses: draws how many tokens a row of several yields in a single step; None: rows have one token.
+        fewer: how often such a row has yielded fewer tokens than planned.
     """
 
     def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -66,6 +75,8 @@ class StrictDevice:
         self.bursts = self.hits = self.copies = self.prefilled = self.repeated = 0
         self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
         self.host = HostMemory(self._page, self._set_page)
+        self.guesses: random.Random | None = None
+        self.fewer = 0
 
     def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, ScoredToken]]:
         """Runs a plan. Returns the tokens of every sample, and the candidates of beams."""
@@ -73,29 +84,40 @@ class StrictDevice:
         self._take_updates(plan)
         if plan.steps > 1:
             return self._run_burst(plan), {}
-        for span in plan.spans[:rows]:
-            last = self.slots[span.slot].last_token
-            if span.known >= 0:
+        spans, several = [], dict[int, list[int]]()  # with true positions; tokens of longer rows, by index of the span
+        for i, span in enumerate(plan.spans[:rows]):
+            if span.known < 0:
+                token, at = self._last(span)
+                spans.append(structs.replace(span, start=at))
+                if span.length > 1:
+                    several[i] = self._run_guesses(spans[-1], plan.trunk.pages)
+                    continue
+            else:
                 sequence = self.sequences[span.seq]
-                assert span.known == sequence.tokens[span.start]
-                last = span.known
+                assert span.known == sequence.tokens[span.start] and span.length == 1
+                token = span.known
+                spans.append(span)
                 if sequence.searches:  # its block table says which beam it goes on from
                     self.slots[span.slot].tokens = sequence.tokens[: span.start]
                 else:
                     assert self.table.batch_invariant
                     self.repeated += 1
-            assert last is not None, "a decode row without a token to start from"
-            self._write(span, [last], plan.trunk.pages)
+            self._write(spans[-1], [token], plan.trunk.pages)
         for span in plan.spans[rows:]:
             assert span.tokens is not None and len(span.tokens) == span.length >= 1
             self._start(span)
             self.prefilled += span.length
             self._write(span, span.tokens, plan.trunk.pages)
-        for span in plan.spans:  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
-            self._read(span)
+            spans.append(span)
+        for i, span in enumerate(spans):  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
+            if i not in several:
+                self._read(span)
         tokens, found = [], {}
         for row, sample in enumerate(plan.samples):
-            span, slot = plan.spans[sample.span], self.slots[sample.slot]
+            span, slot = spans[sample.span], self.slots[sample.slot]
+            if sample.span in several:
+                tokens.append(several[sample.span])
+                continue
             reset, giver = slot.reset, self.slots[span.slot]
             assert sample.offset == span.length - 1
             if sample.slot != span.slot:  # another sample of one prompt
@@ -106,13 +128,44 @@ class StrictDevice:
             if (beams := self.sequences[sample.seq].request.beams) is not None:
                 assert sample.slot == span.slot
                 found[row] = found_after(slot.tokens, reset.seed, reset.sample_index, beams.beam_width, beams.temperature)
-                slot.last_token = None  # the host chooses
+                slot.last = None  # the host chooses
                 tokens.append([found[row].token])
                 continue
-            how = reset.params, reset.prompt_len, reset.stop_token_ids
-            slot.last_token = next_token(reset.seed, reset.sample_index, slot.tokens, *how)
-            tokens.append([slot.last_token])
+            tokens.append([self._sample(slot, span.start + sample.offset + 1)])
         return tokens, found
+
+    def _last(self, span: Span) -> tuple[int, int]:
+        """What a row takes from its slot: a token, and its position."""
+        slot = self.slots[span.slot]
+        assert slot.last is not None, "a decode row without a token to start from"
+        assert slot.last[1] == span.start or (self.guesses and slot.last[1] < span.start), "a wrong position, or no upper bound"
+        return slot.last
+
+    def _sample(self, slot: Slot, position: int) -> int:
+        """Samples the token at this position into a slot."""
+        reset = slot.reset
+        how = reset.params, reset.prompt_len, reset.stop_token_ids
+        token = next_token(reset.seed, reset.sample_index, slot.tokens, *how)
+        slot.last = token, position
+        return token
+
+    def _run_guesses(self, span: Span, page_bucket: int) -> list[int]:
+        """A row that reads its slot's token and guesses of those after it. Some are right; behind them it writes nonsense."""
+        assert self.guesses is not None
+        slot, tokens = self.slots[span.slot], list[int]()
+        right = self.guesses.randint(1, span.length)
+        self.fewer += right < span.length
+        for _ in range(right):
+            assert slot.last is not None
+            token, at = slot.last
+            one = Span(span.seq, span.slot, at)
+            self._write(one, [token], page_bucket)
+            self._read(one)
+            tokens.append(self._sample(slot, at + 1))
+        for at in range(span.start + right, span.start + span.length):
+            for group, table in enumerate(slot.tables):
+                self.cache[table[at // self.page_size], at % self.page_size] = group, 0, True
+        return tokens
 
     def _run_burst(self, plan: StepPlan) -> list[list[int]]:
         """Each row's tokens, one after the other, all rows in turn."""
@@ -125,14 +178,13 @@ class StrictDevice:
         for number in range(plan.steps):
             for span, given in zip(plan.spans, tokens, strict=True):
                 if number < span.length:
-                    slot, one = self.slots[span.slot], Span(span.seq, span.slot, span.start + number)
+                    token, at = self._last(structs.replace(span, start=span.start + number))
+                    one = Span(span.seq, span.slot, at)
                     one.states = span.states if number == 0 or span.states is None else span.states[1:] * 2
-                    assert slot.last_token is not None and span.known < 0
-                    self._write(one, [slot.last_token], plan.trunk.pages)
+                    assert span.known < 0
+                    self._write(one, [token], plan.trunk.pages)
                     self._read(one)
-                    how = slot.reset.params, slot.reset.prompt_len, slot.reset.stop_token_ids
-                    slot.last_token = next_token(slot.reset.seed, slot.reset.sample_index, slot.tokens, *how)
-                    given.append(slot.last_token)
+                    given.append(self._sample(self.slots[span.slot], at + 1))
         return tokens
 
     def _page(self, _: int, page: int) -> Content:

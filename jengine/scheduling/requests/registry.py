@@ -187,7 +187,7 @@ class Registry:
             self._release(sequence)
         elif not self.held.drop(sequence):
             self.waiting.remove(sequence)
-        sequence.state, sequence.in_flight = State.FINISHED, 0
+        sequence.state, sequence.in_flight, sequence.tentative = State.FINISHED, 0, 0
         self.ended.append(sequence)
         del self.by_id[sequence.request_id], self.by_number[sequence.number]
 
@@ -196,6 +196,7 @@ class Registry:
             del self.running[member]
             for part in self.rememberers:
                 part.forget(member)
+            # Known tokens that are planned are certain: only later ones may not come.
             self.blocks.commit(member.number, member.tokens, min(member.num_computed, self._composition.prefilled(member)))
             self.blocks.release(member.number)
             self.free_slots.append(member.slot)
