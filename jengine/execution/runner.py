@@ -22,7 +22,7 @@ from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.link import Link, SingleProcess
-from jengine.scheduling.step_plan import Span, StepPlan, Swaps
+from jengine.scheduling.step_plan import Span, StepPlan, Swaps, Tokens
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
@@ -54,7 +54,7 @@ class StepResult:
     """Results of a step, on the host.
 
     Attributes:
-        tokens: for each of the plan's samples, its tokens.
+        tokens: by sample: one each, or for a burst a list each.
         logprobs: their log probabilities as numpy arrays, if the sampler is the full one.
         scores: log probabilities of the tokens that follow each tile's tokens, numpy arrays over tiles *
             tile_size, if requested.
@@ -62,7 +62,7 @@ class StepResult:
         waited: whether the host had to wait for them.
     """
 
-    tokens: list[list[int]]
+    tokens: Tokens
     logprobs: SampledLogprobs | None = None
     scores: SampledLogprobs | None = None
     pooled: np.ndarray | None = None
@@ -136,7 +136,7 @@ class Runner:
         with self._explained():
             sampled, scores, pooled = jax.tree.map(np.asarray, given)
         if step.plan.steps == 1:
-            tokens = sampled.tokens[: len(step.plan.samples), None].tolist()
+            tokens: Tokens = sampled.tokens[: len(step.plan.samples)].tolist()
         else:
             tokens = [sampled.tokens[: span.length, row].tolist() for row, span in enumerate(step.plan.spans)]
         return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores, pooled, waited)

@@ -10,6 +10,8 @@ from jengine.request import SamplingParams
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import BurstKey, SamplerKey, TrunkKey
 
+Tokens = list[int] | list[list[int]]  # a step's tokens by sample: one each, or lists of one or more
+
 
 class Span(msgspec.Struct, gc=False):
     """Consecutive tokens of one sequence that a step computes.
