@@ -90,9 +90,9 @@ class NoPrograms:
     def _trunk(self, params: Any, cache: Any, slots: Any, packed: jax.Array) -> tuple[Any, Any, Any, Any]:
         return cache, slots, None, None
 
-    def _sampler(self, params: Any, last_token: Any, sampling: Any, to_sample: Any) -> tuple[Any, Sampled]:
+    def _sampler(self, params: Any, last: Any, sampling: Any, to_sample: Any) -> tuple[Any, Sampled]:
         self._calls += 1
-        return last_token, Sampled(self._supply[self._calls % len(self._supply)])
+        return last, Sampled(self._supply[self._calls % len(self._supply)])
 
 
 class WaitingRunner(Runner):

@@ -340,7 +340,7 @@ class Engine:
                 TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled, s.num_cached)
                 if s.pooled is None
                 else pooled_update(s)
-                for _, s, token in collected
+                for s, token in zip(collected.sequences, collected.tokens, strict=True)
             ]
         updates: list[TokenUpdate | Pooled | BeamsFound] = []
         for row, s, token in collected:

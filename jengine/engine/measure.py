@@ -106,7 +106,7 @@ class Bench:
         """Decode rows after `context` tokens, the first one after `first`, and the beginning of a prompt in each tile."""
         size = self._spec.table.tile_size
         positions = [min(at, self._limit) for at in [context if first is None else first, *[context] * (rows - 1)][:rows]]
-        spans = [Span(slot, slot, position) for slot, position in enumerate(positions, 1)]
+        spans = self._rows(positions)
         length = min(size, self._limit + 1)
         spans += [Span(0, 1 + tile % self._spec.max_slots, 0, length, self._tokens(length)) for tile in range(key.tiles)]
         return self._plan(key, spans, variant, Work(*rows_work(positions, self._windows), key.tiles * pairs(0, length, self._windows)))
@@ -114,7 +114,7 @@ class Bench:
     def burst(self, key: BurstKey) -> StepPlan:
         """All rows, limited by the number of slots, after SHORT tokens."""
         at, rows = max(min(SHORT, self._limit - key.steps), 0), self.rows_of(key.trunk)
-        spans = [Span(slot, slot, at, key.steps) for slot in range(1, rows + 1)]
+        spans = self._rows([at] * rows, key.steps)
         work = Work(*rows_work([at] * rows, self._windows))
         plan = self._plan(key.trunk, spans, key.sampler.variant, Work(work.context * key.steps, work.longest * key.steps))
         plan.samples = [Sample(i, 0, span.seq, span.slot) for i, span in enumerate(spans)]
@@ -190,6 +190,11 @@ class Bench:
                 for group in range(len(self._groups)):
                     number = (group * spec.max_slots + span.slot - 1) * spec.table_width + index
                     yield group, span.slot, index, 1 + number % (spec.num_pages - 1)
+
+    def _rows(self, positions: list[int], length: int = 1) -> list[Span]:
+        """Decode rows at these positions. Their tokens are known, since slots without requests hold no positions."""
+        tokens = self._tokens(len(positions))
+        return [Span(slot, slot, at, length, known=token) for slot, (at, token) in enumerate(zip(positions, tokens, strict=True), 1)]
 
     def _limit_of(self, rows: int) -> int:
         """Maximum tokens of each of `rows` sequences if they share no pages."""

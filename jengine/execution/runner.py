@@ -21,7 +21,7 @@ from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
 from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.link import Link, SingleProcess
-from jengine.scheduling.step_plan import StepPlan, Swaps
+from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens
 from jengine.table.pages import SWAPS
 from jengine.table.ready_programs import ReadyPrograms
 
@@ -50,7 +50,7 @@ class StepResult:
     """Results of a step, on the host.
 
     Attributes:
-        tokens: for each of the plan's samples, its tokens.
+        tokens: by sample: one each, or for a burst a list each.
         logprobs: their log probabilities as numpy arrays, if the sampler is the full one.
         tiles: numpy arrays from the programs that follow the trunk, by kind, if requested: "score", log probabilities of the
             tokens that follow each tile's tokens, SampledLogprobs over tiles * tile_size; "pool", the sum of each tile's
@@ -58,7 +58,7 @@ class StepResult:
         waited: whether the host had to wait for them.
     """
 
-    tokens: list[list[int]]
+    tokens: Tokens
     logprobs: SampledLogprobs | None = None
     tiles: dict[str, Any] = field(default_factory=dict)
     waited: bool = False
@@ -122,7 +122,7 @@ class Runner:
         with self._explained():
             sampled, tiles = jax.tree.map(np.asarray, given)
         if step.plan.steps == 1:
-            tokens = sampled.tokens[: len(step.plan.samples), None].tolist()
+            tokens: Tokens = sampled.tokens[: len(step.plan.samples)].tolist()
         else:
             tokens = [sampled.tokens[: span.length, row].tolist() for row, span in enumerate(step.plan.spans)]
         return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, tiles, waited)

@@ -68,10 +68,10 @@ def nbytes(tree: Any) -> int:
 def arguments(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> tuple[Any, ...]:
     if isinstance(key, TrunkKey):
         return spec.leaves, spec.cache, spec.slots, spec.packed(key)
-    last_token = spec.slots.last_token
+    last = spec.slots.last
     if key.variant == "full":
-        return spec.leaves, (last_token, spec.counts), spec.slots.sampling, to_sample(spec, key), mask(spec, key)
-    return spec.leaves, last_token, spec.slots.sampling, to_sample(spec, key)
+        return spec.leaves, (last, spec.counts), spec.slots.sampling, to_sample(spec, key), mask(spec, key)
+    return spec.leaves, last, spec.slots.sampling, to_sample(spec, key)
 
 
 def test_a_trunk_adds_up_no_constants() -> None:
@@ -95,7 +95,7 @@ def test_cache_and_slots_are_updated_in_place(programs: tuple[ExecutionSpec, Pro
         assert compiled.memory[key].aliased >= nbytes(spec.cache) + nbytes(spec.slots), key
     for sampler in spec.table.samplers():
         counts = nbytes(spec.counts) if sampler.variant == "full" else 0
-        assert compiled.memory[sampler].aliased >= nbytes(spec.slots.last_token) + counts, sampler
+        assert compiled.memory[sampler].aliased >= nbytes(spec.slots.last) + counts, sampler
 
 
 @pytest.mark.parametrize("case", [case if case == CASES[0] else pytest.param(case, marks=pytest.mark.full) for case in CASES])

@@ -24,8 +24,8 @@ class Sampler(Kind[SamplerKey]):
     name, key = "sample", SamplerKey
 
     def program(self, spec: ExecutionSpec, key: SamplerKey) -> Program:
-        full, last_token = key.variant == "full", spec.slots.last_token
-        args = spec.leaves, (last_token, spec.counts) if full else last_token, spec.slots.sampling, to_sample(spec, key)
+        full, last = key.variant == "full", spec.slots.last
+        args = spec.leaves, (last, spec.counts) if full else last, spec.slots.sampling, to_sample(spec, key)
         function = of_leaves(spec, make_sampler(spec.model, key.variant))
         masks = (mask(spec, key),) if full else ()
         return Program(f"sampler_{key.rows}_{key.variant}", function, (*args, *masks), PartitionSpec(), (1,))
@@ -33,12 +33,12 @@ class Sampler(Kind[SamplerKey]):
     def run(self, state: DeviceState, key: SamplerKey, array: np.ndarray | None) -> Sampled | SampledLogprobs:
         program, slots = state.programs[key], state.slots
         if key.variant == "full":
-            before = slots.last_token, state.get_counts()
+            before = slots.last, state.get_counts()
             allowed = state.all_allowed(key.rows) if array is None else state.put(array)
-            (last_token, state.counts), sampled = program(state.leaves, before, slots.sampling, state.to_sample, allowed)
+            (last, state.counts), sampled = program(state.leaves, before, slots.sampling, state.to_sample, allowed)
         else:
-            last_token, sampled = program(state.leaves, slots.last_token, slots.sampling, state.to_sample)
-        state.slots = slots._replace(last_token=last_token)
+            last, sampled = program(state.leaves, slots.last, slots.sampling, state.to_sample)
+        state.slots = slots._replace(last=last)
         result: Sampled | SampledLogprobs = on_its_way(sampled)
         return result
 
