@@ -48,6 +48,8 @@ GRACE = 10.0  # additional seconds after a request's own timeout, for the server
 class _Connection:
     """Common parts of both clients."""
 
+    _grpc: Any  # the module that opens channels
+
     def __init__(
         self,
         address: str,
@@ -75,12 +77,12 @@ class _Connection:
         metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         ca, key, cert = _read("tls_ca", tls_ca), _read("tls_key", tls_key), _read("tls_cert", tls_cert)
         secured = tls or ca is not None or cert is not None
-        self._channel = self._open(address, grpc.ssl_channel_credentials(ca, key, cert) if secured else None)
+        if secured:
+            self._channel = self._grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), CHANNEL_OPTIONS)
+        else:
+            self._channel = self._grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self._stub = GenerateServiceStub(self._channel)
         self._options = {"metadata": metadata}
-
-    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
-        raise NotImplementedError
 
 
 def _read(field: str, path: str | Path | None) -> bytes | None:
@@ -131,6 +133,8 @@ class Client(_Connection):
         ...     for output in client.stream("def fib(n):", temperature=0.0, max_tokens=100):
         ...         print(output.outputs[0].text, end="")
     """
+
+    _grpc = grpc
 
     def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         """Complete one prompt."""
@@ -234,11 +238,6 @@ class Client(_Connection):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
-        if credentials is None:
-            return grpc.insecure_channel(address, CHANNEL_OPTIONS)
-        return grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
-
     def _call(self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None) -> Any:
         attempts = attempts or Attempts(self._retries)
         while True:
@@ -278,6 +277,8 @@ class Client(_Connection):
 
 class AsyncClient(_Connection):
     """A client for asyncio event loops, with the methods and options of Client."""
+
+    _grpc = grpc.aio
 
     async def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         return await self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
@@ -342,11 +343,6 @@ class AsyncClient(_Connection):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
-        if credentials is None:
-            return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
 
     async def _call(
         self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None
