@@ -14,6 +14,7 @@ import pytest
 from jengine import LLM, AsyncLLM, EngineConfig, EngineThread, InvalidArgument, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.measure import Bench
+from jengine.engine.operations import ResetPrefixCache
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.scheduling.step_plan import StepPlan
 from tests.engine.counting import assert_idle
@@ -84,8 +85,8 @@ def test_measured_rows_are_at_their_positions(llms: list[LLM]) -> None:
     bench, key = Bench(runner, ready), ready.bursts()[0]
     for plan, end in ((bench.burst(key), 32 + key.steps), (bench.step(key.trunk, bench.rows_of(key.trunk), 50), 51)):
         bench.seconds(plan)
-        assert {runner.worker.slots.last[span.slot, 1].item() for span in plan.spans} == {end}
-    engine.reset_prefix_cache()  # its pages were written
+        assert {runner.worker.state.slots.last[span.slot, 1].item() for span in plan.spans} == {end}
+    engine.do(ResetPrefixCache())  # its pages were written
 
 
 @pytest.mark.full

@@ -104,7 +104,7 @@ def test_the_caller_may_delete_the_arrays(tmp_path: Path) -> None:
     assert left() is None
     for array in params.values():
         array.delete()
-    engine.reset_prefix_cache()
+    engine.do(ResetPrefixCache())
     assert run(engine, WORK)[0].tokens == before.tokens
 
 
