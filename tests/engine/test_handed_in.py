@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, ModelError, SamplingParams, start_engine
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.in_memory import in_memory
+from jengine.engine.operations import ResetPrefixCache
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from tests.checkpoints.quantized_models import gptq, write_quantized
