@@ -33,7 +33,8 @@ import numpy as np
 from jengine.checkpoints import read_config, resolve
 from jengine.engine.engine import Engine
 from jengine.execution.batch import BatchLayout
-from jengine.execution.programs import ALLOCATE, Key
+from jengine.execution.device_state import ALLOCATE
+from jengine.execution.kinds import Key
 from jengine.execution.runner import InFlight, Runner, StepResult
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec
@@ -89,9 +90,9 @@ class NoPrograms:
     def _trunk(self, params: Any, cache: Any, slots: Any, packed: jax.Array) -> tuple[Any, Any, Any, Any]:
         return cache, slots, None, None
 
-    def _sampler(self, params: Any, last_token: Any, sampling: Any, to_sample: Any) -> tuple[Any, Sampled]:
+    def _sampler(self, params: Any, last: Any, sampling: Any, to_sample: Any) -> tuple[Any, Sampled]:
         self._calls += 1
-        return last_token, Sampled(self._supply[self._calls % len(self._supply)])
+        return last, Sampled(self._supply[self._calls % len(self._supply)])
 
 
 class WaitingRunner(Runner):

@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks.machine import RESULTS, made_model, save
 from benchmarks.page_use import bytes_at_8k, unused_slots
 from jengine.config import EngineConfig
+from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
 from jengine.execution.runner import InFlight, Runner
 from jengine.request import Request, SamplingParams
@@ -78,7 +79,7 @@ class Bench:
 
     def cache(self, on: bool) -> None:
         """Switches the prefix cache on or off, and empties it."""
-        self.engine.reset_prefix_cache()
+        self.engine.do(ResetPrefixCache())
         self.engine.scheduler.blocks.prefix_caching = on
 
     def run(self, prompts: list[list[int]], output: int, samples: int = 1) -> Ran:

@@ -25,7 +25,8 @@ import numpy as np
 from benchmarks.machine import RESULTS, facts, made_model
 from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
-from jengine.engine.start import describe_engine, start_engine
+from jengine.engine.shapes import describe_engine
+from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
@@ -186,7 +187,7 @@ def million(requests: int) -> dict[str, Any]:
     rows, tokens = 256, 8192
     table = ProgramTable.build(max_num_seqs=rows, max_num_batched_tokens=tokens, tile_size=64)
     trunks = {key: 5e-3 + 2e-5 * table.tokens(key) for key in table.trunks()}
-    costs = StepCosts(table, trunks=trunks, samplers={key: 1e-6 * key.rows for key in table.samplers()}, slopes=Slopes(4e-8, 0.0, 1e-9))
+    costs = StepCosts(table, {**trunks, **{key: 1e-6 * key.rows for key in table.samplers()}}, slopes=Slopes(4e-8, 0.0, 1e-9))
     shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows, max_num_batched_tokens=tokens,
                         max_model_len=8192, options={"prefix_caching": True})  # fmt: skip
     some = make_trace([*zip(np.arange(5000.0), prompts[:5000], outputs[:5000], strict=True)])

@@ -79,7 +79,7 @@ class Step:
         self._send(rows, context, [])
 
     def _send(self, rows: int, context: int, prompts: list[Span]) -> None:
-        spans = [*(Span(slot, slot, context) for slot in range(1, rows + 1)), *prompts]
+        spans = [*(Span(slot, slot, context, known=slot) for slot in range(1, rows + 1)), *prompts]
         plan = StepPlan(*self._keys, spans, [Sample(i, span.length - 1, span.seq, span.slot) for i, span in enumerate(spans)])
         self._packed = jax.device_put(self._spec.layout(plan.trunk).pack(plan), self._spec.replicated)
 
@@ -94,8 +94,8 @@ class Step:
 
     def _sampler(self, to_sample: Any) -> jax.Array:
         """Starts the sampler. Returns the tokens."""
-        last, sampled = self.programs[1](self._params, self._slots.last_token, self._slots.sampling, to_sample)
-        self._slots = self._slots._replace(last_token=last)
+        last, sampled = self.programs[1](self._params, self._slots.last, self._slots.sampling, to_sample)
+        self._slots = self._slots._replace(last=last)
         tokens: jax.Array = sampled.tokens
         return tokens
 

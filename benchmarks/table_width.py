@@ -16,7 +16,9 @@ import numpy as np
 
 from benchmarks.machine import made_model, save
 from jengine.checkpoints import load, read_config, resolve
-from jengine.execution.programs import ALLOCATE, Key, lower
+from jengine.execution.device_state import ALLOCATE
+from jengine.execution.kinds import Key
+from jengine.execution.programs import lower
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
@@ -61,7 +63,7 @@ def make_runner(folder: Path, max_model_len: int, params: Params | None) -> Runn
 
 def decode(entries: list[tuple[int, int, int, int]] | None = None) -> StepPlan:
     """A step in which every sequence reads its CONTEXT-th token."""
-    spans = [Span(slot, slot, CONTEXT - 1) for slot in range(1, ROWS + 1)]
+    spans = [Span(slot, slot, CONTEXT - 1, known=slot) for slot in range(1, ROWS + 1)]
     samples = [Sample(i, 0, span.seq, span.slot) for i, span in enumerate(spans)]
     return StepPlan(TrunkKey(ROWS, 0), SamplerKey(ROWS, "greedy"), spans, samples, table=entries or [])
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jengine.api.async_llm import AsyncLLM
-    from jengine.api.backend import Backend, EngineThread, Steps, Updates, run_engine
+    from jengine.api.backend import Backend, EngineThread, Steps, Updates, run_engine, run_operation
     from jengine.api.chat import chat_prompt
     from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
     from jengine.api.llm import LLM
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jengine.beams import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.config import EngineConfig
     from jengine.engine.limits import Limits
+    from jengine.engine.operations import GetTrace, Operation, ResetPrefixCache, SetStrategy, decode_operation
     from jengine.engine.start import Started, follow, start_engine
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.explanations.explain import Explanation, Finding, explain
@@ -76,12 +77,14 @@ __all__ = [
     "Finding",
     "FinishReason",
     "GenerationParams",
+    "GetTrace",
     "InvalidArgument",
     "JengineError",
     "Limits",
     "Load",
     "Logprob",
     "ModelError",
+    "Operation",
     "OutOfMemory",
     "OutputKind",
     "Pooled",
@@ -95,11 +98,13 @@ __all__ = [
     "Request",
     "RequestHandle",
     "RequestOutput",
+    "ResetPrefixCache",
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
     "ScriptTokenizer",
     "SequenceLimits",
+    "SetStrategy",
     "Started",
     "StepTotals",
     "Steps",
@@ -120,6 +125,7 @@ __all__ = [
     "check_cache_salt",
     "check_entries",
     "check_structure",
+    "decode_operation",
     "explain",
     "follow",
     "make_masks",
@@ -127,6 +133,7 @@ __all__ = [
     "probe_structure",
     "read_profiles",
     "run_engine",
+    "run_operation",
     "start_engine",
     "uninterrupted",
 ]
@@ -134,7 +141,7 @@ __all__ = [
 _MODULES = {
     "jengine.api.llm": ("LLM",),
     "jengine.api.async_llm": ("AsyncLLM",),
-    "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine"),
+    "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine", "run_operation"),
     "jengine.beam_params": ("BeamSearchParams",),
     "jengine.beams": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
     "jengine.api.chat": ("chat_prompt",),
@@ -144,6 +151,7 @@ _MODULES = {
     "jengine.explanations.explain": ("Explanation", "Finding", "explain"),
     "jengine.interrupts": ("uninterrupted",),
     "jengine.engine.limits": ("Limits",),
+    "jengine.engine.operations": ("GetTrace", "Operation", "ResetPrefixCache", "SetStrategy", "decode_operation"),
     "jengine.observe.records": ("EngineFacts",),
     "jengine.observe.totals": ("StepTotals",),
     "jengine.observe.trace": ("Readers", "Trace"),

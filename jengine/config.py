@@ -169,6 +169,10 @@ class EngineConfig:
         Raises:
             InvalidArgument: an unknown option, or a value out of range.
         """
+        for name in ("mesh", "params"):
+            if name in options:
+                limit = "is no option of an engine's process: LLM, AsyncLLM and start_engine take it, in their own process"
+                raise InvalidArgument(name, type(options[name]).__name__, limit)
         return cls(**{"model": model, **options})
 
     def __post_init__(self) -> None:

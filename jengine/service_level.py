@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from jengine.checks import check_targets
 from jengine.errors import InvalidArgument
@@ -53,13 +53,31 @@ class ServiceLevel:
             request.ttft_ms, request.tpot_ms = self.ttft_ms, self.tpot_ms
 
 
-def levels(count: int, **given: Any) -> list[ServiceLevel]:
-    """One level per prompt, from values that are given once for all prompts, or once each.
+class LevelOptions(TypedDict, total=False):
+    """The fields of ServiceLevel as keywords of a method for one prompt."""
+
+    priority: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    client: str
+
+
+class LevelsOptions(TypedDict, total=False):
+    """The same of a method for several prompts: one value for all of them, or one each."""
+
+    priority: int | Sequence[int]
+    ttft_ms: float | Sequence[float | None] | None
+    tpot_ms: float | Sequence[float | None] | None
+    client: str | list[str] | tuple[str, ...]
+
+
+def levels(count: int, options: LevelsOptions) -> list[ServiceLevel]:
+    """One level per prompt.
 
     Raises:
-        InvalidArgument: the number of values is different.
+        InvalidArgument: the number of values is neither one nor `count`.
     """
-    given = {name: values for name, values in given.items() if values is not None}
+    given = {name: values for name, values in options.items() if values is not None or name not in LevelsOptions.__annotations__}
     each = [one_each(name, values, count) for name, values in given.items()]
     if not given:
         return [ServiceLevel()] * count

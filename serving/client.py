@@ -48,6 +48,8 @@ GRACE = 10.0  # additional seconds after a request's own timeout, for the server
 class _Connection:
     """Common parts of both clients."""
 
+    _grpc: Any  # the module that opens channels
+
     def __init__(
         self,
         address: str,
@@ -75,12 +77,12 @@ class _Connection:
         metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         ca, key, cert = _read("tls_ca", tls_ca), _read("tls_key", tls_key), _read("tls_cert", tls_cert)
         secured = tls or ca is not None or cert is not None
-        self._channel = self._open(address, grpc.ssl_channel_credentials(ca, key, cert) if secured else None)
+        if secured:
+            self._channel = self._grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), CHANNEL_OPTIONS)
+        else:
+            self._channel = self._grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self._stub = GenerateServiceStub(self._channel)
         self._options = {"metadata": metadata}
-
-    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
-        raise NotImplementedError
 
 
 def _read(field: str, path: str | Path | None) -> bytes | None:
@@ -92,6 +94,11 @@ def _read(field: str, path: str | Path | None) -> bytes | None:
 
 def _profile_request(options: ProfileOptions) -> pb.ProfileRequest:
     return pb.ProfileRequest(**msgspec.structs.asdict(options))
+
+
+def _do_request(operation: str, arguments: dict[str, Any]) -> pb.DoRequest:
+    with sending("operation", operation):
+        return pb.DoRequest(operation=operation, arguments_json=msgspec.json.encode(arguments).decode())
 
 
 def _profile_seconds(options: ProfileOptions) -> float:
@@ -126,6 +133,8 @@ class Client(_Connection):
         ...     for output in client.stream("def fib(n):", temperature=0.0, max_tokens=100):
         ...         print(output.outputs[0].text, end="")
     """
+
+    _grpc = grpc
 
     def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         """Complete one prompt."""
@@ -177,16 +186,7 @@ class Client(_Connection):
         Raises:
             ServerError: it is not ready in time, or cannot be reached.
         """
-        wait = Waiting(self._retries, timeout)
-        while True:
-            try:
-                self._stub.GetModel(pb.GetModelRequest(), timeout=SHORT, **self._options)
-                return
-            except grpc.RpcError as error:
-                pause = wait.pause(error, progress)
-                if pause is None:
-                    raise exception_of(error, pb.GetModelRequest()) from None
-            time.sleep(pause)
+        self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
 
     def load(self) -> pb.GetLoadResponse:
         """Return the server's load: running, waiting, free_pages, pages, cached_pages."""
@@ -197,6 +197,15 @@ class Client(_Connection):
         """Change the server's strategy: throughput, latency, memory or auto. Needs the same permission as
         reset_prefix_cache."""
         self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    def do(self, operation: str, /, **arguments: Any) -> Any:
+        """Have the engine do an operation by its name, such as `do("SetStrategy", strategy="latency")`. Returns the answer, decoded from
+        JSON. Needs the same permission as reset_prefix_cache.
+
+        Raises:
+            InvalidArgument: there is no such operation, or an argument is unknown or invalid.
+        """
+        return msgspec.json.decode(self._call(self._stub.Do, _do_request(operation, arguments), SHORT).answer_json)
 
     def trace(self, seconds: float | None = None) -> Trace:
         """Return the engine's activity in the last `seconds` seconds, or all that is kept, for `jengine.explain`.
@@ -229,13 +238,8 @@ class Client(_Connection):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
-        if credentials is None:
-            return grpc.insecure_channel(address, CHANNEL_OPTIONS)
-        return grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
-
-    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
-        attempts = Attempts(self._retries)
+    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None) -> Any:
+        attempts = attempts or Attempts(self._retries)
         while True:
             try:
                 return method(request, timeout=deadline, **self._options)
@@ -274,6 +278,8 @@ class Client(_Connection):
 class AsyncClient(_Connection):
     """A client for asyncio event loops, with the methods and options of Client."""
 
+    _grpc = grpc.aio
+
     async def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         return await self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
 
@@ -306,16 +312,7 @@ class AsyncClient(_Connection):
         return got
 
     async def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
-        wait = Waiting(self._retries, timeout)
-        while True:
-            try:
-                await self._stub.GetModel(pb.GetModelRequest(), timeout=SHORT, **self._options)
-                return
-            except grpc.RpcError as error:
-                pause = wait.pause(error, progress)
-                if pause is None:
-                    raise exception_of(error, pb.GetModelRequest()) from None
-            await asyncio.sleep(pause)
+        await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
 
     async def load(self) -> pb.GetLoadResponse:
         got: pb.GetLoadResponse = await self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
@@ -323,6 +320,9 @@ class AsyncClient(_Connection):
 
     async def set_strategy(self, strategy: str) -> None:
         await self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    async def do(self, operation: str, /, **arguments: Any) -> Any:
+        return msgspec.json.decode((await self._call(self._stub.Do, _do_request(operation, arguments), SHORT)).answer_json)
 
     async def trace(self, seconds: float | None = None) -> Trace:
         return Trace.from_json((await self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
@@ -344,13 +344,10 @@ class AsyncClient(_Connection):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
-        if credentials is None:
-            return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
-
-    async def _call(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
-        attempts = Attempts(self._retries)
+    async def _call(
+        self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None
+    ) -> Any:
+        attempts = attempts or Attempts(self._retries)
         while True:
             try:
                 return await method(request, timeout=deadline, **self._options)

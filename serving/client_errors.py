@@ -114,15 +114,15 @@ class Attempts:
 class Waiting:
     """The attempts to reach a server that starts. While it says so, they are not limited in number, only by `seconds`."""
 
-    def __init__(self, retries: Retries, seconds: float) -> None:
-        self._attempts, self._until = Attempts(retries), time.monotonic() + seconds
+    def __init__(self, retries: Retries, seconds: float, progress: Callable[[str], None]) -> None:
+        self._attempts, self._until, self._progress = Attempts(retries), time.monotonic() + seconds, progress
 
-    def pause(self, error: grpc.RpcError, progress: Callable[[str], None]) -> float | None:
+    def pause(self, error: grpc.RpcError) -> float | None:
         """As Attempts.pause. Passes what the server says to `progress`."""
         left, told = self._until - time.monotonic(), retry_seconds(error)
         if error.code() is not grpc.StatusCode.UNAVAILABLE or told is None:
             pause = self._attempts.pause(error)
         else:
-            progress(error.details() or "")
+            self._progress(error.details() or "")
             pause = min(told, POLL_SECONDS)
         return None if pause is None or left <= 0.0 else min(pause, left)

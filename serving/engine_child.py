@@ -18,8 +18,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from jengine import (
     BeamsFound,
@@ -34,7 +37,9 @@ from jengine import (
     Tokenizer,
     TokenUpdate,
     Updates,
+    decode_operation,
     run_engine,
+    run_operation,
 )
 from jengine.serving.mask_queue import Made, MaskQueue
 from jengine.serving.watchdog import Heartbeat
@@ -42,22 +47,17 @@ from jengine.serving.wire import (
     RECEIVE,
     TOTALS_SECONDS,
     Add,
+    Answered,
     Batch,
     Configure,
+    Do,
     End,
     Frames,
     Message,
     Order,
-    PrefixCacheReset,
-    ProfileTaken,
     Quit,
     Ready,
-    ResetPrefixCache,
-    SetStrategy,
     Starting,
-    TakeProfile,
-    TakeTrace,
-    TraceTaken,
     failed,
     frame,
     has_masks,
@@ -76,7 +76,7 @@ class EngineChild:
 
     def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
         self._server, self._heartbeat = server, heartbeat
-        self._frames: Frames[Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit] = Frames(Order)
+        self._frames: Frames[Order] = Frames(Order)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # functions to call in the loop; None ends it
         self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
         self._tokenizer: Tokenizer | None = None
@@ -163,6 +163,17 @@ class EngineChild:
     def _refuse(self, request_ids: list[str], error: Exception) -> None:
         self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids])
 
+    def _answer(self, number: int, answer: Any, error: Exception | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            answered = frame(Answered(number, msgspec.json.encode(answer)))
+        except Exception as wrong:  # in the operation; or its answer is too large, or JSON cannot represent it
+            if not isinstance(wrong, JengineError):
+                traceback.print_exception(wrong)
+            answered = frame(Answered(number, error=failed(wrong)))
+        self._server.sendall(answered)
+
     def _send(self, message: Message) -> None:
         self._server.sendall(frame(message))
 
@@ -180,7 +191,7 @@ class EngineChild:
             os._exit(1)
         os._exit(0)  # the server has gone
 
-    def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit) -> None:
+    def _pass_on(self, order: Order) -> None:
         match order:
             case Configure():
                 self._configured.put(order)
@@ -191,27 +202,10 @@ class EngineChild:
             case End(ended):
                 if not self._masks.end(ended.request_id):
                     self._inbox.put(lambda: self._engine.end(*ended))
-            case ResetPrefixCache():
-                self._inbox.put(lambda: self._send(PrefixCacheReset(self._engine.reset_prefix_cache())))
-            case TakeTrace(seconds):
-                self._inbox.put(lambda: self._send(TraceTaken(self._engine.trace(seconds).to_json())))
-            case TakeProfile():
-                threading.Thread(target=self._profile, args=(order,), name="profile", daemon=True).start()
-            case SetStrategy(strategy):
-                self._inbox.put(lambda: self._engine.set_strategy(strategy))
+            case Do(number, name, arguments):
+                run_operation(self._engine, decode_operation(name, arguments), self._inbox.put, partial(self._answer, number))
             case Quit():
                 self._inbox.put(None)
-
-    def _profile(self, order: TakeProfile) -> None:
-        """Runs in its own thread."""
-        from jengine import capture_process  # imports modules that are rarely needed
-
-        try:
-            capture_process("engine", order.options, Path(order.folder))
-            why = ""
-        except Exception as error:
-            why = error.limit if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
-        self._inbox.put(lambda: self._send(ProfileTaken(why)))
 
     def _masked(self, made: Made) -> None:
         """Called by the masks' thread."""

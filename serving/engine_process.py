@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -17,11 +18,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from jengine import (
     Ended,
@@ -29,38 +30,31 @@ from jengine import (
     EngineDead,
     FinishReason,
     InvalidArgument,
+    JengineError,
     Limits,
     Load,
-    ProfileOptions,
+    Operation,
     Request,
     StepTotals,
-    StrategyName,
-    Trace,
     Updates,
 )
 from jengine.serving.starting import StartProgress
 from jengine.serving.watchdog import Watchdog
 from jengine.serving.wire import (
     RECEIVE,
-    Add,
+    Answered,
     Batch,
     Configure,
+    Do,
     End,
     EngineInfo,
     Failed,
     Frames,
-    PrefixCacheReset,
-    ProfileTaken,
     Quit,
     Ready,
     Report,
-    ResetPrefixCache,
-    SetStrategy,
     Starting,
-    TakeProfile,
-    TakeTrace,
     TooLarge,
-    TraceTaken,
     add_order,
     error_of,
     frame,
@@ -70,6 +64,7 @@ QUIT_SECONDS = 3.0  # time for a child to quit before it is killed, since it may
 EXIT_SECONDS = 1.0  # time before a child that has closed its socket is killed
 KILL_SECONDS = 5.0  # time for a killed child to exit; it may be stuck in a driver
 WATCHDOG_SECONDS = 10.0
+Done = Callable[[Any, Exception | None], object]
 
 log = logging.getLogger("jengine.serving")
 
@@ -107,8 +102,8 @@ class EngineProcess:
         self._configure = Configure(engine, json.dumps(options, default=str))
         self.on_end, self._watchdog_seconds = on_end, watchdog_seconds
         self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # data for the writer to send; None ends it
-        self._answers: deque[Callable[[Any], None]] = deque()  # callbacks for the child's answers, in the order of the questions
-        self._profiled: deque[Callable[[str], None]] = deque()  # the same for the running profile, which takes long
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[Operation[Any], Done]] = {}  # operations that the child has not answered, by number
         self._lock = threading.RLock()  # protects the following
         self._child: _Child | None = None
         self._awaited = self._ready = self._connected = self._quitting = False
@@ -193,39 +188,23 @@ class EngineProcess:
 
     def add(self, *requests: Request) -> None:
         try:
-            self._order(add_order(requests))
+            self._order(frame(add_order(requests)))
         except TooLarge as large:
             limit = f"at most {large.most} bytes, the sampling parameters included"
             raise InvalidArgument("prompt", f"{large.size} bytes", limit) from None
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
-        self._order(End(Ended(request_id, reason, stop_reason)))
+        self._order(frame(End(Ended(request_id, reason, stop_reason))))
 
-    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
-        self._request(ResetPrefixCache(), done)
+    def do(self, operation: Operation[Any], done: Done) -> None:
+        number = next(self._numbers)
+        order = frame(Do(number, type(operation).__name__, msgspec.json.encode(operation)))
+        self._open[number] = operation, done
+        self._order(order)
 
-    def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
-        self._request(TakeTrace(seconds), done)
-
-    def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
-        with self._lock:
-            if self._profiled:
-                done("this process is already being profiled")
-                return
-            self._profiled.append(done)
-            self._order(TakeProfile(options, str(folder)))
-
-    def set_strategy(self, strategy: StrategyName) -> None:
-        self._order(SetStrategy(strategy))
-
-    def _request(self, question: ResetPrefixCache | TakeTrace, done: Callable[[Any], None]) -> None:
-        with self._lock:
-            self._answers.append(done)
-            self._order(question)
-
-    def _order(self, order: Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy) -> None:
+    def _order(self, order: bytearray) -> None:
         if not self._quitting:
-            self._outbox.put(frame(order))
+            self._outbox.put(order)
 
     def quit(self, wait: bool = True) -> None:
         """Ends the child after its step, or by force after QUIT_SECONDS. Before `connect`, ends it immediately."""
@@ -281,12 +260,12 @@ class EngineProcess:
                     self.load, self.totals = message.load, message.totals or self.totals
                     self.generated += len(message.tokens)
                     updates += [*message.scores, *message.tokens, *message.pooled, *message.beams, *message.ended]
-                elif isinstance(message, PrefixCacheReset):
-                    self._answers.popleft()(message.done)
-                elif isinstance(message, TraceTaken):
-                    self._answers.popleft()(Trace.from_json(message.trace))
-                elif isinstance(message, ProfileTaken):
-                    self._profiled.popleft()(message.why)
+                elif isinstance(message, Answered):
+                    operation, done = self._open.pop(message.number)
+                    if message.error is None:
+                        done(operation.answer_of(message.answer), None)
+                    else:
+                        done(None, error_of(message.error, JengineError))
                 elif isinstance(message, Failed):
                     error = EngineDead(f"the engine has failed: {error_of(message)}")
             if updates:
@@ -313,7 +292,7 @@ class _Child:
 
     def __init__(self, watchdog_seconds: float) -> None:
         self.hung: EngineDead | None = None
-        self._frames: Frames[Starting | Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed] = Frames(Report)
+        self._frames: Frames[Report] = Frames(Report)
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
@@ -327,7 +306,7 @@ class _Child:
         with contextlib.suppress(ConnectionError):  # the child has died: reading reports how
             self._socket.sendall(data)
 
-    def messages(self) -> Iterator[list[Starting | Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed]]:
+    def messages(self) -> Iterator[list[Report]]:
         """The child's messages until it closes the socket, as lists of those that arrived together.
 
         Raises:

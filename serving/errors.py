@@ -33,6 +33,7 @@ PATHS = {
     "add_generation_prompt": "options.add_generation_prompt",
     "continue_final_message": "options.continue_final_message",
     "tools": "options.tools_json",
+    "arguments": "arguments_json",
     "chat_template": "options.chat_template",
     "chat_template_kwargs": "options.chat_template_kwargs_json",
 }

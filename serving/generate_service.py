@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import tempfile
 import threading
 from collections.abc import Callable
@@ -12,17 +11,18 @@ from functools import partial
 from pathlib import Path
 
 import grpc
+import msgspec
 
 from jengine import (
     AsyncLLM,
     GenerationParams,
-    InvalidArgument,
     OutputKind,
     ProfileOptions,
     RequestHandle,
     TokensPrompt,
     __version__,
     capture_process,
+    decode_operation,
     read_profiles,
 )
 from jengine import Profile as TakenProfile
@@ -203,12 +203,17 @@ class GenerateService(Service, GenerateServiceServicer):
         return pb.SetStrategyResponse()
 
     @reported
+    async def Do(self, request: pb.DoRequest, context: grpc.aio.ServicerContext) -> pb.DoResponse:
+        check_admin(context.peer())
+        operation = decode_operation(request.operation, request.arguments_json or "{}", remote=True)
+        log.info("%s has the engine do %s", client_of(context), request.operation)
+        answer = await asyncio.to_thread(msgspec.json.encode, await self._models.llm.do(operation))
+        return pb.DoResponse(answer_json=answer.decode())
+
+    @reported
     async def GetTrace(self, request: pb.GetTraceRequest, context: grpc.aio.ServicerContext) -> pb.GetTraceResponse:
         check_admin(context.peer())
-        seconds = request.seconds if request.HasField("seconds") else None
-        if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-            raise InvalidArgument("seconds", seconds, "must be a finite number above 0")
-        trace = await self._models.llm.trace(seconds)
+        trace = await self._models.llm.trace(request.seconds if request.HasField("seconds") else None)
         trace.readers = self._pace.readers()
         return pb.GetTraceResponse(trace=await asyncio.to_thread(trace.to_json))
 

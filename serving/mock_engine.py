@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +16,17 @@ from jengine import (
     BeamsFound,
     Embedder,
     EngineFacts,
+    GetTrace,
     Limits,
     Load,
+    Operation,
     Pooled,
     PromptScores,
     Request,
+    ResetPrefixCache,
     SequenceLimits,
+    SetStrategy,
     StepTotals,
-    StrategyName,
     TokenLogprobs,
     TokenUpdate,
     Trace,
@@ -84,7 +88,7 @@ class MockEngine:
         self._running: dict[str, _Sequence] = {}
         self._free_pages = pages
         self._prefixes = _Prefixes(page_size, pages)
-        self._strategy: StrategyName = "throughput"
+        self._strategy = "throughput"
 
     @property
     def load(self) -> Load:
@@ -128,25 +132,27 @@ class MockEngine:
                 self._waiting.remove(sequence)
                 return
 
-    def set_strategy(self, strategy: StrategyName) -> None:
-        """Only reported in its load."""
-        self._strategy = strategy
-
-    def reset_prefix_cache(self) -> bool:
-        self._prefixes.known.clear()
-        return True
+    def do(self, operation: Operation[Any]) -> Any:
+        """Operations that concern the model's engine are imitated: a strategy is only reported in the load, and the trace is empty."""
+        match operation:
+            case ResetPrefixCache():
+                self._prefixes.known.clear()
+                return True
+            case SetStrategy(strategy):
+                self._strategy = strategy
+                return None
+            case GetTrace():
+                room = self.limits.sequence
+                facts = EngineFacts(self.limits.max_num_seqs, room.max_model_len, room.max_model_len, room.page_size, room.pages)
+                return Trace.empty(facts)
+            case _:
+                return operation.run(self)  # type: ignore[arg-type]
 
     def close(self) -> None:
         pass
 
     def passed_on(self) -> None:
         pass
-
-    def trace(self, seconds: float | None = None) -> Trace:
-        """An empty trace."""
-        room = self.limits.sequence
-        facts = EngineFacts(self.limits.max_num_seqs, room.max_model_len, room.max_model_len, room.page_size, room.pages)
-        return Trace.empty(facts)
 
     def totals(self) -> StepTotals:
         return StepTotals()

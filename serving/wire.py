@@ -26,12 +26,10 @@ from jengine import (
     OutOfMemory,
     Pooled,
     PoolingParams,
-    ProfileOptions,
     PromptScores,
     Request,
     SamplingParams,
     StepTotals,
-    StrategyName,
     Tokenizer,
     TokenMask,
     TokenUpdate,
@@ -111,34 +109,19 @@ class End(Message):
     request: Ended
 
 
-class ResetPrefixCache(Message):
-    """Forgets all cached pages; answered by PrefixCacheReset."""
+class Do(Message):
+    """A jengine.Operation by its name, with its arguments as a JSON object. Answered by Answered, with the same number."""
 
-
-class TakeTrace(Message):
-    """Requests records of the last seconds, or all that are kept; answered by TraceTaken."""
-
-    seconds: float | None
-
-
-class TakeProfile(Message):
-    """Writes a profile of the engine's process to a folder; answered by ProfileTaken. One at a time."""
-
-    options: ProfileOptions
-    folder: str
-
-
-class SetStrategy(Message):
-    """Changes the strategy to one that the engine's Limits accept."""
-
-    strategy: StrategyName
+    number: int
+    operation: str
+    arguments: bytes
 
 
 class Quit(Message):
     """The last message."""
 
 
-Order = Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit
+Order = Configure | Add | End | Do | Quit
 
 
 # --- from the engine to the server -----------------------------------------------------------------------------
@@ -194,24 +177,6 @@ class Batch(Message):
     totals: StepTotals | None = None
 
 
-class PrefixCacheReset(Message):
-    """Answers the oldest open ResetPrefixCache: whether it was done. Answers to it and to TakeTrace come in order."""
-
-    done: bool
-
-
-class TraceTaken(Message):
-    """Answers the oldest open TakeTrace: Trace.to_json."""
-
-    trace: bytes
-
-
-class ProfileTaken(Message):
-    """The profile is in its folder; otherwise, the reason why not."""
-
-    why: str
-
-
 class Failed(Message):
     """The last message: the engine could not start, or has stopped. `arguments` are the error's, as a JSON list."""
 
@@ -219,7 +184,15 @@ class Failed(Message):
     arguments: str
 
 
-Report = Starting | Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed
+class Answered(Message):
+    """Answers the Do with this number: the operation's answer as JSON, or its error."""
+
+    number: int
+    answer: bytes = b""
+    error: Failed | None = None
+
+
+Report = Starting | Ready | Batch | Answered | Failed
 
 
 # --- a server and its sandbox's workers -------------------------------------------------------
@@ -376,7 +349,7 @@ def failed(error: BaseException) -> Failed:
     return Failed(type(error).__name__, json.dumps(arguments, default=str))
 
 
-def error_of(message: Failed) -> JengineError:
-    """Decodes the error if it is a public one; otherwise EngineDead."""
-    error: JengineError = _ERRORS.get(message.kind, EngineDead)(*json.loads(message.arguments))
+def error_of(message: Failed, otherwise: type[JengineError] = EngineDead) -> JengineError:
+    """Decodes the error if it is one that callers cause."""
+    error: JengineError = _ERRORS.get(message.kind, otherwise)(*json.loads(message.arguments))
     return error

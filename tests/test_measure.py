@@ -32,8 +32,10 @@ class ExactRunner:
         )  # fmt: skip
         self.costs = StepCosts(
             TABLE,
-            trunks={key: 1e-3 + 1e-5 * TABLE.tokens(key) for key in TABLE.trunks()},
-            samplers={key: 1e-5 * key.rows + 1e-4 * len(key.variant) for key in TABLE.samplers()},
+            {
+                **{key: 1e-3 + 1e-5 * TABLE.tokens(key) for key in TABLE.trunks()},
+                **{key: 1e-5 * key.rows + 1e-4 * len(key.variant) for key in TABLE.samplers()},
+            },
             slopes=Slopes(2e-8, 1e-8, 3e-9),
         )
         self.now = self._ends = 0.0
@@ -63,12 +65,12 @@ class ExactRunner:
         assert plan.sampler.rows == TABLE.sample_rows(plan.trunk) >= len(plan.samples)
         attended = sum(pairs(span.start, span.length, self._windows) for span in prompts)
         assert plan.work == Work(*rows_work([span.start for span in rows], self._windows), attended)
-        self._run(self.costs.trunk_seconds(plan.trunk) + self.costs.slopes.seconds(plan.work))
-        return PendingSample(plan, scores=None, pooled=None, started=self.now)
+        self._run(self.costs.base(plan.trunk) + self.costs.slopes.seconds(plan.work))
+        return PendingSample(plan, {}, self.now)
 
     def sample(self, step: PendingSample) -> InFlight:
         self.steps += 1
-        return InFlight(step.plan, self._run(self.costs.sampler_seconds(step.plan.sampler)))
+        return InFlight(step.plan, self._run(self.costs.base(step.plan.sampler)), {})
 
     def read(self, step: InFlight) -> StepResult:
         ends: Any = step.sampled
@@ -94,10 +96,8 @@ def test_an_exact_device_is_measured_exactly(windows: tuple[int | None, ...], mo
     assert measured(monkeypatch, runner, costs) == {*TABLE.trunks(), *TABLE.samplers()} and runner.forgotten
     exact = runner.costs
     assert costs.slopes == pytest.approx(exact.slopes, rel=1e-6)
-    for key, cost in costs.samplers.items():
-        assert cost.seconds == pytest.approx(exact.sampler_seconds(key))
-    for trunk, cost in costs.trunks.items():
-        assert cost.seconds == pytest.approx(exact.trunk_seconds(trunk))
+    for key, cost in costs.known.items():
+        assert cost.seconds == pytest.approx(exact.base(key))
 
 
 @pytest.mark.parametrize(("max_model_len", "num_pages"), [(2, 2), (16, 5), (64, 17), (4096, 40)])
@@ -112,23 +112,23 @@ def test_only_what_is_ready_and_unknown_is_measured(monkeypatch: pytest.MonkeyPa
     runner, costs = ExactRunner(), StepCosts(TABLE)
     first = first_needed(TABLE)
     assert measured(monkeypatch, runner, costs, ReadyPrograms(TABLE, first)) <= {*first}
-    assert {*costs.trunks} == {TrunkKey(16, 0), TrunkKey(8, 1)} and {key.variant for key in costs.samplers} == {"full"}
-    costs.trunks[TrunkKey(16, 0)] = Cost(7.0)
+    samplers = {key for key in costs.known if isinstance(key, SamplerKey)}
+    assert {*costs.known} - samplers == {TrunkKey(16, 0), TrunkKey(8, 1)} and {key.variant for key in samplers} == {"full"}
+    costs.known[TrunkKey(16, 0)] = Cost(7.0)
     measured(monkeypatch, runner, costs)
-    assert {*costs.trunks} == {*TABLE.trunks()} and {*costs.samplers} == {*TABLE.samplers()}
-    assert costs.trunks[TrunkKey(16, 0)].seconds == 7.0
+    assert {*costs.known} == {*TABLE.trunks(), *TABLE.samplers()}
+    assert costs.known[TrunkKey(16, 0)].seconds == 7.0
     steps = runner.steps
     assert measured(monkeypatch, runner, costs) == set() and runner.steps == steps
 
 
 def test_slow_programs_are_run_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, costs = ExactRunner(), StepCosts(TABLE)
-    costs.samplers = {key: Cost(runner.costs.sampler_seconds(key)) for key in TABLE.samplers()}
-    costs.trunks = {key: Cost(runner.costs.trunk_seconds(key)) for key in TABLE.trunks()[1:]}
+    costs.known = {key: Cost(runner.costs.base(key)) for key in [*TABLE.samplers(), *TABLE.trunks()[1:]]}
     slow = TABLE.trunks()[0]
-    runner.costs.trunks[slow].seconds = 5.0
+    runner.costs.known[slow].seconds = 5.0
     measured(monkeypatch, runner, costs)
-    assert runner.steps == 2 and costs.trunks[slow].seconds == pytest.approx(5.0)
+    assert runner.steps == 2 and costs.known[slow].seconds == pytest.approx(5.0)
 
 
 def test_slopes_are_never_negative() -> None:

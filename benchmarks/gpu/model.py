@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jengine.execution.programs import ALLOCATE, Key, compile_all
+from jengine.execution.device_state import ALLOCATE
+from jengine.execution.kinds import Key
+from jengine.execution.programs import compile_all
 from jengine.execution.spec import ExecutionSpec
 from tools.make_model import STANDARD_DEVIATION
 

@@ -8,39 +8,47 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from jengine.api.async_embeddings import LONG_TEXT, AsyncEmbeddings
-from jengine.api.async_insight import AsyncInsight
-from jengine.api.backend import Backend, EngineThread, Updates
-from jengine.api.chat import ChatOptions, Conversation, chat_prompt
+from jengine.api.backend import Backend, Done, EngineThread, Updates
+from jengine.api.chat import ChatOptions, Conversation, chat_prompt, split_options
+from jengine.api.engine_methods import AsyncEngineMethods
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
 from jengine.api.vllm_methods import AsyncVllmMethods
 from jengine.beams import GenerationParams, split
 from jengine.config import EngineConfig
+from jengine.engine.operations import Operation
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.process import check_process
 from jengine.request import RequestOutput, SamplingParams
-from jengine.service_level import ServiceLevel
+from jengine.service_level import LevelOptions, ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 from jengine.vllm.translate import accepts
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
-class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
+
+class AsyncChatOptions(ChatOptions, RequestOptions, total=False):
+    """AsyncLLM.chat's keywords."""
+
+
+class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use one event loop at a
     time: after it has been closed (asyncio.run has returned), you may continue in another.
 
     Args:
-        model, progress, options: as for LLM.
+        model, mesh, params, progress, options: as for LLM.
 
     Examples:
         >>> async with AsyncLLM("demo") as llm:
@@ -48,11 +56,20 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
         ...         print(output.outputs[0].text, end="")
     """
 
-    def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        mesh: Mesh | None = None,
+        params: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
         from jengine.engine.start import start_engine  # imported here, since an AsyncLLM over a remote engine needs no jax
+        from jengine.parallel.mesh import with_mesh_size
 
-        config = EngineConfig.of(str(model), options)
-        engine, self.started = start_engine(config, progress=progress)
+        config = EngineConfig.of(str(model), with_mesh_size(options, mesh))
+        engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress)
         self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params, config.stream_interval)
         self.model = config.model
 
@@ -75,7 +92,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer, lazy=lazy)
         self._handles: dict[str, RequestHandle] = {}  # by request id
-        self._pending: set[asyncio.Future[Any]] = set()  # pending calls to the engine
+        self._pending: set[asyncio.Future[Any]] = set()  # answers of operations
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
@@ -129,59 +146,41 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
         sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        ttft_ms: float | None = None,
-        tpot_ms: float | None = None,
-        client: str = "",
-        timeout: float | None = None,
-        output_kind: OutputKind | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[AsyncChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation, with the model's chat template; otherwise like `generate`.
 
         Args:
             messages: dicts with "role" and "content".
-            options: how the conversation becomes a prompt; see ChatOptions.
+            options: how the conversation becomes a prompt, see ChatOptions; and as for `generate`, see RequestOptions.
 
         Raises:
             InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as `generate`.
             ModelError: the model has no chat template.
         """
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
-        return self.generate(
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            priority=priority,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            client=client,
-            timeout=timeout,
-            output_kind=output_kind,
-        )
+        request, chat = split_options(options, RequestOptions)
+        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **chat)
+        return self.generate(prompt, sampling_params, request_id=request_id, **request)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its iteration gets a last output with finish_reason "abort". False: the id is unknown, or it has ended."""
         handle = self._handles.get(request_id)
         return handle is not None and handle.abort()
 
-    def set_strategy(self, strategy: str) -> None:
-        """Change the strategy, from the next step on; see EngineConfig.strategy. May be called in any thread.
+    async def do[T](self, operation: Operation[T]) -> T:
+        """Have the engine do an operation, and return its answer. The methods below are shorter forms of it.
 
         Raises:
-            InvalidArgument: there is no such strategy, or the engine's batching mode excludes it.
+            InvalidArgument: this engine cannot do it.
             EngineDead: the engine has failed, or was closed.
         """
         self._check_usable()
-        self.backend.set_strategy(self.backend.limits.check_strategy(strategy))
-
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests keep their pages. Returns whether it was done.
-
-        Raises:
-            EngineDead: the engine has failed, or was closed.
-        """
-        return await self._call_engine(self.backend.reset_prefix_cache)
+        self._bind()
+        pending: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._order(operation, partial(self._post, _settle, pending))
+        self._pending.add(pending)  # it is settled in a later iteration of the event loop
+        pending.add_done_callback(self._pending.discard)
+        return await pending
 
     async def close(self, drain: float = 0.0) -> None:
         """Stop accepting requests, give running ones up to `drain` seconds to finish, abort the rest with stop_reason "shutdown",
@@ -245,12 +244,9 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
         sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        ttft_ms: float | None = None,
-        tpot_ms: float | None = None,
-        client: str = "",
         timeout: float | None = None,
         output_kind: OutputKind | None = None,
+        **level: Unpack[LevelOptions],
     ) -> RequestHandle:
         """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate over the handle, then close it.
 
@@ -268,7 +264,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
             raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
-        level = ServiceLevel(priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
+        service = ServiceLevel(**level)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidArgument("request_id", request_id, "must be text")
         self._bind()
@@ -278,7 +274,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
         key = requests[0].request_id
         if request_id is None:
             self._check_id(request_id := key)
-        level.apply(requests)
+        service.apply(requests)
         self.backend.add(*requests)  # updates are delivered in a later iteration of the event loop
         output = self._live.open(requests, prepared.stops)
         output.request_id = request_id
@@ -300,15 +296,10 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
         if self._closing:
             raise EngineDead("the engine has been closed")
 
-    async def _call_engine[T](self, ask: Callable[[Callable[[T], None]], None]) -> T:
-        """Calls the engine, which passes its answer to a callback, and waits for the answer."""
+    def _order(self, operation: Operation[Any], done: Done) -> None:
         self._check_usable()
-        self._bind()
-        pending: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._pending.add(pending)
-        pending.add_done_callback(self._pending.discard)
-        ask(partial(self._post, _resolve, pending))
-        return await pending
+        operation.check(self.backend.limits)
+        self.backend.do(operation, done)
 
     def _check_id(self, request_id: str | None) -> None:
         if request_id in self._handles:
@@ -377,6 +368,10 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight, AsyncVllmMethods):
                 self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _resolve[T](pending: asyncio.Future[T], answer: T) -> None:
-    if not pending.done():  # the caller may have been cancelled
+def _settle[T](pending: asyncio.Future[T], answer: T, error: Exception | None) -> None:
+    if pending.done():  # the caller may have been cancelled
+        return
+    if error is None:
         pending.set_result(answer)
+    else:
+        pending.set_exception(error)

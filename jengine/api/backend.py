@@ -5,18 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from jengine.engine.limits import Limits
+from jengine.engine.operations import Operation
 from jengine.observe.totals import StepTotals
-from jengine.observe.trace import Trace
-from jengine.profiling.data import ProfileOptions
 from jengine.request import FinishReason, Request
-from jengine.scheduling.options import StrategyName
 from jengine.updates import Load, Update
 
 Updates = Sequence[Update]
+Done = Callable[[Any, Exception | None], object]  # takes an operation's answer, or its error
 
 
 class Steps(Protocol):
@@ -42,20 +41,14 @@ class Steps(Protocol):
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> object:
         """Ends a request. Unknown ids are ignored."""
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached pages; running requests keep theirs. Returns whether it was done."""
-
-    def set_strategy(self, strategy: StrategyName) -> object:
-        """Takes effect at the next step. `limits` must have accepted the strategy."""
+    def do[T](self, operation: Operation[T]) -> T:
+        """Does an operation, which its `check` has accepted, and returns the answer."""
 
     def step(self) -> Updates:
         """Runs one iteration of the loop."""
 
     def passed_on(self) -> None:
         """The last step's updates have been delivered."""
-
-    def trace(self, seconds: float | None = None) -> Trace:
-        """Records of the last `seconds` seconds, or all that are kept."""
 
     def totals(self) -> StepTotals:
         """Totals over all steps since the start. Thread-safe."""
@@ -96,24 +89,11 @@ class Backend(Protocol):
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         """Ends a request, if it is unfinished."""
 
-    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
-        """Forgets all cached pages, and calls `done` with whether that was done.
+    def do(self, operation: Operation[Any], done: Done) -> None:
+        """Does an operation, which its `check` has accepted, and calls `done` once with the answer or the error.
 
         `done` may be called in any thread. It is not called if the engine ends first.
         """
-
-    def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
-        """Calls `done`, as in reset_prefix_cache, with records of the last `seconds` seconds or all that are kept."""
-
-    def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
-        """Makes the engine's process write its profile to this folder; see capture_process.
-
-        Then calls `done`, as in reset_prefix_cache, with the reason for a failure or "". An engine in this
-        process writes none.
-        """
-
-    def set_strategy(self, strategy: StrategyName) -> None:
-        """Changes the strategy to one that `limits` accepts."""
 
     def quit(self, wait: bool = True) -> None:
         """Ends the engine, and waits until it has ended. May be called repeatedly."""
@@ -132,6 +112,25 @@ def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Call
     while engine.has_work and not engine.has_requests:
         engine.step()  # updates are no longer needed, but dispatched steps must be read
     engine.close()
+
+
+def run_operation(engine: Steps, operation: Operation[Any], order: Callable[[Callable[[], object]], object], done: Done) -> None:
+    """Does an operation in the engine's loop, or in a thread beside it. An error is the operation's alone.
+
+    Args:
+        order: has the loop call a function between two steps. All calls of `done` are made there.
+    """
+
+    def attempt() -> Callable[[], object]:
+        try:
+            return partial(done, engine.do(operation), None)
+        except Exception as error:
+            return partial(done, None, error)
+
+    if operation.beside:
+        threading.Thread(target=lambda: order(attempt()), name=type(operation).__name__, daemon=True).start()
+    else:
+        order(lambda: attempt()())
 
 
 class EngineThread:
@@ -168,17 +167,8 @@ class EngineThread:
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         self._inbox.put(lambda: self.engine.end(request_id, reason, stop_reason))
 
-    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
-        self._inbox.put(lambda: done(self.engine.reset_prefix_cache()))
-
-    def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
-        self._inbox.put(lambda: done(self.engine.trace(seconds)))
-
-    def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
-        done("")
-
-    def set_strategy(self, strategy: StrategyName) -> None:
-        self._inbox.put(lambda: self.engine.set_strategy(strategy))
+    def do(self, operation: Operation[Any], done: Done) -> None:
+        run_operation(self.engine, operation, self._inbox.put, done)
 
     def quit(self, wait: bool = True) -> None:
         self._inbox.put(None)

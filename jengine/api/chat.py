@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from jengine.api.prompts import TokensPrompt, check_length
@@ -39,6 +39,12 @@ class ChatOptions(TypedDict, total=False):
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
     cache_salt: str | None
+
+
+def split_options(options: Mapping[str, Any], first: type) -> tuple[Any, Any]:
+    """The options that are keys of a TypedDict, and the others."""
+    names = first.__annotations__.keys()
+    return {name: options[name] for name in options.keys() & names}, {name: options[name] for name in options.keys() - names}
 
 
 def chat_prompt(

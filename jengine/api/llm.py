@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations
+from jax.sharding import Mesh
+
+from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
+from jengine.api.engine_methods import EngineMethods
 from jengine.api.llm_beams import BeamSearches
 from jengine.api.llm_embeddings import Embeddings
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
@@ -22,20 +25,22 @@ from jengine.display import Summary, counted
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.errors import EngineDead, InvalidArgument
-from jengine.explanations.explain import Explanation, explain
-from jengine.observe.cost_report import CostReport
 from jengine.observe.progress import progress_bar
-from jengine.observe.trace import Trace
+from jengine.parallel.mesh import with_mesh_size
 from jengine.pooling import PoolingParams
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
-from jengine.service_level import ServiceLevel, levels, one_each
+from jengine.service_level import LevelsOptions, ServiceLevel, levels, one_each
 from jengine.updates import Load
 from jengine.vllm.translate import accepts
 
 
-class LLM(Embeddings, BeamSearches, VllmMethods):
+class ChatsOptions(ChatOptions, LevelsOptions, total=False):
+    """LLM.chat's keywords."""
+
+
+class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own requests have ended. A
@@ -43,6 +48,8 @@ class LLM(Embeddings, BeamSearches, VllmMethods):
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
+        mesh: the devices to use, see `start_engine`; tensor_parallel_size is their number.
+        params: weights in place of the folder's, see `start_engine`.
         progress: show bars while loading and compiling.
         options: fields of EngineConfig.
 
@@ -56,11 +63,19 @@ class LLM(Embeddings, BeamSearches, VllmMethods):
         ...     llm.generate("def fib(n):", SamplingParams(temperature=0.0))[0].outputs[0].text
     """
 
-    def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
-        config = EngineConfig.of(str(model), options)
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        mesh: Mesh | None = None,
+        params: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.of(str(model), with_mesh_size(options, mesh))
         self.model = config.model
         self._interval = config.stream_interval
-        engine, self.started = start_engine(config, progress=progress)
+        engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress)
         self.tokenizer = self.started.require_tokenizer()
         self._shared = SharedEngine(engine, self.tokenizer)
         self._default_params = self.started.default_sampling_params
@@ -73,10 +88,7 @@ class LLM(Embeddings, BeamSearches, VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
-        ttft_ms: float | Sequence[float | None] | None = None,
-        tpot_ms: float | Sequence[float | None] | None = None,
-        client: str | list[str] | tuple[str, ...] = "",
+        **level: Unpack[LevelsOptions],
     ) -> list[RequestOutput]:
         """Complete every prompt. Returns the outputs in the order of the prompts.
 
@@ -84,7 +96,7 @@ class LLM(Embeddings, BeamSearches, VllmMethods):
             prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A dict may also have a
                 "cache_salt": its prompt then shares cached pages only with prompts of the same salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
-            priority, ttft_ms, tpot_ms, client: one for all prompts, or one each; see ServiceLevel.
+            level: priority, ttft_ms, tpot_ms and client: one for all prompts, or one each; see ServiceLevel.
 
         Raises:
             InvalidArgument: a prompt or parameter is invalid, or too large for this engine. Nothing has been run.
@@ -92,8 +104,7 @@ class LLM(Embeddings, BeamSearches, VllmMethods):
         """
         each = listed(prompts)
         params = one_each("sampling_params", sampling_params, len(each))
-        each_level = levels(len(each), priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
-        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, each_level, strict=True)]
+        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, levels(len(each), level), strict=True)]
         return self._wait_for(work, "generating", use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
@@ -117,27 +128,22 @@ class LLM(Embeddings, BeamSearches, VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
-        ttft_ms: float | Sequence[float | None] | None = None,
-        tpot_ms: float | Sequence[float | None] | None = None,
-        client: str | list[str] | tuple[str, ...] = "",
-        **options: Unpack[ChatOptions],
+        **options: Unpack[ChatsOptions],
     ) -> list[RequestOutput]:
         """Answer every conversation, with the model's chat template. Returns the outputs in the order of the conversations.
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
-            sampling_params, priority, ttft_ms, tpot_ms, client: as for `generate`.
-            options: how a conversation becomes a prompt; see ChatOptions.
+            sampling_params: as for `generate`.
+            options: how a conversation becomes a prompt, see ChatOptions; and as for `generate`, see ServiceLevel.
 
         Raises:
             InvalidArgument: a message, option or parameter is invalid, or too large for this engine. Nothing has been run.
             ModelError: the model has no chat template.
         """
-        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations(messages)]
-        return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client
-        )
+        level, chat = split_options(options, LevelsOptions)
+        prompts = [self.chat_prompt(conversation, **chat) for conversation in conversations(messages)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **level)
 
     def predict(
         self,
@@ -175,50 +181,6 @@ class LLM(Embeddings, BeamSearches, VllmMethods):
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its tokens. Raises as `chat`."""
         return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
-
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests keep their pages. Returns whether it was done.
-
-        Raises:
-            EngineDead: as `generate`.
-        """
-        return self._shared.reset_prefix_cache()
-
-    def costs(self) -> CostReport:
-        """Report what steps cost on this machine: measured at warm-up, refined by every step, saved for the next start. The report
-        is shown as a table; in a notebook also as a plot, if matplotlib is installed. May be called from any thread.
-
-        Raises:
-            EngineDead: after `close`.
-        """
-        return self.engine.costs()
-
-    def trace(self, seconds: float | None = None) -> Trace:
-        """Return what the engine did in the last `seconds`, or in the last 8192 steps; it always records them.
-        `trace().save("trace.json")` writes a file for https://ui.perfetto.dev. May be called from any thread.
-
-        Raises:
-            EngineDead: after `close`.
-        """
-        return self.engine.trace(seconds)
-
-    def explain(self, seconds: float = 60.0) -> Explanation:
-        """Find the engine's bottlenecks in the last `seconds`, with the evidence, the option to change and the predicted effect.
-        May be called from any thread.
-
-        Raises:
-            EngineDead: after `close`.
-        """
-        return explain(self.trace(seconds))
-
-    def set_strategy(self, strategy: str) -> None:
-        """Change the strategy, from the next step on; see EngineConfig.strategy.
-
-        Raises:
-            InvalidArgument: there is no such strategy, or this batching mode excludes it.
-            EngineDead: as `generate`.
-        """
-        self._shared.set_strategy(strategy)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm".

@@ -70,7 +70,7 @@ class Embeddings(ABC):
         """
         params = require_embedder(self._shared.limits.embedder).params(pooling, normalize, dimensions)
         each = listed(prompts)
-        each_level = levels(len(each), priority=priority, client=client)
+        each_level = levels(len(each), {"priority": priority, "client": client})
         work = [self._requests(prompt, None, level, pooling=params) for prompt, level in zip(each, each_level, strict=True)]
         return [EmbeddingRequestOutput.of(output) for output in self._wait_for(work, "embedding", use_tqdm)]
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Literal, Self, TypedDict
+from typing import Literal, Self
 
 from jengine.errors import EngineDead
 from jengine.request import CompletionOutput, RequestMetrics, RequestOutput
+from jengine.service_level import LevelOptions
 
 OutputKind = Literal["cumulative", "delta", "final"]
 OUTPUT_KINDS = ("cumulative", "delta", "final")
 
 
-class RequestOptions(TypedDict, total=False):
+class RequestOptions(LevelOptions, total=False):
     """How a request runs, and what its outputs have.
 
     Attributes:
@@ -23,10 +24,6 @@ class RequestOptions(TypedDict, total=False):
             text, tokens and logprobs of every completion, even if there are none; final: everything, in one output at the end.
     """
 
-    priority: int
-    ttft_ms: float | None
-    tpot_ms: float | None
-    client: str
     timeout: float | None
     output_kind: OutputKind | None
 

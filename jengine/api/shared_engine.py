@@ -7,12 +7,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.engine.engine import Engine
 from jengine.engine.limits import Limits
+from jengine.engine.operations import Operation
 from jengine.errors import EngineDead
 from jengine.interrupts import uninterrupted
 from jengine.process import check_process, return_memory
@@ -126,44 +129,38 @@ class SharedEngine:
             elif news:
                 return news
 
-    def set_strategy(self, strategy: str) -> None:
-        """Takes effect at the next step.
+    def do[T](self, operation: Operation[T]) -> T:
+        """Does an operation between two steps, or beside them, and returns the answer. An error is the operation's alone.
 
         Raises:
-            InvalidArgument: as Limits.check_strategy.
-            EngineDead: the engine has stopped, or was closed.
-        """
-        check_process(self._pid)
-        with uninterrupted(), self._change():
-            self.check()
-            self._order(partial(self.engine.set_strategy, self.limits.check_strategy(strategy)))
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached pages, between two steps. Running requests keep theirs. Returns whether it was done.
-
-        Raises:
+            InvalidArgument: as Operation.check.
             EngineDead: the engine has stopped, or was closed.
         """
         check_process(self._pid)
         call = Call()
-        results: list[bool] = []
+        answer: Future[T] = Future()
 
-        def reset() -> None:
-            results.append(self.engine.reset_prefix_cache())
+        def attempt() -> None:
+            try:
+                answer.set_result(self.engine.do(operation))
+            except Exception as error:
+                answer.set_exception(error)
             self._wake(call)
 
         with uninterrupted(), self._change():
             self.check()
-            self._order(reset)
-            if not results:
-                self._asleep[call] = None
-        while not results:  # it runs after the current step; a thread also wakes when the engine has stopped
-            call.gate.acquire()
+            operation.check(self.limits)
+            if not operation.beside:
+                self._order(attempt)
+        if operation.beside:
+            attempt()
+        try:
+            while self._awaits(call, answer):  # it runs after the current step; a thread also wakes when the engine has stopped
+                call.gate.acquire()
+        finally:
             with uninterrupted(), self._change():
-                if not results:
-                    self.check()
-                    self._asleep[call] = None
-        return results[0]
+                self._asleep.pop(call, None)
+        return answer.result()
 
     def close(self, call: Call) -> None:
         """Aborts the unfinished requests of a call. If nothing else runs, the engine is idle afterwards."""
@@ -214,6 +211,15 @@ class SharedEngine:
             self._leader, self._stepping = call, True
         self._step()
         return []
+
+    def _awaits(self, call: Call, answer: Future[Any]) -> bool:
+        """Whether there is no answer yet. Then the call's thread must sleep."""
+        with uninterrupted(), self._change():
+            if answer.done():
+                return False
+            self.check()
+            self._asleep[call] = None
+            return True
 
     def _begin_reading(self, call: Call) -> bool:
         """Becomes the leader if there are unread steps that no request waits for. Returns whether it did."""

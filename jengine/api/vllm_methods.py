@@ -10,7 +10,7 @@ from typing import Any, Self
 from jengine.api.backend import Backend
 from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.config import EngineConfig
-from jengine.errors import InvalidArgument
+from jengine.errors import EngineDead, InvalidArgument
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.names import OF_LLM, missing
 
@@ -54,6 +54,10 @@ class AsyncVllmMethods(VllmMethods):
     backend: Backend
     _closing: bool
 
+    @abstractmethod
+    def _died(self, error: BaseException) -> None:
+        """Ends all requests and operations with EngineDead."""
+
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine's thread, also from outside the event loop. Running requests fail with EngineDead; `close` aborts them.
 
@@ -62,4 +66,5 @@ class AsyncVllmMethods(VllmMethods):
         """
         self._closing = True
         self.backend.quit()
+        self._died(EngineDead("it was shut down"))
         atexit.unregister(self.backend.quit)

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from jengine.checkpoints.in_memory import Tensors
 from jengine.checkpoints.quantization import fitted
 from jengine.checkpoints.weights import load
 from jengine.errors import InvalidArgument
@@ -63,14 +64,16 @@ def check_calibrated(model: ModelConfig, file: str | Path) -> None:
         raise InvalidArgument("calibration_data", str(file), "the folder was converted with quantization: it is calibrated before that")
 
 
-def load_calibrated(path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, progress: Progress = True) -> Params:
+def load_calibrated(
+    path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, progress: Progress = True, tensors: Tensors | None = None
+) -> Params:
     """Loads plain parameters and calibrates them; see `load`.
 
     Args:
         tokens: from `read_text`.
     """
     plain = build(model.config, model.dtype, model.config.max_position, "none")
-    params = load(path, plain, mesh, progress)
+    params = load(path, plain, mesh, progress, tensors)
     return calibrate(model, params, with_shardings(mesh, model.params, model.axes), tokens, progress)
 
 

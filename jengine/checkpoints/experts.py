@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
-
-from jengine.checkpoints.stored import Tensor
+from jengine.checkpoints.stored import StoredTensor, Tensor, dense
 
 STACKED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}  # [experts, out, in] each
 
@@ -20,11 +18,11 @@ def each_expert(tensors: dict[str, Tensor], wanted: Collection[str]) -> dict[str
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         parts = next((parts for end, parts in STACKED.items() if name.endswith(end)), ())
-        if name in wanted or not parts or not isinstance(tensor.array, np.ndarray) or tensor.array.ndim != 3:
+        if name in wanted or not parts or isinstance(tensor.array, StoredTensor) or tensor.array.ndim != 3:
             out[name] = tensor
             continue
         module, rows = name.rpartition(".")[0], tensor.array.shape[1] // len(parts)
-        for expert, matrix in enumerate(tensor.array):
+        for expert, matrix in enumerate(dense(tensor.array)):
             for i, part in enumerate(parts):
                 out[f"{module}.{expert}.{part}.weight"] = Tensor(tensor.file, matrix[i * rows : (i + 1) * rows])
     return out

@@ -17,6 +17,7 @@ from jengine.request import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
+WITHOUT_WEIGHTS = HUB_FILES[1:]
 SAMPLING_DEFAULTS = {  # names in generation_config.json; the ones that vLLM applies
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
@@ -77,10 +78,10 @@ def _download(model: str, revision: str | None, files: list[str]) -> Path:
 
     try:
         folder = fetch(files, "*/*")
-        if files is HUB_FILES:
+        if files in (HUB_FILES, WITHOUT_WEIGHTS):
             fetch(IN_FOLDERS)  # patterns cannot exclude a single folder
-            if not any(folder.glob("*.safetensors")):
-                fetch(BIN_FILES, "*/*")
+        if files is HUB_FILES and not any(folder.glob("*.safetensors")):
+            fetch(BIN_FILES, "*/*")
         return folder
     except Exception as error:  # errors of the network and the hub have no common base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jengine.checkpoints.quantization_config import config_groups
-from jengine.checkpoints.stored import Groups, StoredTensor, Tensor
+from jengine.checkpoints.stored import Groups, StoredTensor, Tensor, dense
 from jengine.errors import ModelError
 from pallas_kernels.int4 import E2M1
 
@@ -52,8 +52,8 @@ def read_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    assert isinstance(tensor.array, np.ndarray)
-    return tensor.array
+    assert not isinstance(tensor.array, StoredTensor)
+    return dense(tensor.array)
 
 
 def _awq(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredTensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 BLOCK = 1 << 18  # numbers that are converted at a time
@@ -100,8 +101,9 @@ class Tensor(NamedTuple):
     """A tensor and its file."""
 
     file: Path
-    array: np.ndarray | StoredTensor
+    array: np.ndarray | jax.Array | StoredTensor
 
 
-def dense(array: np.ndarray | StoredTensor) -> np.ndarray:
-    return array.dense() if isinstance(array, StoredTensor) else array
+def dense(array: np.ndarray | jax.Array | StoredTensor) -> np.ndarray:
+    """The array on the host."""
+    return array.dense() if isinstance(array, StoredTensor) else np.asarray(array)

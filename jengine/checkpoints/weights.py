@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.experts import each_expert
 from jengine.checkpoints.files import read_tensors
 from jengine.checkpoints.folder import read_json
+from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
 from jengine.checkpoints.quantization import Target, fitted, joined, parts_of, placed, plain
 from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
@@ -40,19 +42,21 @@ CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attenti
 log = logging.getLogger("jengine")
 
 
-def load(path: Path, model: Model, mesh: Mesh, progress: Progress = True) -> Params:
+def load(path: Path, model: Model, mesh: Mesh, progress: Progress = True, tensors: Tensors | None = None) -> Params:
     """Loads the parameters of `model`: a tree like model.params, with arrays placed by their logical axes.
 
     Host memory beyond what the device holds peaks at the largest parameter; from a converted folder, at a few batches.
 
     Args:
         path: a folder in Hugging Face's layout, or a converted one.
+        tensors: in place of those in the folder's files, which it needs not have. Parameters share no memory with them.
 
     Raises:
         ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong shape.
         OutOfMemory: the device cannot hold the weights.
     """
-    fill = _from_safetensors if not is_converted(path) else _from_orbax if model.config.converted is None else _as_it_is
+    files = partial(_from_tensors, tensors=tensors)
+    fill = files if not is_converted(path) else _from_orbax if model.config.converted is None else _as_it_is
     total = num_bytes(model.params)
     with progress_bar(total=total, desc="loading weights", unit="B", unit_scale=True, show=progress) as bar:
         try:
@@ -97,8 +101,8 @@ def parts_by_name(params: Params) -> dict[str, Any]:
     return orbax.by_name(params, is_leaf=lambda node: False)
 
 
-def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
-    tensors = read(path, model)
+def _from_tensors(path: Path, model: Model, targets: Params, count: Callable[[int], object], *, tensors: Tensors | None) -> Params:
+    tensors = read(path, model, tensors)
 
     def place(target: Target, source: tuple[Piece, ...]) -> jax.Array | Quantized | Int4:
         kept = model.config.stored is not None and is_quantized(target)
@@ -110,7 +114,10 @@ def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable
     return jax.tree.map(place, targets, model.sources, is_leaf=is_quantized)
 
 
-def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> jax.Array:
+def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> jax.Array:
+    arrays = {piece.name: tensors[piece.name].array for piece in source}
+    if all(isinstance(array, jax.Array) for array in arrays.values()):
+        return assemble_on_devices(target, source, cast(dict[str, jax.Array], arrays))
     return placed(assemble(target, source, tensors), target)
 
 
@@ -146,9 +153,12 @@ def num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def read(path: Path, model: Model) -> dict[str, Tensor]:
+def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Tensor]:
     """Reads the model's tensors from a folder in Hugging Face's layout. Checks that all are present with their
     shapes, and no others.
+
+    Args:
+        given: tensors in place of those in the folder's files.
 
     Raises:
         ModelError: as in load.
@@ -160,7 +170,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
         config = model.config
         tensors = read_gguf(path, [piece.name for piece in pieces], (config.num_heads, config.num_kv_heads))
     else:
-        tensors, fields = read_tensors(path, skipped=CONSTANTS), read_json(path / "config.json")
+        tensors, fields = _found(path, given), read_json(path / "config.json")
         if (quantization := quantization_config({**(fields.get("text_config") or {}), **fields})) is not None:
             tensors = read_quantized(tensors, quantization)
         if model.text_part is not None:
@@ -168,21 +178,22 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
         tensors = _without(tensors, model.skipped, "only the next token is predicted")
         tensors = each_expert(_named(tensors, model.prefix), {piece.name for piece in pieces})
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.unread}
-    _check(path, tensors, pieces, model.config.tie_embeddings)
+    _check(path if given is None else PLACE, tensors, pieces, model.config.tie_embeddings)
     return tensors
 
 
-def has_output_head(path: Path, config: ModelConfig) -> bool:
+def _found(path: Path, given: Tensors | None) -> dict[str, Tensor]:
+    if given is None:
+        return read_tensors(path, skipped=CONSTANTS)
+    return {name: tensor for name, tensor in given.items() if not name.endswith(CONSTANTS)}
+
+
+def has_output_head(path: Path, config: ModelConfig, given: Tensors | None = None) -> bool:
     """Whether a folder has an output head, which turns hidden states into logits."""
-    return (
-        config.tie_embeddings
-        or is_converted(path)
-        or is_gguf(path)
-        or not read_tensors(path, skipped=CONSTANTS).keys().isdisjoint(OUTPUT_HEADS)
-    )
+    return config.tie_embeddings or is_converted(path) or is_gguf(path) or not _found(path, given).keys().isdisjoint(OUTPUT_HEADS)
 
 
-def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
+def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> np.ndarray:
     """Assembles a parameter in new memory: a CPU device may take that over, so it must not be the file's."""
     out = zeros(target.shape, target.dtype)  # padding stays zero
     arrays: dict[str, np.ndarray] = {}

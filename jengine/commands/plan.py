@@ -60,7 +60,8 @@ def _costs(options: argparse.Namespace) -> int:
             raise InvalidArgument(name, getattr(options, name), "cannot be combined with --costs, which are measured on this machine")
     config = config_for(options)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
-    from jengine.engine.start import describe_engine, saved_costs
+    from jengine.engine.program_set import saved_costs
+    from jengine.engine.shapes import describe_engine
     from jengine.observe.cost_report import cost_report
 
     costs = saved_costs(*describe_engine(config))

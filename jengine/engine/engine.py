@@ -16,6 +16,7 @@ from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.limits import Limits
 from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_mask
+from jengine.engine.operations import Operation
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
 from jengine.engine.step_updates import beam_candidates, burst_updates, logprobs_of, pooled_update
@@ -35,7 +36,6 @@ from jengine.observe.trace import Trace
 from jengine.pooling import Embedder
 from jengine.request import FinishReason, Request
 from jengine.scheduling.forecasts.expectations import Outlook
-from jengine.scheduling.options import StrategyName
 from jengine.scheduling.promises.acceptance import REJECTED
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
@@ -188,11 +188,9 @@ class Engine:
         """The caller has converted the output of `step` to text, or sent it."""
         self.records.passed_on(time.perf_counter())
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached pages, so no later request finds one. Running requests keep theirs. Returns
-        whether it was done."""
-        self.scheduler.blocks.reset()
-        return True
+    def do[T](self, operation: Operation[T]) -> T:
+        """Does an operation that its `check` has accepted, and returns the answer; see operations.py."""
+        return operation.run(self)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until all programs are ready or no more will be. Returns whether all
@@ -261,10 +259,6 @@ class Engine:
             self.runner.swap(swaps)
         return plan, swaps is not None
 
-    def set_strategy(self, strategy: StrategyName) -> None:
-        """Takes effect at the next step; see EngineConfig.strategy. The strategy must be one that `limits` accepts."""
-        self.scheduler.admission.set_strategy(strategy)
-
     def _rejected(self) -> list[Update]:
         """Updates for requests that the scheduler has just rejected, since their targets cannot be met."""
         rejected, self.scheduler.acceptance.rejected = self.scheduler.acceptance.rejected, []
@@ -283,14 +277,14 @@ class Engine:
             record, counts, step = self._in_flight.popleft()
             begun = time.perf_counter()
             result = self.runner.read(step)
-            alone, now = result.scores is None and result.pooled is None, time.perf_counter()
+            alone, now = not result.tiles, time.perf_counter()
             device = self._clock.read(
                 step.plan, step.started, now, self.scheduler.predictor.costs, waited=result.waited, counts=counts and alone
             )
-            if result.scores is not None:
-                updates += self._prompt_scores(step.plan, result.scores)
-            if result.pooled is not None:
-                self._pool(step.plan, result.pooled)
+            if "score" in result.tiles:
+                updates += self._prompt_scores(step.plan, result.tiles["score"])
+            if "pool" in result.tiles:
+                self._pool(step.plan, result.tiles["pool"])
             updates += self._collect(step, result)
             self.records.read(record, begun, now, time.perf_counter(), waited=result.waited, device=device)
         if not self.has_work:
@@ -346,7 +340,7 @@ class Engine:
                 TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled, s.num_cached)
                 if s.pooled is None
                 else pooled_update(s)
-                for _, s, token in collected
+                for s, token in zip(collected.sequences, collected.tokens, strict=True)
             ]
         updates: list[TokenUpdate | Pooled | BeamsFound] = []
         for row, s, token in collected:

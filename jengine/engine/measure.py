@@ -17,7 +17,7 @@ from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts, SwapCos
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan, Swaps
 from jengine.scheduling.work import Work, pairs, rows_work
 from jengine.table.pages import SWAPS
-from jengine.table.program_table import VARIANTS, BurstKey, SamplerKey, TrunkKey, Variant
+from jengine.table.program_table import VARIANTS, BurstKey, SamplerKey, TableKey, TrunkKey, Variant
 from jengine.table.ready_programs import ReadyPrograms
 
 RUNS = 4  # of each step, after a warm-up run; the lower median counts
@@ -32,33 +32,30 @@ PARAMS = {  # typical parameters of requests of each variant
 }
 
 
-def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: Progress) -> set[TrunkKey | SamplerKey]:
+def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: Progress) -> set[TableKey]:
     """Adds missing costs of ready programs to `costs`. Returns these programs. Must run before the first request."""
-    bench = Bench(runner, ready)
-    trunks = [key for key in ready.trunks() if key not in costs.trunks]
+    bench, known = Bench(runner, ready), costs.known
+    trunks = [key for key in ready.trunks() if key not in known]
     rows = {runner.spec.table.sample_rows(key) for key in ready.trunks()}
-    samplers = [key for key in ready.samplers() if key not in costs.samplers and key.rows in rows]
-    with progress_bar(total=len(samplers) + len(trunks), desc="measuring", unit="program", show=progress) as bar:
+    samplers = [key for key in ready.samplers() if key not in known and key.rows in rows]
+    bursts = [key for key in ready.bursts() if key not in known]
+    fitted = any(isinstance(key, TrunkKey) for key in known)
+    with progress_bar(total=len(samplers) + len(trunks) + len(bursts), desc="measuring", unit="program", show=progress) as bar:
         for sampler in sorted(samplers, key=lambda key: (VARIANTS.index(key.variant), key.rows)):
-            costs.samplers[sampler] = Cost(bench.sampler(sampler))
+            known[sampler] = Cost(bench.sampler(sampler))
             bar.update()
-        if trunks and not costs.trunks:
+        if trunks and not fitted:
             costs.slopes = bench.slopes()
         for trunk in trunks:
-            step = bench.step(trunk, bench.rows_of(trunk), SHORT)
-            seconds = bench.seconds(step)
-            rest = seconds - costs.sampler_seconds(step.sampler) - costs.slopes.seconds(step.work)
-            costs.trunks[trunk] = Cost(max(rest, seconds / 10))
+            known[trunk] = bench.cost(bench.step(trunk, bench.rows_of(trunk), SHORT), costs)
             bar.update()
-    for burst in ready.bursts():
-        if burst not in costs.bursts:
-            plan = bench.burst(burst)
-            seconds = bench.seconds(plan)
-            costs.bursts[burst] = Cost(max(seconds - costs.slopes.seconds(plan.work), seconds / 10))
+        for burst in bursts:
+            known[burst] = bench.cost(bench.burst(burst), costs)
+            bar.update()
     if runner.spec.host_pages and costs.swaps is None:
         costs.swaps = bench.swaps()
     runner.forget()
-    return {*samplers, *trunks}
+    return {*samplers, *trunks, *bursts}
 
 
 class Bench:
@@ -109,7 +106,7 @@ class Bench:
         """Decode rows after `context` tokens, the first one after `first`, and the beginning of a prompt in each tile."""
         size = self._spec.table.tile_size
         positions = [min(at, self._limit) for at in [context if first is None else first, *[context] * (rows - 1)][:rows]]
-        spans = [Span(slot, slot, position) for slot, position in enumerate(positions, 1)]
+        spans = self._rows(positions)
         length = min(size, self._limit + 1)
         spans += [Span(0, 1 + tile % self._spec.max_slots, 0, length, self._tokens(length)) for tile in range(key.tiles)]
         return self._plan(key, spans, variant, Work(*rows_work(positions, self._windows), key.tiles * pairs(0, length, self._windows)))
@@ -117,7 +114,7 @@ class Bench:
     def burst(self, key: BurstKey) -> StepPlan:
         """All rows, limited by the number of slots, after SHORT tokens."""
         at, rows = max(min(SHORT, self._limit - key.steps), 0), self.rows_of(key.trunk)
-        spans = [Span(slot, slot, at, key.steps) for slot in range(1, rows + 1)]
+        spans = self._rows([at] * rows, key.steps)
         work = Work(*rows_work([at] * rows, self._windows))
         plan = self._plan(key.trunk, spans, key.sampler.variant, Work(work.context * key.steps, work.longest * key.steps))
         plan.samples = [Sample(i, 0, span.seq, span.slot) for i, span in enumerate(spans)]
@@ -134,6 +131,12 @@ class Bench:
         """Seconds of a step among equal ones."""
         again = StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work, steps=plan.steps)
         return self._typical(self._runner.dispatch(plan), lambda: self._runner.dispatch(again))
+
+    def cost(self, plan: StepPlan, costs: StepCosts) -> Cost:
+        """The cost of a step's trunk, or of its burst."""
+        seconds = self.seconds(plan)
+        others = costs.slopes.seconds(plan.work) + (costs.base(plan.sampler) if plan.steps == 1 else 0.0)
+        return Cost(max(seconds - others, seconds / 10))
 
     def swaps(self) -> SwapCosts:
         """Seconds until a call's maximum number of pages, or all of them if there are fewer, have moved."""
@@ -187,6 +190,11 @@ class Bench:
                 for group in range(len(self._groups)):
                     number = (group * spec.max_slots + span.slot - 1) * spec.table_width + index
                     yield group, span.slot, index, 1 + number % (spec.num_pages - 1)
+
+    def _rows(self, positions: list[int], length: int = 1) -> list[Span]:
+        """Decode rows at these positions. Their tokens are known, since slots without requests hold no positions."""
+        tokens = self._tokens(len(positions))
+        return [Span(slot, slot, at, length, known=token) for slot, (at, token) in enumerate(zip(positions, tokens, strict=True), 1)]
 
     def _limit_of(self, rows: int) -> int:
         """Maximum tokens of each of `rows` sequences if they share no pages."""

@@ -1,30 +1,76 @@
-"""Derives the shapes of every program from options and a model's configuration."""
+"""Derives the shapes of every program from options, a model and devices."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jengine.checkpoints.calibration import check_calibrated
 from jengine.config import EngineConfig
+from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
+from jengine.engine.devices import Devices
+from jengine.engine.model_source import ModelSource
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
+from jengine.engine.program_set import given_programs
 from jengine.errors import InvalidArgument
 from jengine.execution.batch_invariance import check_batch_invariant
+from jengine.execution.cache_folders import saved_page_counts
 from jengine.execution.kernels import check_attention_backend, decode_refused, kernels_refused
+from jengine.execution.memory import pages_that_fit, pages_to_use
+from jengine.execution.prebuilt_programs import PrebuiltPrograms
+from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.spec import ExecutionSpec
 from jengine.model_config import ModelConfig
 from jengine.models import build
+from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
 from pallas_kernels.products import cpu_refused
 from pallas_kernels.support import DTYPES, HOPPER, capability
 
 SNAPSHOTS = 4  # running sequences per snapshot
 FEWEST_SNAPSHOTS = 16
+
+
+def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
+    """The options with a dtype, and everything that programs depend on except the number of pages. Loads and
+    compiles nothing.
+
+    Raises the errors of `start_engine`.
+    """
+    limit_cpu_threads(config.cpu_threads)
+    given, config = given_programs(config)
+    return spec_of(config, ModelSource.find(config), Devices.take(config, SingleProcess()), given)
+
+
+def spec_of(
+    config: EngineConfig, source: ModelSource, devices: Devices, given: PrebuiltPrograms | None
+) -> tuple[EngineConfig, ExecutionSpec]:
+    """The same for a model and devices.
+
+    Args:
+        given: programs that the user gave.
+    """
+    device, config = devices.mesh.local_devices[0], source.complete(config)
+    dtype: Any = devices.agree(str(jnp.dtype(choose_dtype(config.dtype, source.config, device, devices.root))))
+    config = dataclasses.replace(config, dtype=dtype)
+    shapes = describe(config, source.config, devices.mesh, devices.root)
+    forms = devices.agree(product_forms(shapes, devices.root) if given is None else given.product_forms)
+    return config, with_forms(shapes, dict(forms))
+
+
+def with_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> ExecutionSpec:
+    """The spec with the number of pages that fit on the devices."""
+    fit = pages_that_fit(config, spec)
+    chosen = config.num_pages is not None or config.kv_cache_memory is not None or spec.mesh.devices.flat[0].platform == "cpu"
+    wanted = fit if chosen else pages_to_use(fit, saved_page_counts(devices.root, spec.fingerprint()))
+    return dataclasses.replace(spec, num_pages=devices.link.agree(wanted, min))
 
 
 def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:

@@ -29,7 +29,9 @@ def beam_candidates(plan: StepPlan, result: StepResult, scheduler: Scheduler) ->
     for row, sample in enumerate(plan.samples if got is not None and scheduler.searches.running else ()):
         sequence = scheduler.registry.by_number.get(sample.seq)
         if sequence is not None and sequence.request.beams is not None and got is not None:
-            found[row] = ScoredToken(result.tokens[row][0], logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
+            token = result.tokens[row]
+            assert isinstance(token, int)
+            found[row] = ScoredToken(token, logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
     return found
 
 

@@ -30,13 +30,16 @@ class TokenAxis:
         real: False for padding.
     """
 
-    def __init__(self, last_token: jax.Array, batch: Batch) -> None:
+    def __init__(self, last: jax.Array, batch: Batch) -> None:
+        """last: see SlotState."""
         tiles, tile_size = batch.tile_tokens.shape
         within = jnp.arange(tile_size)
         tile_positions = batch.tile_positions[:, None] + within
-        rows = jnp.where(batch.row_tokens < 0, last_token[batch.row_slots], batch.row_tokens)
-        self.tokens = jnp.concatenate([rows, batch.tile_tokens.reshape(-1)])
-        self.positions = jnp.concatenate([batch.row_positions, tile_positions.reshape(-1)])
+        in_slot, last = batch.row_tokens < 0, last[batch.row_slots]
+        row_tokens = jnp.where(in_slot, last[:, 0], batch.row_tokens)
+        row_positions = jnp.where(in_slot, last[:, 1], batch.row_positions)
+        self.tokens = jnp.concatenate([row_tokens, batch.tile_tokens.reshape(-1)])
+        self.positions = jnp.concatenate([row_positions, tile_positions.reshape(-1)])
         tile_owner = jnp.broadcast_to(
             batch.tile_slots[:, None], (tiles, tile_size)
         )  # jnp.repeat would add up constants, which XLA folds slowly
@@ -71,7 +74,7 @@ class PagedAttention:
         pages = jnp.where(axis.real, block_table[axis.owner, index], 0)  # padding writes to the null page
         offsets = axis.positions % page_size
         row_tables, tile_tables = block_table[batch.row_slots], block_table[batch.tile_slots]
-        row_lengths = jnp.where(batch.row_slots > 0, batch.row_positions + 1, 0)
+        row_lengths = jnp.where(batch.row_slots > 0, axis.positions[: key.rows] + 1, 0)
         latent = group.kind == "latent"
 
         # Traced and lowered once for all layers with the same arguments.

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from jengine.execution.programs import Key, Programs
+from jengine.execution.kinds import Key
+from jengine.execution.programs import Programs
 
 log = logging.getLogger("jengine")
 

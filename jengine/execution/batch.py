@@ -21,8 +21,8 @@ class Batch(NamedTuple):
     """A step's inputs, all int32. Padding uses slot 0, page 0 and length 0."""
 
     row_slots: jax.Array  # [rows]
-    row_positions: jax.Array  # [rows], of the token that the row reads
-    row_tokens: jax.Array  # [rows], the token's id; -1: it is in the slot
+    row_positions: jax.Array  # [rows], of the token that the row reads, if the host knows that token; otherwise at least that
+    row_tokens: jax.Array  # [rows], the token's id; -1: it is in the slot, with its position
     row_states: jax.Array  # [rows, 2]: state pages to read and to write; [0, 2] for models without states
     tile_slots: jax.Array  # [tiles]
     tile_positions: jax.Array  # [tiles], of the first token

@@ -27,8 +27,8 @@ def make_burst(
 ) -> Callable[..., BurstOut]:
     """The function to compile: (params, cache, slots, packed batch and lengths) -> (cache, slots, tokens).
 
-    A row takes part in its first `length` steps; in later steps it is padding. The loop has a fixed length, so
-    it needs no host.
+    A row takes part in its first `length` steps; in later steps it is padding. After its first step it takes its token
+    and position from its slot. The loop has a fixed length, so it needs no host.
     """
     run, sample = make_pass(model, layout, page_size, device, backend), make_sampler(model, key.sampler.variant)
 
@@ -37,20 +37,20 @@ def make_burst(
         slots = updated(slots, batch.table, batch.resets)
 
         def step(state: tuple[Cache, jax.Array], number: jax.Array) -> tuple[tuple[Cache, jax.Array], jax.Array]:
-            cache, last_token = state
+            cache, last = state
             going = number < lengths
             now = batch._replace(
                 row_slots=jnp.where(going, batch.row_slots, 0),
-                row_positions=batch.row_positions + number,
+                row_tokens=jnp.where(going, jnp.where(number == 0, batch.row_tokens, -1), 0),
                 row_states=_states(batch.row_states, going, number),
                 sample_slots=jnp.where(going[batch.sample_tokens], batch.sample_slots, 0),
             )
-            cache, to_sample, _ = run(params, cache, slots._replace(last_token=last_token), now)
-            last_token, sampled = sample(params, last_token, slots.sampling, to_sample)
-            return (cache, last_token), sampled.tokens
+            cache, to_sample, _ = run(params, cache, slots._replace(last=last), now)
+            last, sampled = sample(params, last, slots.sampling, to_sample)
+            return (cache, last), sampled.tokens
 
-        (cache, last_token), tokens = lax.scan(step, (cache, slots.last_token), jnp.arange(key.steps, dtype=jnp.int32))
-        return cache, slots._replace(last_token=last_token), Sampled(tokens)
+        (cache, last), tokens = lax.scan(step, (cache, slots.last), jnp.arange(key.steps, dtype=jnp.int32))
+        return cache, slots._replace(last=last), Sampled(tokens)
 
     return burst
 

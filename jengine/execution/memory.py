@@ -19,7 +19,7 @@ from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.by_layer import at
 from jengine.models.cache import paged
-from jengine.table.program_table import SamplerKey, TrunkKey
+from jengine.table.program_table import TrunkKey
 from pallas_kernels import product_dispatch
 from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
@@ -175,20 +175,21 @@ def pages_to_use(fit: int, saved: list[int]) -> int:
     return max((count for count in saved if 0.8 * fit <= count <= fit), default=fit)
 
 
-def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
-    """Upper bound on the bytes of a program's temporaries on a device.
+# --- bounds on the bytes of a program's temporaries on a device ----------------------------------------
+# These are some activations, and never the cache. The factors are generous counts of arrays that are live at once in a layer
+# (or in a sampler, over the vocabulary). The bounds do not depend on the number of pages or layers.
 
-    These are some activations of its token axis, and never the cache: in the model's dtype where kernels attend on a GPU, in
-    float32 elsewhere. The factors are generous counts of arrays that are live at once in a layer (or in a sampler, over the
-    vocabulary). The bound does not depend on the number of pages or layers.
-    """
+
+def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
+    """Of a sampler of `rows` rows."""
+    model = spec.model.config
+    own_rows, vocab = -(-rows // model.shards), model.padded(model.vocab_size)
+    return _fixed(spec) + 4 * own_rows * 8 * vocab + 4 * rows * 16 * model.hidden_size + (1 << 16)
+
+
+def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
+    """Of a trunk: its token axis in the model's dtype where kernels attend on a GPU, in float32 elsewhere."""
     model, table, on_cpu = spec.model.config, spec.table, spec.mesh.devices.flat[0].platform == "cpu"
-    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
-    converted = max((_converted(spec, matrix) for matrix in matrices), default=0)  # one weight at a time
-    fixed = converted + (0 if on_cpu else WORKSPACE)
-    if isinstance(key, SamplerKey):
-        own_rows, vocab = -(-key.rows // model.shards), model.padded(model.vocab_size)
-        return fixed + 4 * own_rows * 8 * vocab + 4 * key.rows * 16 * model.hidden_size + (1 << 16)
     tokens = table.tokens(key)
     kinds = [at(model, group.layers[0]) for group in paged(spec.groups)]
     kv_heads = max(kind.num_kv_heads_padded for kind in kinds) // model.shards
@@ -223,7 +224,14 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
     layer = max(6 * heads, 4 * ffn) if fused and not model.parallel_residual else 6 * heads + 4 * ffn
     activations = each * tokens * (8 * streams * model.hidden_size + layer + inputs)
-    return fixed + parts + activations + experts + 4 * scores + width + states + (1 << 20)
+    return _fixed(spec) + parts + activations + experts + 4 * scores + width + states + (1 << 20)
+
+
+def _fixed(spec: ExecutionSpec) -> int:
+    """Of any program with products: one converted weight at a time, and the workspace of libraries."""
+    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
+    converted = max((_converted(spec, matrix) for matrix in matrices), default=0)
+    return converted + (0 if spec.mesh.devices.flat[0].platform == "cpu" else WORKSPACE)
 
 
 def _converted(spec: ExecutionSpec, matrix: Quantized | Int4) -> int:

@@ -44,27 +44,35 @@ class SampledLogprobs(NamedTuple):
 def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
     """The function to compile.
 
-    (params, last_token, sampling words, to sample) -> (last_token, sampled); the full variant takes two more, counts int32
-    [slots, vocab] and a token mask uint32 [rows, mask_words], and gives ((last_token, counts), sampled).
+    (params, SlotState.last, sampling words, to sample) -> (last, sampled); the full variant takes two more, counts int32
+    [slots, vocab] and a token mask uint32 [rows, mask_words], and gives ((last, counts), sampled).
     """
 
-    def sampler(params: Params, last_token: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled]:
+    def sampler(params: Params, last: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled]:
         logits, own = _shared_out(model, params, to)
         sampled: Sampled = all_gather(Sampled(sample(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0])
-        return last_token.at[to.slots].set(sampled.tokens), sampled
+        return _noted(last, to, sampled.tokens), sampled
 
     def full(
         params: Params, state: tuple[jax.Array, jax.Array], words: jax.Array, to: ToSample, mask: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], SampledLogprobs]:
-        last_token, counts = state
+        last, counts = state
         logits, own = _shared_out(model, params, to)
         sampling = sampling_of(words[own.slots])
         tokens = sample(logits, sampling, own.positions, "full", lambda: counts[own.slots], own_rows(mask))
         sampled: SampledLogprobs = all_gather(with_wanted_logprobs(logits, tokens, sampling), to.slots.shape[0])
         counts = counts.at[to.slots, sampled.tokens].add(2)
-        return (last_token.at[to.slots].set(sampled.tokens), counts), sampled
+        return (_noted(last, to, sampled.tokens), counts), sampled
 
     return full if variant == "full" else sampler
+
+
+def _noted(last: jax.Array, to: ToSample, tokens: jax.Array) -> jax.Array:
+    """SlotState.last with these tokens, int32 [rows], and their positions."""
+    both = jnp.stack([tokens, to.positions], axis=1)
+    if len(both) == 1:  # a scatter of one row would take more kernels
+        return lax.dynamic_update_slice(last, both, (to.slots[0], 0))
+    return last.at[to.slots].set(both)
 
 
 def _shared_out(model: Model, params: Params, to: ToSample) -> tuple[jax.Array, ToSample]:

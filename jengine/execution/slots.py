@@ -21,12 +21,13 @@ class SlotState(NamedTuple):
     """The state of all slots; donated to every step and updated in place.
 
     Attributes:
-        last_token: int32 [slots], the token that the slot's next decode row reads.
+        last: int32 [slots, 2], the token that the slot's next decode row reads, and its position. Whoever samples the
+            token writes both.
         block_table: int32 [cache groups, slots, width], page ids in order.
         sampling: int32 [slots, SAMPLING_WORDS], see sampling_row.py; a single array, so that a step has few arguments.
     """
 
-    last_token: jax.Array
+    last: jax.Array
     block_table: jax.Array
     sampling: jax.Array
 
@@ -37,7 +38,7 @@ def abstract_slots(slots: int, groups: int, width: int, sharding: jax.sharding.S
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-    return SlotState(ints(slots), ints(groups, slots, width), ints(slots, SAMPLING_WORDS))  # type: ignore[arg-type]
+    return SlotState(ints(slots, 2), ints(groups, slots, width), ints(slots, SAMPLING_WORDS))  # type: ignore[arg-type]
 
 
 def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotState:

@@ -21,15 +21,13 @@ from jengine.config import AttentionBackend
 from jengine.devices.cpu_threads import cpu_threads
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
-from jengine.execution.logits import mask_words
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
-from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups, paged
 from jengine.parallel.mesh import with_shardings
 from jengine.table.pages import SWAPS, most_pages, pages_of
-from jengine.table.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from jengine.table.program_table import ProgramTable, TrunkKey
 from pallas_kernels.fastest import takes
 from pallas_kernels.flashinfer.build import installed_version as flashinfer_version
 from pallas_kernels.products import cpu_refused
@@ -148,31 +146,13 @@ class ExecutionSpec:
     def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)
 
-    def packed_burst(self, key: BurstKey) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.layout(key.trunk).size + key.trunk.rows,), np.int32, sharding=self.replicated)
-
-    def to_sample(self, key: SamplerKey) -> ToSample:
-        hidden = jax.ShapeDtypeStruct((key.rows, self.model.config.hidden_size), self.model.dtype, sharding=self.replicated)
-        ints = jax.ShapeDtypeStruct((key.rows,), np.int32, sharding=self.replicated)
-        return ToSample(hidden, ints, ints)  # type: ignore[arg-type]
-
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
         """Occurrences of every token in every slot, for penalties; allocated when a request first needs it."""
         return jax.ShapeDtypeStruct((self.max_slots + 1, self.model.config.vocab_size), np.int32, sharding=self.replicated)
 
-    def mask(self, key: SamplerKey) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((key.rows, mask_words(self.model.config.vocab_size)), np.uint32, sharding=self.replicated)
-
-    def to_score(self, key: ScoreKey) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        tokens = key.tiles * self.table.tile_size
-        return self._tiles(key.tiles), jax.ShapeDtypeStruct((tokens,), np.int32, sharding=self.replicated)
-
-    def to_pool(self, key: PoolKey) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        return self._tiles(key.tiles), jax.ShapeDtypeStruct((key.tiles, 2), np.int32, sharding=self.replicated)
-
-    def _tiles(self, tiles: int) -> jax.ShapeDtypeStruct:
-        """Hidden states of tiles."""
+    def tiles(self, tiles: int) -> jax.ShapeDtypeStruct:
+        """Hidden states of prompt tiles, as a trunk leaves them."""
         shape = tiles * self.table.tile_size, self.model.config.hidden_size
         return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated)
 
@@ -186,6 +166,7 @@ class ExecutionSpec:
             "device": device.device_kind,
             "processor": cpu_features() if device.platform == "cpu" else "",
             "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
+            "devices": [int(device.id) for device in self.mesh.devices.flat],  # a saved program runs on these only
             "processes": len({device.process_index for device in self.mesh.devices.flat}),
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),

@@ -71,7 +71,7 @@ def make_pass(
     groups, key = cache_groups(model.config), layout.key
 
     def run(params: Params, cache: Cache, slots: SlotState, batch: Batch) -> tuple[Cache, ToSample, jax.Array]:
-        axis = TokenAxis(slots.last_token, batch)
+        axis = TokenAxis(slots.last, batch)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
         attentions = [

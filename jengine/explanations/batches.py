@@ -122,12 +122,12 @@ def padding(window: Window) -> Finding | None:
     rows = tiles = whole = 0.0
     for step in window.steps:
         trunk, used = step.trunk, max(step.rows, min(least, step.trunk.rows))
-        seconds = window.costs.trunk_seconds(trunk)
+        seconds = window.costs.base(trunk)
         whole += seconds * step.steps
         if used < trunk.rows:
-            rows += max(seconds - window.costs.trunk_seconds(type(trunk)(used, trunk.tiles, trunk.pages)), 0.0) * step.steps
+            rows += max(seconds - window.costs.base(type(trunk)(used, trunk.tiles, trunk.pages)), 0.0) * step.steps
         if trunk.tiles:
-            bare = window.costs.trunk_seconds(type(trunk)(trunk.rows, 0, trunk.pages))
+            bare = window.costs.base(type(trunk)(trunk.rows, 0, trunk.pages))
             tiles += max(seconds - bare, 0.0) * step.padded_tokens(size) / (trunk.tiles * size)
     if rows + tiles < PADDED * whole:
         return None

@@ -116,7 +116,7 @@ class Window:
         """Seconds of a step with this number of rows and tiles, in programs of that size; estimated if there are none."""
         sampler = SamplerKey(max(rows + tiles, 1), self.variant)
         costs = self.costs
-        return costs.trunk_seconds(TrunkKey(rows, tiles)) + costs.sampler_seconds(sampler) + costs.slopes.seconds(work or Work())
+        return costs.base(TrunkKey(rows, tiles)) + costs.base(sampler) + costs.slopes.seconds(work or Work())
 
     @cached_property
     def variant(self) -> Variant:

@@ -10,8 +10,9 @@ import jax
 from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
-from jengine.models.layers import Attention, Layer, RMSNorm
-from jengine.models.phi3 import Phi3
+from jengine.models.layers import Attention, Block, Layer, RMSNorm
+from jengine.models.llama import Llama
+from jengine.models.phi3 import Phi3Mlp
 from jengine.models.pieces import Part, Piece, apart, interleaved
 from jengine.models.residuals import SandwichLayer
 
@@ -23,8 +24,11 @@ class GlmAttention(Attention):
         return apart([f"{name}.{p}_proj.{kind}" for p in "qkv"], (q, k, parts[2]), *inputs)
 
 
-class Glm(Phi3):
+class Glm(Llama):
     attention = GlmAttention
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        return Phi3Mlp(config, dtype, f"{name}.mlp")
 
 
 class Glm4(Glm):

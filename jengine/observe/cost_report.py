@@ -120,14 +120,14 @@ def cost_report(costs: StepCosts) -> CostReport:
     size = table.tile_size
 
     def trunk(key: TrunkKey) -> TrunkCost:
-        known, base = costs.trunks.get(key), costs.trunk_seconds(key)
+        known, base = costs.known.get(key), costs.base(key)
         works = {n: Work(key.rows * n, n if key.rows else 0, key.tiles * size * n) for n in CONTEXTS}
         seconds = {n: base + slopes.seconds(work) for n, work in works.items()}
         return TrunkCost(str(key), key.rows, key.tiles, table.tokens(key), seconds, 0 if known is None else known.steps)
 
     def sampler(key: SamplerKey) -> SamplerCost:
-        known = costs.samplers.get(key)
-        return SamplerCost(str(key), key.rows, key.variant, costs.sampler_seconds(key), 0 if known is None else known.steps)
+        known = costs.known.get(key)
+        return SamplerCost(str(key), key.rows, key.variant, costs.base(key), 0 if known is None else known.steps)
 
     return CostReport(
         trunks=[trunk(key) for key in table.trunks()],

@@ -56,6 +56,9 @@ class Trace(msgspec.Struct, kw_only=True):
     readers: Readers | None = None
     version: int = VERSION
 
+    def __post_init__(self) -> None:
+        self.costs = msgspec.Raw(bytes(self.costs))  # a decoded one would keep all of its message alive
+
     @classmethod
     def empty(cls, facts: EngineFacts) -> Trace:
         """The trace of an engine without records."""
@@ -85,9 +88,7 @@ class Trace(msgspec.Struct, kw_only=True):
     def from_json(cls, data: bytes | str) -> Trace:
         """Raises InvalidArgument if the data is not a trace."""
         try:
-            trace = msgspec.json.decode(data, type=cls)
-            trace.costs = msgspec.Raw(bytes(trace.costs))  # otherwise it would keep all of `data` alive
-            return trace
+            return msgspec.json.decode(data, type=cls)
         except (msgspec.MsgspecError, ValueError) as error:
             raise InvalidArgument("trace", f"{len(data)} bytes", f"is not a trace of this version of jengine: {error}") from None
 

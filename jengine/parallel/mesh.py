@@ -33,6 +33,32 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     return jax.make_mesh((tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
 
 
+def one_axis(mesh: Mesh) -> Mesh:
+    """The devices of a caller's mesh, as a mesh with one axis: tensor.
+
+    Raises:
+        InvalidArgument: an engine cannot use such a mesh.
+    """
+    if not isinstance(mesh, Mesh) or not mesh.size:
+        raise InvalidArgument("mesh", mesh, "must be a jax.sharding.Mesh with at least one device")
+    devices = mesh.devices.flatten()
+    shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    if max(mesh.shape.values()) < mesh.size:
+        raise InvalidArgument("mesh", shape, "must have at most one axis with more than one device: all of them share the model")
+    if len({*devices}) < mesh.size:
+        raise InvalidArgument("mesh", shape, "must not have a device twice")
+    if len({device.device_kind for device in devices}) > 1:
+        raise InvalidArgument("mesh", shape, "must have devices of one kind")
+    if any(device.process_index != jax.process_index() for device in devices):
+        raise InvalidArgument("mesh", shape, "must have only devices of this process")
+    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def with_mesh_size(options: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
+    """Options whose tensor_parallel_size is the number of the mesh's devices, unless it is given."""
+    return options if mesh is None else {"tensor_parallel_size": one_axis(mesh).size, **options}
+
+
 def shard_mapped(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
     """Runs `function` on each device with its shards of the arguments.
 

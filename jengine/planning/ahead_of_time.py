@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jengine.checkpoints import choose_embedder, kept_format, read_config, resolve
-from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
+from jengine.engine.model_source import ModelSource
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
+from jengine.execution.kinds import KINDS, Key
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
 from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.program_store import ProgramStore
@@ -29,7 +29,6 @@ from jengine.execution.programs import (
     UNTUNED,
     Built,
     CompilerOptions,
-    Key,
     compile_all,
     file_name,
     memory_notes,
@@ -40,7 +39,7 @@ from jengine.execution.programs import (
 from jengine.execution.spec import ExecutionSpec
 from jengine.observe.progress_log import progress_log
 from jengine.parallel.mesh import make_mesh
-from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time
 
 AUTOTUNE = "autotune.textproto"
@@ -92,12 +91,8 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
     Raises:
         The errors of `shapes.describe`.
     """
-    root, folder = cache_root(config.cache_dir), resolve(config.model, config.revision, CONFIG_FILES)
-    model = read_config(folder)
-    quantization: Any = kept_format(config.quantization, folder)
-    embeddings = choose_embedder(config.embeddings, folder, model.hidden_size) is not None
-    config = dataclasses.replace(config, embeddings=embeddings, quantization=quantization)
-    spec = describe(config, model, mesh, root)
+    root, source = cache_root(config.cache_dir), ModelSource.without_weights(config)
+    spec = describe(source.complete(config), source.config, mesh, root)
     return with_forms(spec, product_forms(spec, root))
 
 
@@ -124,11 +119,9 @@ def device_limit(config: EngineConfig, device: DeviceSpec) -> int:
     return int(device.memory * config.gpu_memory_utilization)
 
 
-def largest(spec: ExecutionSpec) -> list[TrunkKey | SamplerKey | ScoreKey]:
+def largest(spec: ExecutionSpec) -> list[Key]:
     """The programs that may need the most memory beside their arguments."""
-    table = spec.table
-    trunk = max(table.trunks(), key=lambda key: (table.tokens(key), key.pages))
-    return [trunk, SamplerKey(table.sample_buckets[-1], "full"), ScoreKey(table.max_tiles)]
+    return [key for kind in KINDS if (key := kind.heaviest(spec)) is not None]
 
 
 def compile_table(

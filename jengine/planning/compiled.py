@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jengine.devices.device_spec import DeviceSpec
+from jengine.execution.kinds import Key
 from jengine.execution.memory import ProgramMemory
-from jengine.execution.programs import UNTUNED, Key, compile_all, memory_of
+from jengine.execution.programs import UNTUNED, compile_all, memory_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.planning.estimate import Estimate, Step, estimate
 from jengine.planning.hlo import Program, parse

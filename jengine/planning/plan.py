@@ -18,8 +18,9 @@ from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
 from jengine.execution.kernels import kernels_refused
-from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside, temporaries_bound
-from jengine.execution.programs import Key, program_keys
+from jengine.execution.kinds import Key, kind_of
+from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
+from jengine.execution.programs import program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.model_parts import FOUR_BITS
 from jengine.models import QUANTIZATIONS
@@ -30,7 +31,6 @@ from jengine.planning.estimate import Step
 from jengine.planning.fitting import MORE_MEMORY, Fitting, Room, what_fits
 from jengine.planning.report import Plan, Rate
 from jengine.planning.roofline import Formats, bound, decode, kv_token_bytes, prefill
-from jengine.table.program_table import SamplerKey, ScoreKey
 from pallas_kernels.quantized import is_quantized
 
 CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len
@@ -137,9 +137,7 @@ def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list
 
 
 def _estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:
-    scorer = SamplerKey(spec.table.tile_size, "full")  # a scorer computes as many logits, since it works tile by tile
-    bounds = {key: temporaries_bound(spec, scorer if isinstance(key, ScoreKey) else key) for key in largest(spec)}
-    return {key: ProgramMemory(0, 0, 0, bound + WORKSPACE) for key, bound in bounds.items()}
+    return {key: ProgramMemory(0, 0, 0, kind_of(key).temporaries(spec, key) + WORKSPACE) for key in largest(spec)}
 
 
 def formats_of(spec: ExecutionSpec) -> Formats:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from jengine.devices.device_spec import DeviceSpec
 from jengine.display import columns_html
+from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory
-from jengine.execution.programs import Key
 from jengine.execution.spec import ExecutionSpec
 from jengine.planning.estimate import CAUSES, Assumptions, Estimate
 from jengine.planning.fitting import Fitting

@@ -25,10 +25,11 @@ from jengine.scheduling.rules.beam_searches import BeamSearches
 from jengine.scheduling.rules.bursts import Bursts
 from jengine.scheduling.rules.repeats import Repeats
 from jengine.scheduling.rules.rule import Rule
+from jengine.scheduling.step.collected import Collected
 from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step.rows import Rows
 from jengine.scheduling.step.timeline import Timeline
-from jengine.scheduling.step_plan import StepPlan, Swaps
+from jengine.scheduling.step_plan import Sample, StepPlan, Swaps, Tokens
 from jengine.scheduling.work import Work, rows_work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, ProgramTable
@@ -234,16 +235,13 @@ class Scheduler:
             for sequence, span in zip(plan.rows, plan.spans, strict=False):
                 known = min(len(sequence.tokens), sequence.num_computed)
                 span.states = states.row(span.seq, sequence.tokens, known, span.start + span.length, self.table.tile_size)
-        if steps == 1:
+        if plan.lengthened:
+            for sequence, span in zip(plan.rows, plan.spans, strict=False):
+                sequence.plan_row(span.length, least=1 if steps == 1 else span.length)
+        else:
             for sequence in plan.rows:
                 sequence.num_computed += 1
                 sequence.in_flight += 1
-        else:
-            for sequence, span in zip(plan.rows, plan.spans, strict=True):
-                sequence.num_computed += span.length
-                sequence.in_flight += span.length
-                if span.length > 1 and sequence.has_target:
-                    sequence.due += (span.length - 1) * sequence.tpot
         if plan.rows:
             for rule in self.rules:
                 rule.planned(plan)
@@ -264,49 +262,89 @@ class Scheduler:
         self.blocks.tier.saved(saved)
         self.blocks.tier.landed(staged)
 
-    def collect(
-        self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, ScoredToken] = NOTHING_FOUND
-    ) -> list[tuple[int, Sequence, int]]:
+    def collect(self, plan: StepPlan, tokens: Tokens, found: Mapping[int, ScoredToken] = NOTHING_FOUND) -> Collected:
         """Collects a step's tokens, given for each of the plan's samples, and finishes sequences that they end.
 
         Args:
             found: candidates of beams, by index of the sample.
 
         Returns:
-            (sample, sequence, new token), in the plan's order. A token of a sequence that has finished
-            meanwhile is dropped. A token of a preempted sequence is kept and recomputed with the others. A beam
-            search returns only its last token, when it ends.
+            The new tokens, in the plan's order. A token of a sequence that has finished meanwhile is dropped. A
+            token of a preempted sequence is kept and recomputed with the others. A beam search returns only its
+            last token, when it ends.
         """
-        collected = []
-        now, by_number, fair, prompts = self.clock(), self.registry.by_number, self.registry.fair, plan.trunk.tiles > 0
+        now = self.clock()
         self.timeline.collect(now)
-        for i, sample in enumerate(plan.samples):
-            sequence = by_number.get(sample.seq)
+        beams = plan.sampler.variant == VARIANTS[-1]  # perhaps, also of preempted searches
+        if beams or self.registry.fair is not None or (tokens and not isinstance(tokens[0], int)):
+            return self._collect_any(plan, tokens, found, now)
+        return self._collect_single(plan, tokens, now)  # type: ignore[arg-type]
+
+    def _collect_single(self, plan: StepPlan, tokens: list[int], now: float) -> Collected:
+        """`collect` for one token each, without beams and shares.
+
+        Creates no objects for its rows: more than 700 new ones would start Python's garbage collection in every step.
+        """
+        sequences = [*map(self.registry.by_number.get, [sample.seq for sample in plan.samples])]
+        prompts, dropped = plan.trunk.tiles > 0, list[int]()
+        stopping = not self.registry.stop_ids.keys().isdisjoint(tokens)
+        for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence is None:
+                dropped.append(i)
                 continue
-            sequence.in_flight -= len(tokens[i])
             known = sequence.tokens
             if prompts and len(known) == sequence.prompt_len:
                 note_first(sequence, now)
+            if sequence.tentative:
+                _settle(sequence, plan, plan.samples[i], 1)
+            sequence.in_flight -= 1
+            known.append(token)
+            if len(known) == sequence.max_len or (stopping and token in sequence.stop_token_ids):
+                self._end(sequence, token)
+        if not dropped:
+            return Collected(range(len(tokens)), sequences, tokens)  # type: ignore[arg-type]
+        left = [i for i, sequence in enumerate(sequences) if sequence is not None]
+        return Collected(left, [sequences[i] for i in left], [tokens[i] for i in left])  # type: ignore[misc]
+
+    def _collect_any(self, plan: StepPlan, tokens: Tokens, found: Mapping[int, ScoredToken], now: float) -> Collected:
+        """`collect` for any step."""
+        collected = Collected([], [], [])
+        by_number, fair, prompts = self.registry.by_number, self.registry.fair, plan.trunk.tiles > 0
+        lists = [[given] if isinstance(given, int) else given for given in tokens]
+        for i, (sample, own) in enumerate(zip(plan.samples, lists, strict=True)):
+            sequence = by_number.get(sample.seq)
+            if sequence is None:
+                continue
+            if sequence.tentative:
+                _settle(sequence, plan, sample, len(own))
+            sequence.in_flight -= len(own)
+            if prompts and len(sequence.tokens) == sequence.prompt_len:
+                note_first(sequence, now)
             if fair is not None:
-                fair.spend(sequence.client, len(tokens[i]))
+                fair.spend(sequence.client, len(own))
             if sequence.searches:
                 if (leader := self.searches.take(sequence, found.get(i))) is not None:
                     self.finish(leader, leader.found[0].finish_reason)
                     leader.tokens = [*leader.request.prompt_token_ids, *leader.found[0].tokens]
-                    collected.append((i, leader, leader.tokens[-1]))
+                    collected.add(i, leader, leader.tokens[-1])
                 continue
-            for token in tokens[i]:
-                known.append(token)
-                collected.append((i, sequence, token))
-                if token in sequence.stop_token_ids:
-                    at_eos = token in sequence.eos_token_ids and not sequence.request.params.ignore_eos
-                    self.finish(sequence, "stop", None if at_eos else token)
-                    break
-                if len(known) == sequence.max_len:
-                    self.finish(sequence, "length")
+            for token in own:
+                sequence.tokens.append(token)
+                collected.add(i, sequence, token)
+                if self._end(sequence, token):
                     break
         return collected
+
+    def _end(self, sequence: Sequence, token: int) -> bool:
+        """Finishes a sequence if its last token, this one, ends it. Returns whether it does."""
+        if token in sequence.stop_token_ids:
+            at_eos = token in sequence.eos_token_ids and not sequence.request.params.ignore_eos
+            self.finish(sequence, "stop", None if at_eos else token)
+            return True
+        if len(sequence.tokens) == sequence.max_len:
+            self.finish(sequence, "length")
+            return True
+        return False
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, slot and request is in exactly one place."""
@@ -314,3 +352,10 @@ class Scheduler:
         self.rows.check_integrity()
         for rule in self.rules:
             rule.check_integrity()
+
+
+def _settle(sequence: Sequence, plan: StepPlan, sample: Sample, given: int) -> None:
+    """Corrects a sequence's length by the tokens that its row gave."""
+    span = plan.spans[sample.span]
+    if span.tokens is None:
+        sequence.settle_row(span.length, least=1 if plan.steps == 1 else span.length, given=given)

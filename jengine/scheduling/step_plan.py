@@ -10,15 +10,19 @@ from jengine.request import SamplingParams
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import BurstKey, SamplerKey, TrunkKey
 
+Tokens = list[int] | list[list[int]]  # a step's tokens by sample: one each, or lists of one or more
+
 
 class Span(msgspec.Struct, gc=False):
     """Consecutive tokens of one sequence that a step computes.
 
     Attributes:
         seq: the sequence's number.
-        start: position of the first token.
+        start: position of the first token. A row that takes its token from its slot also takes its position from there;
+            for it this is an upper bound, for pages and budgets, since steps in flight may yield fewer tokens than
+            planned.
         length: number of tokens. In a burst, the number that the row reads: the first from the slot, the others
-            from the burst.
+            from the burst. In a single step, a row of several tokens yields at least one token and at most so many.
         tokens: their ids; None: a single token in a decode row, which the previous step left in the slot on the device.
         targets: the tokens that follow these, if their log probabilities were requested.
         pool: offset from which hidden states are summed, for an embedding; None: none are summed.

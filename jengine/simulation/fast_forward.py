@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from jengine.scheduling.costs.predictor import StepPredictor
@@ -40,7 +41,7 @@ class FastForward:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._registry, self._admission = scheduler, scheduler.registry, scheduler.admission
 
-    def collect(self, plan: StepPlan, tokens: list[list[int]]) -> list[tuple[int, Sequence, int]]:
+    def collect(self, plan: StepPlan, tokens: list[list[int]]) -> Iterable[tuple[int, Sequence, int]]:
         """Like Scheduler.collect, but faster if a step only decodes.
 
         In a replay, only its length ends a sequence, and the samples of decode rows are not needed.

@@ -9,8 +9,8 @@ from typing import Any
 
 from jengine.config import EngineConfig
 from jengine.devices.device_defaults import sizes
-from jengine.engine.shapes import host_pages, make_table, num_states, page_buckets
-from jengine.engine.start import describe_engine, saved_costs
+from jengine.engine.program_set import saved_costs
+from jengine.engine.shapes import describe_engine, host_pages, make_table, num_states, page_buckets
 from jengine.errors import InvalidArgument
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec

@@ -20,12 +20,12 @@ class StepTimes:
         """Device seconds of a step without work."""
         known = self._bases.get((trunk, sampler))
         if known is None:
-            known = self._bases[trunk, sampler] = self._costs.trunk_seconds(trunk) + self._costs.sampler_seconds(sampler)
+            known = self._bases[trunk, sampler] = self._costs.base(trunk) + self._costs.base(sampler)
         return known
 
     def burst(self, key: BurstKey) -> float:
         """Device seconds of a burst without work."""
-        return self._costs.burst_base(key)
+        return self._costs.base(key)
 
     def device(self, base: float, work: Work) -> float:
         """Device seconds of a step with these programs."""

@@ -186,7 +186,7 @@ class VirtualEngine:
             collected = self._steady.collect(plan, self._sampled(plan))
             self._host(self.times.host(len(plan.spans), plan.trunk.tiles).collect)
             if plan.trunk.tiles:  # samples of prompts, which follow those of the rows, are first tokens
-                for i, sequence, _ in reversed(collected):
+                for i, sequence, _ in reversed([*collected]):
                     if plan.spans[plan.samples[i].span].tokens is None:
                         break
                     if len(sequence.tokens) - sequence.prompt_len == 1:

@@ -94,6 +94,9 @@ class BurstKey:
         return f"burst[{self.trunk},{self.sampler},{self.steps}]"
 
 
+TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey
+
+
 class Tokens(Protocol):
     """Tokens of one sequence that a step computes; see step_plan.Span."""
 
@@ -228,6 +231,10 @@ class ProgramTable:
     def sample_rows(self, trunk: TrunkKey) -> int:
         """Number of hidden states that a trunk passes to its sampler."""
         return self.max_rows if self.batch_invariant else _fit(self.sample_buckets, trunk.rows + trunk.tiles)
+
+    def all_keys(self) -> list[TableKey]:
+        """Keys of all kinds of programs that the scheduler picks."""
+        return [*self.trunks(), *self.samplers(), *self.scores(), *self.pools(), *self.bursts()]
 
     def trunks(self) -> list[TrunkKey]:
         plain = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jengine.table.program_table import VARIANTS, BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
-
-TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey
+from jengine.table.program_table import VARIANTS, BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TableKey, TrunkKey, Variant
 
 
 class ReadyPrograms:
@@ -29,8 +27,7 @@ class ReadyPrograms:
 
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
         self.table, self.tile_size = table, table.tile_size
-        every: list[TableKey] = [*table.trunks(), *table.samplers(), *table.scores(), *table.pools(), *table.bursts()]
-        keys: set[TableKey] = {*every} if ready is None else {*ready}
+        keys: set[TableKey] = {*(table.all_keys() if ready is None else ready)}
         self._bursts = {key for key in keys if isinstance(key, BurstKey)}
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
         self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
@@ -86,6 +83,9 @@ class ReadyPrograms:
     def scores(self) -> list[ScoreKey]:
         return [ScoreKey(tiles) for tiles in self.table.tile_buckets if any(key.tiles == tiles for key in self._trunks)]
 
+    def pools(self) -> list[PoolKey]:
+        return [PoolKey(key.tiles) for key in self.scores()] if self.table.pooling else []
+
     def tokens(self, key: TrunkKey) -> int:
         """See ProgramTable."""
         return self.table.tokens(key)
@@ -114,7 +114,7 @@ def by_use(table: ProgramTable) -> list[TableKey]:
     rarely = [table.longest(most, many), table.longest(least, many), *sorted(table.trunks(), key=table.tokens)]
     keys = _with_others(table, often, VARIANTS[-1:])
     keys += _with_others(table, [*often, *_first_trunks(table), *rarely], VARIANTS)
-    return [*dict.fromkeys([*keys, *table.samplers(), *table.scores(), *table.pools(), *table.bursts()])]
+    return [*dict.fromkeys([*keys, *table.all_keys()])]
 
 
 def _first_trunks(table: ProgramTable) -> list[TrunkKey]:

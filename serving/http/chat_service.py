@@ -19,7 +19,7 @@ from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.parameters import chat_params
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.plain_tools import shows_tools, with_tools_as_text
-from jengine.serving.http.service import CreateService, check_conversation, level_of, present, stop_reason, tokens_of
+from jengine.serving.http.service import HttpService, check_conversation, level_of, present, stop_reason, tokens_of
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
 from jengine.serving.portions import Portioned
@@ -29,7 +29,7 @@ from jengine.serving.tracking import TrackedRequest
 OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 
 
-class ChatService(CreateService):
+class ChatService(HttpService):
     """Answers conversations."""
 
     PATH = "/v1/chat/completions"

@@ -19,7 +19,7 @@ from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.logprobs import Chain, CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
 from jengine.serving.http.parts import Parts, array, with_members
-from jengine.serving.http.service import CreateService, StreamUsage, Tracked, level_of, stop_reason, tokens_of
+from jengine.serving.http.service import HttpService, StreamUsage, Tracked, level_of, stop_reason, tokens_of
 from jengine.serving.portions import Portioned
 from jengine.serving.service import ParsedRequest
 
@@ -48,7 +48,7 @@ class Task(NamedTuple):
         return with_members(parts.of(reply), {"choices": array(choices)})
 
 
-class CompletionService(CreateService):
+class CompletionService(HttpService):
     """Continues texts and tokens."""
 
     PATH = "/v1/completions"

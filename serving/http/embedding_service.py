@@ -21,7 +21,7 @@ from jengine.serving.http.bodies import EMBEDDING, Body
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import Prompt, listed
 from jengine.serving.http.parts import Parts, array, long_array, with_members
-from jengine.serving.http.service import CreateService, level_of
+from jengine.serving.http.service import HttpService, level_of
 from jengine.serving.service import ParsedRequest
 
 STATUS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}  # keyed by the reason for an abort
@@ -34,7 +34,7 @@ class Embeddings(CreateEmbeddingResponse):
     usage: CompletionUsage  # type: ignore[assignment]
 
 
-class EmbeddingService(CreateService):
+class EmbeddingService(HttpService):
     """Embeds texts and tokens."""
 
     PATH = "/v1/embeddings"

@@ -33,7 +33,12 @@ class HttpService(Service):
     Args:
         most_bytes: maximum size of a body.
         parsers: the options tool_call_parser and reasoning_parser.
+
+    Attributes:
+        PATH: of requests that need the engine, for logs.
     """
+
+    PATH: ClassVar[str]
 
     def __init__(self, shared: Shared, most_bytes: int, parsers: tuple[str, str] = ("auto", "auto")) -> None:
         super().__init__(shared)
@@ -68,17 +73,8 @@ class HttpService(Service):
             self._format = await asyncio.to_thread(AnswerFormat, llm.tokenizer, *self._parsers)
         return self._format
 
-
-class CreateService(HttpService):
-    """Base class of services whose requests the engine answers.
-
-    Attributes:
-        PATH: for logs.
-    """
-
-    PATH: ClassVar[str]
-
     async def create(self, call: HttpCall) -> None:
+        """Answers a request that needs the engine."""
         given, size = await self._json(call)
         name = given.get("request_id")
         await while_connected(call, self._create(call, given, size, name if isinstance(name, str) else ""))

@@ -23,6 +23,8 @@ from openai import OpenAI
 import jengine
 import jengine.client
 from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, SamplingParams
+from jengine.checkpoints.in_memory import in_memory
+from jengine.parallel.mesh import with_mesh_size
 from jengine.serving.client import AsyncClient, Client
 from jengine.serving.config import ServerConfig
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, name_of
@@ -153,8 +155,9 @@ def stand_ins(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Replaces imports of the examples so that they create no engines and servers."""
 
     class OneLLM:
-        def __new__(cls, model: str, **options: Any) -> Any:
-            EngineConfig.of(model, options)
+        def __new__(cls, model: str, mesh: Any = None, params: Any = None, **options: Any) -> Any:
+            EngineConfig.of(model, with_mesh_size(options, mesh))
+            assert params is None or in_memory(params)
             return llm
 
     class OneAsyncLLM:

@@ -24,6 +24,10 @@ class CountingRunner:
 
     def __init__(self, seconds: float = 0.0, fail_at: int | None = None) -> None:
         self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
+        self.on_host = True
+
+    def memory_parts(self) -> dict[str, int]:
+        return {}  # asked by a profile of this process
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         return InFlight(plan, None)  # type: ignore[arg-type]
@@ -33,7 +37,7 @@ class CountingRunner:
         if self.steps == self.fail_at:
             raise FloatingPointError("the device is on fire")
         self.steps += 1
-        return StepResult([[100 + self.steps % 50]] * len(step.plan.samples), logprobs=None, scores=None)
+        return StepResult([[100 + self.steps % 50]] * len(step.plan.samples))
 
 
 def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> AsyncLLM:

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import pytest
 
 import pallas_kernels
-from jengine.engine import start
+from jengine.engine import program_set
 from jengine.execution.cache_folders import cache_root
+from jengine.execution.kinds import Key
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import ProgramCache
 from jengine.execution.program_folder import UntrustedProgram
 from jengine.execution.program_store import ProgramStore
-from jengine.execution.programs import CompilerOptions, Key, Programs, lower, memory_of, program_keys
+from jengine.execution.programs import CompilerOptions, Programs, lower, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.observe.compiles import announced
 from jengine.observe.progress import Progress
@@ -91,7 +92,7 @@ class OnDemand(Programs):
 
     def _by_text(self, key: Key) -> tuple[str, Any]:
         lowered = lower(self.spec, key)
-        identity = {name: self._identity[name] for name in ("processor", "mesh", "jax", "jaxlib", "kernels")}
+        identity = {name: self._identity[name] for name in ("processor", "mesh", "devices", "jax", "jaxlib", "kernels")}
         text = f"{identity} {self.options} {kernels_digest()} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         with suppress(UntrustedProgram):  # there is none
@@ -140,7 +141,7 @@ class GuessedCosts:
 
     def load(self, table: ProgramTable) -> StepCosts:
         guess = Estimates(table)
-        costs = Estimates(table, trunks={key: guess.trunk_seconds(key) for key in table.trunks()})
+        costs = Estimates(table, {key: guess.base(key) for key in table.trunks()})
         costs.swaps = SwapCosts()
         return costs
 
@@ -154,6 +155,6 @@ class GuessedCosts:
 def on_demand(*, optimized: bool = False) -> Iterator[None]:
     """Engines that start in this context compile on demand, with XLA's usual optimizations if `optimized`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "Programs", OnDemand if optimized else Quick)
-        patch.setattr(start, "SavedCosts", GuessedCosts)
+        patch.setattr(program_set, "Programs", OnDemand if optimized else Quick)
+        patch.setattr(program_set, "SavedCosts", GuessedCosts)
         yield

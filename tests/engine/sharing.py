@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jengine.engine.engine import Engine
+from jengine.execution.kinds import Call, call_kind
 from jengine.execution.runner import Runner
-from jengine.execution.worker import Call
 from jengine.observe.step_recorder import StepRecorder
 from jengine.request import SamplingParams
 from jengine.scheduling.pages.block_table import GroupPages
@@ -54,8 +54,9 @@ class Sharing:
         execute = runner.worker.execute
 
         def counting(call: Call) -> Any:
-            self.calls[call.what] += 1
-            if call.what == "copy":
+            what = call_kind(call.key).name
+            self.calls[what] += 1
+            if what == "copy":
                 assert call.array is not None
                 self.calls["pages copied"] += int(np.count_nonzero(call.array[1]))
             return execute(call)

@@ -11,6 +11,8 @@ import threading
 import pytest
 
 from jengine import EngineDead, JengineError, SamplingParams
+from jengine.engine.engine import Engine
+from jengine.engine.operations import Operation
 from jengine.text.tokenizer import Tokenizer
 from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting
 from tests.text.conftest import byte_level
@@ -69,6 +71,31 @@ def test_close_while_requests_run(drain: float, reason: str) -> None:
         assert_idle(llm)
 
     asyncio.run(main())
+
+
+def test_shutdown_ends_requests_and_operations() -> None:
+    class Endless(Operation[None], frozen=True):
+        beside = True
+
+        def run(self, engine: Engine) -> None:
+            ended.wait()
+
+    async def main() -> None:
+        llm = counting(CountingRunner(0.003))
+        tasks = [asyncio.create_task(collect(llm, TEXT, LONG)) for _ in range(12)] + [asyncio.create_task(llm.do(Endless()))]
+        while llm.backend.engine.scheduler.registry.num_running < 8:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(llm.shutdown)
+        async with asyncio.timeout(30):
+            for end in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(end, EngineDead) and "shut down" in str(end)
+        with pytest.raises(EngineDead, match="shut down"):
+            await collect(llm, TEXT)
+        assert not llm._pending and not llm._handles
+
+    ended = threading.Event()
+    asyncio.run(main())
+    ended.set()
 
 
 def test_the_drain_does_not_wait_for_slow_readers_and_can_be_cut_short() -> None:

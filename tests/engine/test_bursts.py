@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineConfig, EngineThread, InvalidArgument, SamplingParams
 from jengine.engine.engine import Engine
+from jengine.engine.measure import Bench
+from jengine.engine.operations import ResetPrefixCache
+from jengine.execution.batch import Batch, BatchLayout
+from jengine.scheduling.step_plan import StepPlan
 from tests.engine.counting import assert_idle
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, prompts, run
@@ -54,6 +59,34 @@ def test_tokens_are_those_of_single_steps(how: int | str, overlap: bool, llms: l
     for answer in answers:  # only the last token says why
         assert [update.finish_reason is None for update in answer.updates] == [True] * (len(answer.tokens) - 1) + [False]
     assert run_so_far() > 5 and engine.compiles_since_start == 0
+
+
+def test_rows_take_their_positions_from_the_device(llms: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's position of a row whose token is on the device is a bound, which programs do not read."""
+    expected, pack, changed = [answer.tokens for answer in run(llms[0].engine, WORK)], BatchLayout.pack, list[int]()
+
+    def with_bounds(layout: BatchLayout, plan: StepPlan) -> np.ndarray:
+        buffer, at, rows = pack(layout, plan), Batch(*layout.offsets), layout.key.rows  # type: ignore[arg-type]
+        device_fed = buffer[at.row_tokens : at.row_tokens + rows] < 0
+        buffer[at.row_positions : at.row_positions + rows] += 3 * device_fed
+        changed.append(int(device_fed.sum()))
+        return buffer
+
+    monkeypatch.setattr(BatchLayout, "pack", with_bounds)
+    for llm in llms:
+        assert [answer.tokens for answer in run(llm.engine, WORK)] == expected
+    assert sum(changed) > 200
+
+
+def test_measured_rows_are_at_their_positions(llms: list[LLM]) -> None:
+    """Costs are measured in slots that belong to no request."""
+    engine = llms[1].engine
+    runner, ready = engine.runner, engine.scheduler.predictor.ready
+    bench, key = Bench(runner, ready), ready.bursts()[0]
+    for plan, end in ((bench.burst(key), 32 + key.steps), (bench.step(key.trunk, bench.rows_of(key.trunk), 50), 51)):
+        bench.seconds(plan)
+        assert {runner.worker.state.slots.last[span.slot, 1].item() for span in plan.spans} == {end}
+    engine.do(ResetPrefixCache())  # its pages were written
 
 
 @pytest.mark.full

@@ -15,13 +15,14 @@ import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, cli
 from jengine.config import EngineConfig
-from jengine.engine import start as start_module
+from jengine.engine import program_set
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import measured_costs
 from jengine.execution.runner import InFlight, StepResult
 from jengine.observe.cost_report import CostReport
 from jengine.scheduling.costs.step_costs import FIRST, StepCosts
+from jengine.table.program_table import TrunkKey
 from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL, prompts, run
 from tests.test_display import Visible
@@ -51,12 +52,12 @@ def cache(saved: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forces waiting for each step: steps of tiny models may finish before they are read, and would not count."""
-    read = start_module.Runner.read
+    read = program_set.Runner.read
 
     def waited(self: Any, step: InFlight) -> StepResult:
         return dataclasses.replace(read(self, step), waited=True)
 
-    monkeypatch.setattr(start_module.Runner, "read", waited)
+    monkeypatch.setattr(program_set.Runner, "read", waited)
 
 
 def load(cache: Path) -> StepCosts:
@@ -71,16 +72,15 @@ def generate(engine: Engine) -> None:
 
 def test_the_first_start_measures_every_program(saved: Path) -> None:
     costs = load(saved)
-    assert {*costs.trunks} == {*costs.table.trunks()} and {*costs.samplers} == {*costs.table.samplers()}
-    every = [*costs.trunks.values(), *costs.samplers.values()]
-    assert all(0.0 < cost.seconds < 60.0 and cost.steps == FIRST for cost in every)
+    assert {*costs.known} == {*costs.table.trunks(), *costs.table.samplers()}
+    assert all(0.0 < cost.seconds < 60.0 and cost.steps == FIRST for cost in costs.known.values())
     assert all(0.0 <= slope < 1e-3 and math.isfinite(slope) for slope in costs.slopes)
 
 
 def test_a_later_start_measures_nothing_and_goes_on_from_what_was_refined(
     text_model: Path, cache: Path, waiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_module, "measure", None)
+    monkeypatch.setattr(program_set, "measure", None)
     measured = load(cache)
     engine = start(text_model, cache_dir=cache)
     first = engine.scheduler.predictor.costs
@@ -90,7 +90,7 @@ def test_a_later_start_measures_nothing_and_goes_on_from_what_was_refined(
     engine.close()
     refined = load(cache)
     assert refined.to_json() == first.to_json() != measured.to_json()
-    assert sum(cost.steps - FIRST for cost in refined.trunks.values()) > 20
+    assert sum(cost.steps - FIRST for key, cost in refined.known.items() if isinstance(key, TrunkKey)) > 20
     assert start(text_model, cache_dir=cache).scheduler.predictor.costs.to_json() == refined.to_json()
 
 
@@ -103,9 +103,9 @@ def test_an_engine_that_is_forgotten_saves_what_it_learned(text_model: Path, cac
 
 def test_what_cannot_be_read_is_measured_again(text_model: Path, cache: Path) -> None:
     [file] = measured_costs(cache)
-    file.write_bytes(b'{"trunks": 3}')
+    file.write_bytes(b'{"programs": 3}')
     assert start(text_model, cache_dir=cache).scheduler.predictor.costs.measured
-    assert {*load(cache).trunks} == {*load(cache).table.trunks()}
+    assert {*load(cache).table.trunks()} <= {*load(cache).known}
 
 
 def test_what_was_cleared_stays_cleared(text_model: Path, cache: Path, waiting: None) -> None:
@@ -124,7 +124,7 @@ def test_steps_that_are_more_than_programs_do_not_count(text_model: Path, cache:
     for more in {"prompt_logprobs": 1}, {"frequency_penalty": 0.5}, {"allowed_token_ids": [5, 6]}:
         run(engine, [([1, 2, 3], SamplingParams(**params, **more))])  # type: ignore[arg-type]
     costs, after = engine.scheduler.predictor.costs, StepCosts.from_json(before)
-    assert (costs.trunks, costs.samplers, costs.slopes) == (after.trunks, after.samplers, after.slopes)
+    assert (costs.known, costs.slopes) == (after.known, after.slopes)
 
 
 def test_costs_can_be_looked_at(text_model: Path, cache: Path) -> None:
@@ -136,7 +136,7 @@ def test_costs_can_be_looked_at(text_model: Path, cache: Path) -> None:
     assert [trunk.program for trunk in report.trunks] == [str(key) for key in costs.table.trunks()]
     for trunk in report.trunks:
         assert trunk.seconds[0] <= trunk.seconds[1024] <= trunk.seconds[8192] and trunk.steps == FIRST
-    assert report.trunks[0].seconds[0] == costs.trunk_seconds(costs.table.trunks()[0])
+    assert report.trunks[0].seconds[0] == costs.base(costs.table.trunks()[0])
     text = str(report)
     assert "trunk[8+0t]" in text and "sampler[8,full]" in text and "after 8,192" in text
     shown = report._repr_html_()
@@ -150,7 +150,7 @@ def test_an_async_llm_has_them_too_where_its_engine_is(text_model: Path, cache: 
             return llm.costs()
 
     costs = load(cache)
-    assert asyncio.run(ask()).samplers[0].seconds == costs.sampler_seconds(costs.table.samplers()[0])
+    assert asyncio.run(ask()).samplers[0].seconds == costs.base(costs.table.samplers()[0])
 
 
 def test_the_command_prints_what_was_measured(text_model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jengine.engine.engine import Engine
+from jengine.engine.operations import ResetPrefixCache
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from tests.engine.running import SMALL, Answer, run
 from tests.golden.weights import VARIANTS, Case, Golden
@@ -40,7 +41,7 @@ def test_greedy_tokens_and_logprobs(variant: str, make_engine: Callable[..., Eng
         assert_equal(answer, case)
         grid = PAGE if engine.scheduler.blocks.states is None else engine.scheduler.table.tile_size  # of snapshots
         assert answer.sequence.num_cached == (len(case.prompt) - 1) // grid * grid
-    engine.reset_prefix_cache()
+    engine.do(ResetPrefixCache())
     for answer, case in zip(run(engine, work[-1:]), cases[-1:], strict=True):  # the longest alone
         assert_equal(answer, case)
         assert answer.sequence.num_cached == 0

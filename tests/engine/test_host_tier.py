@@ -167,6 +167,6 @@ def test_off_by_default(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     runner = engine.runner
     assert isinstance(runner, Runner) and isinstance(runner.worker, Worker)
-    assert engine.scheduler.blocks.tier is None and runner.worker.store is None
+    assert engine.scheduler.blocks.tier is None and runner.worker.state.store is None
     assert "spill" not in runner.programs and "fill" not in runner.programs
     assert engine.load.host_pages == 0

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jengine.engine.engine import Engine
+from jengine.engine.operations import ResetPrefixCache
 from jengine.execution.kv_cache import Cache
 from jengine.execution.runner import Runner
 from tests.engine.running import Answer, Work, limit_pages, run
@@ -63,7 +64,7 @@ class Poison:
         masks = [np.ones(pages, bool) for pages in self.worker.spec.pool_pages]
         for mask, kept in zip(masks, every, strict=True):
             mask[kept] = False
-        self.worker.cache = self._fill(self.worker.cache, masks)
+        self.worker.state.cache = self._fill(self.worker.state.cache, masks)
         self.pages += int(masks[0].sum())
         self.states += int(masks[-1].sum()) if len(masks) > 1 else 0
 
@@ -133,7 +134,7 @@ def test_nor_are_those_that_were_forgotten(engine: Engine) -> None:
 
         def each_step() -> None:
             if next(step) % 5 == 4:
-                engine.reset_prefix_cache()
+                engine.do(ResetPrefixCache())
             then()
 
         return each_step

@@ -124,7 +124,7 @@ def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine,
     gate.open()
     assert engine.wait_until_compiled(PATIENCE) and tokens(engine) == expected
     assert engine.scheduler.predictor.ready.max_rows == 16 and engine.compiles_since_start == 0
-    assert {TrunkKey(16, 0), TrunkKey(16, 1)} <= {*engine.scheduler.predictor.costs.trunks}, "learned from steps"
+    assert {TrunkKey(16, 0), TrunkKey(16, 1)} <= {*engine.scheduler.predictor.costs.known}, "learned from steps"
     engine.close()
 
 

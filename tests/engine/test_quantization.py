@@ -13,6 +13,7 @@ import pytest
 from jengine.checkpoints import load, read_config
 from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
+from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.precision import CACHE_DTYPES
 from jengine.errors import InvalidArgument
 from jengine.models import Params, build
@@ -38,7 +39,7 @@ def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[
     """Each token of each head has a separate scale. (Other chunk sizes may change results by rounding.)"""
     engine = make_engine(optimized=True, **options)
     alone = [run(engine, [work])[0].tokens for work in WORK]
-    engine.reset_prefix_cache()
+    engine.do(ResetPrefixCache())
     assert [answer.tokens for answer in run(engine, WORK)] == alone
     assert engine.compiles_since_start == 0
     short = make_engine(optimized=True, **options)
@@ -51,7 +52,7 @@ def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[
 def test_the_cache_and_the_weights_shrink(make_engine: Callable[..., Engine]) -> None:
     def sizes(engine: Engine) -> tuple[int, int]:
         worker = engine.runner.worker  # type: ignore[attr-defined]
-        return tuple(sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.params, worker.cache))  # type: ignore[return-value]
+        return tuple(sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.state.params, worker.state.cache))  # type: ignore[return-value]
 
     plain, small = make_engine(), make_engine(quantization="w8a8", kv_cache_dtype="int8")
     weights, cache = (after / before for before, after in zip(sizes(plain), sizes(small), strict=True))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jengine.engine.engine import Engine
+from jengine.engine.operations import ResetPrefixCache
 from jengine.scheduling.requests.policy import victim
 from tests.engine.running import Work, overlapped_steps, prompts, run
 from tests.engine.sharing import LENGTH, Sharing, cached, mixed, params
@@ -150,12 +151,12 @@ def test_salts_and_resets(sharing: Sharing) -> None:
         assert [cached(sharing.check([(prompt, params(0), salt)])[0]) for _ in range(2)] == [[0], [48]], salt
     together = [answer for [answer] in sharing.check([([*prompt, i], params(i), "cd"[i % 2]) for i in range(6)])]
     assert cached(together) == [0, 0, 48, 48, 48, 48]
-    assert engine.reset_prefix_cache() and engine.scheduler.blocks.cached == 0
+    assert engine.do(ResetPrefixCache()) and engine.scheduler.blocks.cached == 0
     for salt in (None, "a", "c"):
         assert cached(sharing.check([(prompt, params(1), salt)])[0]) == [0]
     steps = iter(range(1000))
     work: list[Work] = [([*prompt, *some(i, seed=i)], params(i, max_tokens=60)) for i in range(3)]
-    sharing.check(work, lambda: next(steps) == 5 and engine.reset_prefix_cache())
+    sharing.check(work, lambda: next(steps) == 5 and engine.do(ResetPrefixCache()))
     assert next(steps) > 20 and engine.scheduler.blocks.cached == 0, "what ran during a reset is found"
     assert cached([answer for [answer] in sharing.check(work)])[0] == 0
 

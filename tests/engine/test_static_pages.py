@@ -31,7 +31,7 @@ def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
     dynamic = make_engine("llama_mqa")
     before: Runner = dynamic.runner  # type: ignore[assignment]
     spec = dataclasses.replace(before.spec, table=dataclasses.replace(before.spec.table, page_buckets=(4, 12)))
-    runner = Runner(Worker(spec, Programs(spec, None, threads=2, progress=False), before.worker.params))
+    runner = Runner(Worker(spec, Programs(spec, None, threads=2, progress=False), before.worker.state.params))
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,

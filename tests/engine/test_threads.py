@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, EngineThread, InvalidArgument, SamplingParams
+from jengine.engine.operations import ResetPrefixCache
 from jengine.interrupts import uninterrupted
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
@@ -208,6 +209,7 @@ def test_uninterrupted() -> None:
 def test_a_reset_comes_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while another thread steps. Running calls continue."""
     engine, stepping, calls = llm.engine, [False], []
+    reset = ResetPrefixCache()
     step: Any = engine.step
 
     def watched() -> Any:
@@ -217,12 +219,12 @@ def test_a_reset_comes_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPat
         stepping[0] = False
         return updates
 
-    def reset() -> bool:
+    def do(operation: Any) -> bool:
         calls.append(stepping[0])
-        return len(calls) % 2 == 1
+        return operation == reset and len(calls) % 2 == 1
 
     monkeypatch.setattr(engine, "step", watched)
-    monkeypatch.setattr(engine, "reset_prefix_cache", reset)
+    monkeypatch.setattr(engine, "do", do)
     assert [llm.reset_prefix_cache(), llm.reset_prefix_cache()] == [True, False]
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: llm.generate("dog", SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from jengine.checkpoints.hugging_face import model_config
+from jengine.execution.kinds import Key, kind_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import ProgramTable
 from tests.golden.weights import VARIANTS
+
+
+def temporaries_bound(spec: ExecutionSpec, key: Key) -> int:
+    """Upper bound on the bytes of a program's temporaries."""
+    return kind_of(key).temporaries(spec, key)
 
 
 def make_spec(

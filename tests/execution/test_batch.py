@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jengine.execution.attention import TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling, sampling_of
 from jengine.execution.slots import SlotState, pack_updates, update_slots
@@ -131,7 +132,7 @@ def test_pack_and_unpack(case: tuple[StepPlan, BatchLayout]) -> None:
 @given(st.lists(st.tuples(*[st.integers(1, 9)] * 4), unique_by=lambda entry: entry[:3], max_size=1200), st.integers(0, 40))
 def test_what_a_batch_has_no_room_for_changes_slots_by_itself(entries: list[tuple[int, int, int, int]], count: int) -> None:
     resets = [SlotReset(slot, SamplingParams(top_k=slot), slot, 0, 5, ()) for slot in range(1, count + 1)]
-    slots = SlotState(np.zeros(50), np.zeros((10, 50, 10), np.int32), np.zeros((50, SAMPLING_WORDS), np.int32))  # type: ignore[arg-type]
+    slots = SlotState(np.zeros((50, 2)), np.zeros((10, 50, 10), np.int32), np.zeros((50, SAMPLING_WORDS), np.int32))  # type: ignore[arg-type]
     for packed in pack_updates(entries, resets):
         slots = jax.jit(update_slots)(slots, packed)
     table, sampling = np.array(slots.block_table), np.array(slots.sampling)
@@ -142,6 +143,15 @@ def test_what_a_batch_has_no_room_for_changes_slots_by_itself(entries: list[tupl
     for reset in resets:
         assert (sampling[reset.slot] == pack_sampling(reset)[1:]).all()
     assert not sampling[count + 1 :].any() and not sampling[0].any()
+
+
+def test_a_row_takes_both_token_and_position_from_its_slot_or_neither() -> None:
+    layout = BatchLayout.of(TrunkKey(8, 1), ProgramTable((8,), (8,), (1,), 16), page_size=16, groups=1)
+    spans = [Span(1, 2, 99), Span(2, 1, 7, known=5), Span(3, 3, 9, known=0), Span(4, 4, 40, 2, [8, 9])]
+    last = np.array([[70, 71], [10, 11], [20, 21], [30, 31], [40, 41]], np.int32)
+    axis = TokenAxis(last, layout.unpack(layout.pack(StepPlan(layout.key, SamplerKey(8, "greedy"), spans))))  # type: ignore[arg-type]
+    assert axis.tokens.tolist() == [20, 5, 0, *[0] * 5, 8, 9, *[0] * 14]
+    assert axis.positions.tolist() == [21, 7, 9, *[0] * 5, *range(40, 56)]
 
 
 def test_each_pack_has_a_buffer_of_its_own() -> None:

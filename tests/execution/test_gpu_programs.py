@@ -19,8 +19,7 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.execution.kernels import decode_refused, kernels_refused
-from jengine.execution.memory import temporaries_bound
-from jengine.execution.programs import FILL, SPILL, UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
+from jengine.execution.programs import UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.compiled import compiled
@@ -31,6 +30,7 @@ from pallas_kernels import ahead_of_time, product_dispatch
 from pallas_kernels.groups import GRID
 from pallas_kernels.quantized import is_quantized
 from pallas_kernels.thunks import compiled_with_thunks
+from tests.execution.specs import temporaries_bound
 from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
 
@@ -70,12 +70,12 @@ def check_on_hopper(devices: int) -> None:
 
 def check_swaps(spec: ExecutionSpec) -> None:
     """Pages leave the cache, and come back, without a copy of it."""
-    for key in (SPILL, FILL):
+    for key in ("spill", "fill"):
         compiled = lower(spec, key).compile()
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
         assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(| all-(reduce|gather|to-all)", text)
-        assert memory.alias_size_in_bytes >= (spec.cache_bytes if key == FILL else 0)
+        assert memory.alias_size_in_bytes >= (spec.cache_bytes if key == "fill" else 0)
         assert memory.temp_size_in_bytes <= 4 * SWAPS * spec.page_bytes + (1 << 16) < spec.cache_bytes // 8
 
 

@@ -15,7 +15,7 @@ from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
 from jengine.execution.host_store import check_host_memory
-from jengine.execution.programs import FILL, SPILL, Programs, lower, program_keys
+from jengine.execution.programs import Programs, lower, program_keys
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
@@ -41,14 +41,16 @@ def spec(request: pytest.FixtureRequest) -> ExecutionSpec:
 
 def contents(worker: Worker) -> list[np.ndarray]:
     """The contents of the cache's arrays, as bytes [num_pages, ...]."""
-    return [np.array(array).view(np.uint8) for array in jax.tree.leaves(worker.cache)]
+    return [np.array(array).view(np.uint8) for array in jax.tree.leaves(worker.state.cache)]
 
 
 def test_pages_are_copied_and_others_left_alone(spec: ExecutionSpec) -> None:
-    programs = Programs(spec, None, threads=1, progress=False, first=["allocate", SPILL, FILL])
+    programs = Programs(spec, None, threads=1, progress=False, first=["allocate", "spill", "fill"])
     worker = Worker(spec, programs, {})
     rng = np.random.default_rng(0)
-    worker.cache = jax.tree.map(lambda x: jax.device_put(rng.integers(0, 100, x.shape).astype(x.dtype), x.sharding), worker.cache)
+    worker.state.cache = jax.tree.map(
+        lambda x: jax.device_put(rng.integers(0, 100, x.shape).astype(x.dtype), x.sharding), worker.state.cache
+    )
     before, runner = contents(worker), Runner(worker)
     pages = [*range(1, SWAPS + 4)]  # two calls, one of them padded
     runner.swap(Swaps(spills=[(0, page, 20 - page) for page in pages]))
@@ -66,11 +68,11 @@ def test_pages_are_copied_and_others_left_alone(spec: ExecutionSpec) -> None:
 
 def test_the_cache_is_not_copied(spec: ExecutionSpec) -> None:
     many = dataclasses.replace(spec, num_pages=MANY)
-    few, lots = ({key: lower(one, key).compile().memory_analysis() for key in (SPILL, FILL)} for one in (spec, many))
-    assert lots[FILL].alias_size_in_bytes >= many.cache_bytes and lots[SPILL].alias_size_in_bytes == 0
-    for key in (SPILL, FILL):
+    few, lots = ({key: lower(one, key).compile().memory_analysis() for key in ("spill", "fill")} for one in (spec, many))
+    assert lots["fill"].alias_size_in_bytes >= many.cache_bytes and lots["spill"].alias_size_in_bytes == 0
+    for key in ("spill", "fill"):
         assert lots[key].temp_size_in_bytes == few[key].temp_size_in_bytes <= 4 * SWAPS * spec.page_bytes + (1 << 16), key
-    assert few[SPILL].output_size_in_bytes < 2 * SWAPS * spec.page_bytes + (1 << 16)
+    assert few["spill"].output_size_in_bytes < 2 * SWAPS * spec.page_bytes + (1 << 16)
 
 
 def test_more_than_the_host_has_is_refused() -> None:
@@ -95,4 +97,4 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 def test_off_by_default() -> None:
     spec = describe(EngineConfig.of("demo", {}), model_config(VARIANTS["llama_gqa"]), make_mesh(1), Path())
-    assert spec.host_pages == spec.staged == spec.staging_bytes == 0 and not {SPILL, FILL} & {*program_keys(spec)}
+    assert spec.host_pages == spec.staged == spec.staging_bytes == 0 and not {"spill", "fill"} & {*program_keys(spec)}

@@ -22,12 +22,14 @@ from jengine.errors import InvalidArgument
 from jengine.execution import cache_folders, program_cache, program_folder
 from jengine.execution import programs as programs_module
 from jengine.execution.cache_folders import DAY, cache_limit, saved_folders, trim
+from jengine.execution.device_state import ALLOCATE, ALLOCATE_COUNTS
+from jengine.execution.kinds import Key
 from jengine.execution.program_cache import WAITING
 from jengine.execution.program_folder import FolderLock, Manifest, read_manifest, write_manifest
-from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COUNT, Built, Key, Programs, open_cache
+from jengine.execution.programs import Built, Programs, open_cache
 from tests.execution.specs import make_spec
 
-KEYS: list[Key] = [ALLOCATE, ALLOCATE_COUNTS, COUNT]  # the quickest to compile
+KEYS: list[Key] = [ALLOCATE, ALLOCATE_COUNTS, "count"]  # the quickest to compile
 LIMIT = 1 << 30  # bytes
 PATIENCE = 120.0  # seconds, of a busy machine
 

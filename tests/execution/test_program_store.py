@@ -17,8 +17,11 @@ import pytest
 
 from jengine.execution import program_folder
 from jengine.execution import programs as programs_module
+from jengine.execution.device_state import ALLOCATE
+from jengine.execution.kinds import Key
+from jengine.execution.kinds.sampler import to_sample
 from jengine.execution.program_folder import LOCK
-from jengine.execution.programs import ALLOCATE, Key, Programs, open_cache
+from jengine.execution.programs import Programs, open_cache
 from jengine.observe.compiles import retrieval_count
 from jengine.table.program_table import SamplerKey
 from tests.execution.specs import make_spec
@@ -50,7 +53,7 @@ def answers(programs: Programs) -> list[list[int]]:
     tokens = []
     for key in KEYS[1:]:
         assert isinstance(key, SamplerKey)
-        inputs = (spec.leaves, spec.slots.last_token, spec.slots.sampling, spec.to_sample(key))
+        inputs = (spec.leaves, spec.slots.last, spec.slots.sampling, to_sample(spec, key))
         inputs = jax.tree.map(lambda x: jax.device_put(filled(x), x.sharding), inputs)
         tokens.append(np.asarray(programs[key](*inputs)[1].tokens).tolist())
     return tokens

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine.execution.memory import ProgramMemory, temporaries_bound
-from jengine.execution.programs import ALLOCATE, Programs, lower, program_keys
+from jengine.execution.device_state import ALLOCATE
+from jengine.execution.kinds.sampler import mask, to_sample
+from jengine.execution.memory import ProgramMemory
+from jengine.execution.programs import Programs, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.table.program_table import SamplerKey, TrunkKey
-from tests.execution.specs import make_spec
+from tests.execution.specs import make_spec, temporaries_bound
 
 MANY = 16384  # pages: one layer's keys alone take more than any program's bound
 CASES: list[dict[str, Any]] = [
@@ -66,10 +68,10 @@ def nbytes(tree: Any) -> int:
 def arguments(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> tuple[Any, ...]:
     if isinstance(key, TrunkKey):
         return spec.leaves, spec.cache, spec.slots, spec.packed(key)
-    last_token = spec.slots.last_token
+    last = spec.slots.last
     if key.variant == "full":
-        return spec.leaves, (last_token, spec.counts), spec.slots.sampling, spec.to_sample(key), spec.mask(key)
-    return spec.leaves, last_token, spec.slots.sampling, spec.to_sample(key)
+        return spec.leaves, (last, spec.counts), spec.slots.sampling, to_sample(spec, key), mask(spec, key)
+    return spec.leaves, last, spec.slots.sampling, to_sample(spec, key)
 
 
 def test_a_trunk_adds_up_no_constants() -> None:
@@ -93,7 +95,7 @@ def test_cache_and_slots_are_updated_in_place(programs: tuple[ExecutionSpec, Pro
         assert compiled.memory[key].aliased >= nbytes(spec.cache) + nbytes(spec.slots), key
     for sampler in spec.table.samplers():
         counts = nbytes(spec.counts) if sampler.variant == "full" else 0
-        assert compiled.memory[sampler].aliased >= nbytes(spec.slots.last_token) + counts, sampler
+        assert compiled.memory[sampler].aliased >= nbytes(spec.slots.last) + counts, sampler
 
 
 @pytest.mark.parametrize("case", [case if case == CASES[0] else pytest.param(case, marks=pytest.mark.full) for case in CASES])

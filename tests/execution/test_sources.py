@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from jengine.execution import sources
-from jengine.execution.programs import COUNT, lower
+from jengine.execution.programs import lower
 from jengine.execution.sources import KERNELS, PACKAGES, TRACED, source_files
 from tests.execution.specs import make_spec
 
@@ -74,7 +74,7 @@ def test_every_function_that_tracing_calls_is_in_a_hashed_file() -> None:
         return sys.monitoring.DISABLE
 
     spec = make_spec(quantization="w8a8", kv_cache_dtype="int8", num_pages=63)  # a shape that no other test has traced
-    keys = spec.table.trunks()[-1], spec.table.samplers()[-1], spec.table.scores()[-1], COUNT
+    keys = spec.table.trunks()[-1], spec.table.samplers()[-1], spec.table.scores()[-1], "count"
     tool, events = sys.monitoring.PROFILER_ID, sys.monitoring
     events.use_tool_id(tool, "sources")
     gc.disable()  # an engine of another test may note its pauses

@@ -227,4 +227,4 @@ def test_a_loop_without_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_trunk_is_known(healthy: Trace) -> None:
     """The engine's own costs predict effects, and are part of a trace."""
     costs = Trace.from_json(healthy.to_json()).step_costs
-    assert costs.trunk_seconds(TrunkKey(8, 0)) == pytest.approx(10.16 * MS, rel=0.05)
+    assert costs.base(TrunkKey(8, 0)) == pytest.approx(10.16 * MS, rel=0.05)

@@ -72,7 +72,7 @@ class VirtualRunner:
         self._free = 0.0
 
     def begin(self, plan: StepPlan) -> InFlight:
-        seconds = self._costs.trunk_seconds(plan.trunk) + self._costs.sampler_seconds(plan.sampler) + self._costs.slopes.seconds(plan.work)
+        seconds = self._costs.base(plan.trunk) + self._costs.base(plan.sampler) + self._costs.slopes.seconds(plan.work)
         step = InFlight(plan, self._clock.now, max(self._free, self._clock.now) + self._load.slower * seconds)
         self._free = step.done
         self._clock.work(self._load.dispatch, self._load.processor)
@@ -162,8 +162,8 @@ def make_virtual(
     seconds = trunk or (lambda key: base + token * table.tokens(key))
     known: dict[TrunkKey, float] = {key: seconds(key) for key in table.trunks()}
     samplers: dict[SamplerKey, float] = {key: 0.1 * MS for key in table.samplers()}
-    costs = StepCosts(table, trunks=known, samplers=samplers, slopes=Slopes(0.0, 0.0, 0.0))
-    truth = StepCosts(table, trunks=known, samplers=samplers, slopes=Slopes(0.0, 0.0, 0.0))
+    costs = StepCosts(table, {**known, **samplers}, slopes=Slopes(0.0, 0.0, 0.0))
+    truth = StepCosts(table, {**known, **samplers}, slopes=Slopes(0.0, 0.0, 0.0))
     scheduler = Scheduler(
         table,
         page_size=16,

@@ -4,6 +4,7 @@ runs them in a process."""
 from __future__ import annotations
 
 import re
+import shutil
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jengine.checkpoints import load, read_config
 from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
+from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
-from jengine.execution.memory import temporaries_bound
 from jengine.execution.programs import Programs, lower, memory_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
@@ -28,12 +30,13 @@ from jengine.table.program_table import SamplerKey
 from jengine.updates import TokenUpdate
 from pallas_kernels.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
+from tests.compiling import quickly_compiled
 from tests.engine.invariance import OPTIONS, check_invariance
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
-from tests.execution.specs import make_spec
-from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
+from tests.execution.specs import make_spec, temporaries_bound
+from tests.golden.weights import VARIANTS, Golden, max_model_len, weights, write_model
 
 # Of the families, what differs between devices: kv heads (1, 2, 4), biases, norms, windows, learned positions, projections, experts.
 QUICK = ["llama_mqa"]
@@ -72,7 +75,7 @@ def check_samples(engine: Engine, prompt: list[int]) -> None:
     hit = 48 if engine.scheduler.blocks.states is None else 0  # the first snapshot comes after a tile
     assert [answer.sequence.num_cached for answer in together] == [hit, len(prompt), len(prompt)]
     for number, answer in enumerate(together):
-        engine.reset_prefix_cache()
+        engine.do(ResetPrefixCache())
         engine.add(requests_of("alone", prompt, how)[number])
         alone = []
         while engine.has_work:
@@ -222,6 +225,47 @@ def test_saved_programs_carry_the_mesh(tmp_path: Path) -> None:
     )
     assert start_engine(config, progress=False)[1].programs_compiled == 0
     assert [a.tokens for a in answers(tmp_path / "model", "llama_gqa", 2, **options)] == [a.tokens for a in first]
+
+
+def test_a_callers_mesh_and_sharded_weights(tmp_path: Path) -> None:
+    """Bits are those of the first devices with the folder's weights. Arrays come from a trainer's mesh of all devices."""
+    write_model(tmp_path / "whole", "llama_mqa")
+    trainer = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    params = {}
+    for name, array in weights("llama_mqa").items():
+        axes = ("fsdp", "tp") if array.ndim == 2 and array.shape[0] % 4 == 0 else ()
+        params[name] = jax.device_put(array, NamedSharding(trainer, PartitionSpec(*axes)))
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bare")
+    mesh = Mesh(np.array(jax.devices()[6:4:-1]), ("model",), axis_types=(AxisType.Explicit,))
+    options = {**SMALL, "max_model_len": 64, "tensor_parallel_size": 2, "dtype": "float32"}
+    with on_demand(), jax.set_mesh(trainer):
+        expected, _ = start_engine(EngineConfig.of(str(tmp_path / "whole"), options), progress=False)
+        engine, _ = start_engine(EngineConfig.of(str(tmp_path / "bare"), options), mesh=mesh, params=params, progress=False)
+    params_of = [one.runner.worker.state.params for one in (engine, expected)]  # type: ignore[attr-defined]
+    jax.tree.map(np.testing.assert_array_equal, *params_of)
+    assert {device.id for leaf in jax.tree.leaves(params_of[0]) for device in leaf.sharding.device_set} == {5, 6}
+    work = [([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)), ([8] * 20, SamplingParams(seed=3, max_tokens=8))]
+    found = [[(answer.tokens, [update.logprobs for update in answer.updates]) for answer in run(one, work)] for one in (engine, expected)]
+    assert found[0] == found[1]
+    axes = [tuple(leaf.sharding.spec) for leaf in jax.tree.leaves(params_of[0])]
+    assert any(AXIS in spec for spec in axes)
+
+
+@pytest.mark.full
+def test_saved_programs_are_for_their_devices(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "llama_mqa")
+    options = {**SMALL, "max_model_len": 64, "batch_invariant": True, "cache_dir": tmp_path / "cache", "dtype": "float32"}
+    config = EngineConfig.of(str(tmp_path / "model"), options)
+    compiled = {}
+    for start, number in enumerate((0, 3, 3, 0)):
+        mesh = Mesh(np.array(jax.devices()[number : number + 1]), ("x",))
+        with quickly_compiled():
+            engine, started = start_engine(config, mesh=mesh, progress=False)
+        compiled[start] = started.programs_compiled
+        run(engine, [([5, 6, 7], SamplingParams(max_tokens=3))])
+        engine.close()
+    assert compiled[0] == compiled[1] > 0 and compiled[2] == compiled[3] == 0
 
 
 @pytest.mark.parametrize("devices", SIZES)

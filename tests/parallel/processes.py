@@ -18,7 +18,7 @@ from typing import Any
 
 from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
 from jengine.execution import programs
-from jengine.execution.worker import Call
+from jengine.execution.kinds import Call, call_kind
 from jengine.scheduling.costs.step_costs import SwapCosts
 from tests.engine.running import limit_pages
 
@@ -39,7 +39,7 @@ def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str], bool]:
     execute = engine.runner.worker.execute
 
     def counting(call: Call) -> Any:
-        calls[call.what] += 1
+        calls[call_kind(call.key).name] += 1
         return execute(call)
 
     engine.runner.worker.execute = counting

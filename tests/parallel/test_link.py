@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from jengine.errors import EngineDead
+from jengine.execution.kinds import Call
 from jengine.execution.kv_cache import COPIES
 from jengine.execution.slots import UPDATE_WORDS
-from jengine.execution.worker import Call, decode, encode
+from jengine.execution.worker import decode, encode
 from jengine.parallel import link
 from jengine.parallel.link import Follower, Leader, SingleProcess
 from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
@@ -72,19 +73,19 @@ def test_strangers_are_turned_away(words: queue.Queue[np.ndarray]) -> None:
 def test_calls_arrive_as_they_were_made(words: queue.Queue[np.ndarray]) -> None:
     leader, followers = connect(2, words)
     calls = [
-        Call("trunk", TrunkKey(8, 2, 4), np.arange(70_000, dtype=np.int32)),
-        Call("sample", SamplerKey(8, "full"), np.full((8, 3), 0xFFFFFFFF, np.uint32)),
-        Call("sample", SamplerKey(8, "greedy")),
-        Call("score", ScoreKey(2), np.zeros(128, np.int32)),
-        Call("update", None, np.arange(UPDATE_WORDS, dtype=np.int32)),
-        Call("copy", None, np.arange(2 * COPIES, dtype=np.int32).reshape(2, COPIES)),
-        Call("count", None, np.ones(515, np.int32)),
+        Call(TrunkKey(8, 2, 4), np.arange(70_000, dtype=np.int32)),
+        Call(SamplerKey(8, "full"), np.full((8, 3), 0xFFFFFFFF, np.uint32)),
+        Call(SamplerKey(8, "greedy")),
+        Call(ScoreKey(2), np.zeros(128, np.int32)),
+        Call("update", np.arange(UPDATE_WORDS, dtype=np.int32)),
+        Call("copy", np.arange(2 * COPIES, dtype=np.int32).reshape(2, COPIES)),
+        Call("count", np.ones(515, np.int32)),
         Call("forget"),
     ]
     threading.Thread(target=lambda: [leader.broadcast(encode(call)) for call in calls]).start()
     for call in calls:
         heard = decode(followers[0].heard())
-        assert heard[:2] == call[:2]
+        assert heard.key == call.key
         if call.array is None:
             assert heard.array is None
         else:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from jengine.config import EngineConfig
-from jengine.execution.memory import temporaries_bound
 from jengine.planning.plan import make_plan
 from jengine.table.program_table import TrunkKey
+from tests.execution.specs import temporaries_bound
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -17,9 +17,11 @@ from jengine.config import EngineConfig
 from jengine.engine.start import start_engine
 from jengine.errors import InvalidArgument
 from jengine.execution import programs, sampler, truncation
+from jengine.execution.device_state import ALLOCATE
+from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, memory_of, program_keys, running
+from jengine.execution.programs import Built, memory_of, program_keys, running
 from jengine.planning import ahead_of_time
 from jengine.planning import compiled as planned
 from jengine.planning.ahead_of_time import compile_table, describe_for, memory_limit
@@ -103,8 +105,8 @@ def test_the_manifest_is_an_h200s(compiled: Path) -> None:
 
 
 def test_what_allocates_the_cache_is_not_counted_beside_it() -> None:
-    memory: dict[Any, ProgramMemory] = {ALLOCATE: ProgramMemory(0, 1 << 40, 0, 0), COUNT: ProgramMemory(9, 9, 9, 5)}
-    assert running(memory) == [memory[COUNT]]
+    memory: dict[Any, ProgramMemory] = {ALLOCATE: ProgramMemory(0, 1 << 40, 0, 0), "count": ProgramMemory(9, 9, 9, 5)}
+    assert running(memory) == [memory["count"]]
 
 
 def test_a_cpu_refuses_programs_of_an_h200(compiled: Path, tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_the_scheduler_knows_the_memory_beside_a_full_cache(capfd: pytest.Captur
     config = EngineConfig(model=str(DATA / "llama-3.1-8b"))
     full = dataclasses.replace(describe_for(config, "h200"), num_pages=15_000)
     assert device_bytes(full.cache) > 0.8 * 151_397_597_184, "the case occurs"
-    [copied] = programs.compile_all(full, [programs.COPY], threads=1, progress=False)
+    [copied] = programs.compile_all(full, ["copy"], threads=1, progress=False)
     assert memory_of(copied.program).aliased >= device_bytes(full.cache)
     assert "exceeds the base limit" not in capfd.readouterr().err
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
 from functools import partial
 
+from msgspec import structs
+
 from jengine.beam_params import BeamSearchParams
 from jengine.beams import sampling_of
 from jengine.request import Request, SamplingParams
@@ -21,12 +23,13 @@ from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
-from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, ScoreKey, sampler_variant
+from jengine.scheduling.step_plan import SlotReset, Span, StepPlan, Tokens
+from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, sampler_variant
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.updates import ScoredToken
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.host_memory import Content, HostMemory
+from tests.scheduling.plan_checks import check_plan
 from tests.scheduling.state_memory import StateMemory
 
 FULL = (GroupPages(),)
@@ -39,7 +42,7 @@ class Slot:
     reset: SlotReset
     tables: list[dict[int, int]]
     tokens: list[int] = field(default_factory=list)  # whose keys and values are in the cache
-    last_token: int | None = None
+    last: tuple[int, int] | None = None  # the token that the next row reads, and its position
 
 
 class StrictDevice:
@@ -52,6 +55,8 @@ class StrictDevice:
         prefilled: tokens that tiles computed.
         repeated: tokens that rows computed again.
         ready: programs that it has.
+        guesses: draws how many tokens a row of several yields in a single step; None: rows have one token.
+        fewer: how often such a row has yielded fewer tokens than planned.
     """
 
     def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -63,39 +68,51 @@ class StrictDevice:
         self.sequences: dict[int, Sequence] = {}
         # (page, offset) -> (cache group, hash of the salt and all tokens up to it, whether a row computed it)
         self.cache: dict[tuple[int, int], tuple[int, int, bool]] = {}
-        self.bursts = self.hits = self.copies = self.prefilled = self.repeated = 0
+        self.bursts = self.hits = self.copies = self.prefilled = self.repeated = self.fewer = 0
         self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
         self.host = HostMemory(self._page, self._set_page)
+        self.guesses: random.Random | None = None
 
-    def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, ScoredToken]]:
+    def run(self, plan: StepPlan) -> tuple[Tokens, dict[int, ScoredToken]]:
         """Runs a plan. Returns the tokens of every sample, and the candidates of beams."""
-        rows = self._check_size(plan)
+        rows = check_plan(self, plan)
         self._take_updates(plan)
         if plan.steps > 1:
             return self._run_burst(plan), {}
-        for span in plan.spans[:rows]:
-            last = self.slots[span.slot].last_token
-            if span.known >= 0:
+        spans, several = [], dict[int, list[int]]()  # with true positions; tokens of longer rows, by index of the span
+        for i, span in enumerate(plan.spans[:rows]):
+            if span.known < 0:
+                token, at = self._last(span)
+                spans.append(structs.replace(span, start=at))
+                if span.length > 1:
+                    several[i] = self._run_guesses(spans[-1], plan.trunk.pages)
+                    continue
+            else:
                 sequence = self.sequences[span.seq]
-                assert span.known == sequence.tokens[span.start]
-                last = span.known
+                assert span.known == sequence.tokens[span.start] and span.length == 1
+                token = span.known
+                spans.append(span)
                 if sequence.searches:  # its block table says which beam it goes on from
                     self.slots[span.slot].tokens = sequence.tokens[: span.start]
                 else:
                     assert self.table.batch_invariant
                     self.repeated += 1
-            assert last is not None, "a decode row without a token to start from"
-            self._write(span, [last], plan.trunk.pages)
+            self._write(spans[-1], [token], plan.trunk.pages)
         for span in plan.spans[rows:]:
             assert span.tokens is not None and len(span.tokens) == span.length >= 1
             self._start(span)
             self.prefilled += span.length
             self._write(span, span.tokens, plan.trunk.pages)
-        for span in plan.spans:  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
-            self._read(span)
-        tokens, found = [], {}
+            spans.append(span)
+        for i, span in enumerate(spans):  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
+            if i not in several:
+                self._read(span)
+        tokens, found = list[list[int]](), dict[int, ScoredToken]()
         for row, sample in enumerate(plan.samples):
-            span, slot = plan.spans[sample.span], self.slots[sample.slot]
+            span, slot = spans[sample.span], self.slots[sample.slot]
+            if sample.span in several:
+                tokens.append(several[sample.span])
+                continue
             reset, giver = slot.reset, self.slots[span.slot]
             assert sample.offset == span.length - 1
             if sample.slot != span.slot:  # another sample of one prompt
@@ -106,13 +123,40 @@ class StrictDevice:
             if (beams := self.sequences[sample.seq].request.beams) is not None:
                 assert sample.slot == span.slot
                 found[row] = found_after(slot.tokens, reset.seed, reset.sample_index, beams.beam_width, beams.temperature)
-                slot.last_token = None  # the host chooses
+                slot.last = None  # the host chooses
                 tokens.append([found[row].token])
                 continue
-            how = reset.params, reset.prompt_len, reset.stop_token_ids
-            slot.last_token = next_token(reset.seed, reset.sample_index, slot.tokens, *how)
-            tokens.append([slot.last_token])
-        return tokens, found
+            tokens.append([self._sample(slot, span.start + sample.offset + 1)])
+        return tokens if several else [token for (token,) in tokens], found
+
+    def _last(self, span: Span) -> tuple[int, int]:
+        """What a row takes from its slot: a token, and its position."""
+        slot = self.slots[span.slot]
+        assert slot.last is not None, "a decode row without a token to start from"
+        assert slot.last[1] == span.start or (self.guesses and slot.last[1] < span.start), "a wrong position, or no upper bound"
+        return slot.last
+
+    def _sample(self, slot: Slot, position: int) -> int:
+        """Samples the token at this position into a slot."""
+        reset = slot.reset
+        token = next_token(reset.seed, reset.sample_index, slot.tokens, reset.params, reset.prompt_len, reset.stop_token_ids)
+        slot.last = token, position
+        return token
+
+    def _run_guesses(self, span: Span, page_bucket: int) -> list[int]:
+        """A row that reads its slot's token and guesses of those after it. Some are right; behind them it writes nonsense."""
+        assert self.guesses is not None
+        slot, tokens = self.slots[span.slot], list[int]()
+        right = self.guesses.randint(1, span.length)
+        self.fewer += right < span.length
+        for _ in range(right):
+            assert slot.last is not None
+            token, at = slot.last
+            tokens.append(self._run_row(Span(span.seq, span.slot, at), token, page_bucket))
+        for at in range(span.start + right, span.start + span.length):
+            for group, table in enumerate(slot.tables):
+                self.cache[table[at // self.page_size], at % self.page_size] = group, 0, True
+        return tokens
 
     def _run_burst(self, plan: StepPlan) -> list[list[int]]:
         """Each row's tokens, one after the other, all rows in turn."""
@@ -125,15 +169,17 @@ class StrictDevice:
         for number in range(plan.steps):
             for span, given in zip(plan.spans, tokens, strict=True):
                 if number < span.length:
-                    slot, one = self.slots[span.slot], Span(span.seq, span.slot, span.start + number)
+                    token, at = self._last(structs.replace(span, start=span.start + number))
+                    one = Span(span.seq, span.slot, at)
                     one.states = span.states if number == 0 or span.states is None else span.states[1:] * 2
-                    assert slot.last_token is not None and span.known < 0
-                    self._write(one, [slot.last_token], plan.trunk.pages)
-                    self._read(one)
-                    how = slot.reset.params, slot.reset.prompt_len, slot.reset.stop_token_ids
-                    slot.last_token = next_token(slot.reset.seed, slot.reset.sample_index, slot.tokens, *how)
-                    given.append(slot.last_token)
+                    assert span.known < 0
+                    given.append(self._run_row(one, token, plan.trunk.pages))
         return tokens
+
+    def _run_row(self, span: Span, token: int, page_bucket: int) -> int:
+        self._write(span, [token], page_bucket)
+        self._read(span)
+        return self._sample(self.slots[span.slot], span.start + 1)
 
     def _page(self, _: int, page: int) -> Content:
         return {offset: self.cache[page, offset] for offset in range(self.page_size)}  # whole pages alone are worth a copy
@@ -141,52 +187,6 @@ class StrictDevice:
     def _set_page(self, _: int, page: int, content: Content) -> None:
         for offset, token in content.items():
             self.cache[page, offset] = token  # type: ignore[assignment]
-
-    def _check_size(self, plan: StepPlan) -> int:
-        table, placement = self.table, self.table.place(plan.spans)
-        rows, tiles = placement.rows, len(placement.tiles)
-        assert rows + tiles > 0, "an empty step"
-        assert all((span.tokens is None) == (i < rows) for i, span in enumerate(plan.spans)), "rows come first"
-        assert plan.trunk in table.trunks() and plan.sampler in table.samplers(), "a program that is not in the table"
-        assert plan.sampler.rows == table.sample_rows(plan.trunk) >= len(plan.samples)
-        assert rows <= plan.trunk.rows and tiles <= plan.trunk.tiles
-        self._check_ready(plan, rows, tiles)
-        assert rows + tiles * table.tile_size <= self.max_num_batched_tokens
-        if table.batch_invariant:
-            self._check_places(plan.spans, rows)
-        slots = [span.slot for span in plan.spans]
-        assert len(set(slots)) == len(slots), "a sequence twice"
-        assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
-        ranks = [self.sequences[sample.seq].variant_rank for sample in plan.samples]
-        variants = VARIANTS[max(ranks, default=0) :]
-        cheapest = next(v for v in variants if SamplerKey(plan.sampler.rows, v) in self.ready)
-        assert plan.sampler.variant == cheapest, "a costlier sampler than needed"
-        return rows
-
-    def _check_places(self, spans: List[Span], rows: int) -> None:
-        """Checks that a token's program, and its place in a tile, depend on its request alone."""
-        assert not 0 < rows < len(spans), "rows beside tiles"
-        for span in spans:
-            prompt_len, end = len(self.sequences[span.seq].request.prompt_token_ids), span.start + span.length
-            if span.tokens is None:
-                assert span.start >= prompt_len
-            else:
-                assert span.start % self.table.tile_size == 0 and end <= prompt_len
-                assert end % self.table.tile_size == 0 or end == prompt_len
-
-    def _check_ready(self, plan: StepPlan, rows: int, tiles: int) -> None:
-        """Checks that programs are ready, and are the smallest ready ones."""
-        table = self.table
-        assert plan.trunk in self.ready and plan.sampler in self.ready, "a program that is not ready"
-        assert ScoreKey(plan.trunk.tiles) in self.ready or not any(span.targets for span in plan.spans)
-        serving = [key for key in table.trunks() if key in self.ready and SamplerKey(table.sample_rows(key), "full") in self.ready]
-        holding = [
-            key
-            for key in serving
-            if key.rows >= rows and key.tiles >= tiles and key.pages >= plan.trunk.pages and table.sample_rows(key) >= len(plan.samples)
-            if not key.tiles or ScoreKey(key.tiles) in self.ready
-        ]
-        assert table.tokens(plan.trunk) == min(map(table.tokens, holding)), "a larger program than needed"
 
     def _take_updates(self, plan: StepPlan) -> None:
         for reset in plan.resets:
@@ -263,7 +263,7 @@ class Loop:
         self.sequences: list[Sequence] = []
         self.outputs: dict[Sequence, list[int]] = {}
         self.ended: dict[Sequence, list[int]] = {}  # with the output it had when it ended
-        self.dispatched: list[tuple[StepPlan, list[list[int]], dict[int, ScoredToken]]] = []
+        self.dispatched: list[tuple[StepPlan, Tokens, dict[int, ScoredToken]]] = []
         self.admitted: list[int] = []  # seeds, in the order of the slot resets
         self._coming: list[TableKey] = []
         self.last: StepPlan  # the newest plan

@@ -134,4 +134,4 @@ def test_costs_are_learned_and_saved() -> None:
     assert costs.burst_seconds(key) == pytest.approx(5 * single, rel=0.05)
     assert costs.seconds(key.trunk, key.sampler) == pytest.approx(single, rel=0.05)
     again = type(costs).from_json(costs.to_json())
-    assert {*again.bursts} == {key} and isinstance(key, BurstKey)
+    assert {*again.known} == {key} and isinstance(key, BurstKey)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from jengine.errors import InvalidArgument
@@ -92,15 +94,43 @@ def test_max_tokens_is_cut_to_the_models_length():
         ((7,), NO_END, None, None),
     ],
 )
-def test_a_stop_token_is_named_and_end_of_sequence_is_not(eos, params, reason, stop_reason):
+@pytest.mark.parametrize("tokens", [[7], [[7]]])
+def test_a_stop_token_is_named_and_end_of_sequence_is_not(eos, params, reason, stop_reason, tokens):
     scheduler = loop().scheduler
     request = Request(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams(**params))
     sequence = scheduler.add(request, seed=0, eos_token_ids=eos)
     plan = scheduler.schedule()
     assert set(plan.resets[0].stop_token_ids) == {*eos, *request.params.stop_token_ids}
-    scheduler.collect(plan, [[7]])
+    scheduler.collect(plan, tokens)
     assert sequence.output_token_ids == [7]
     assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
+
+
+def test_many_rows_make_no_work_for_the_garbage_collector():
+    """A new object for each row would start a collection in every step, once there are more than 700 rows."""
+    rows, begun = 1000, list[int]()
+    scheduler = loop(max_num_seqs=rows, max_num_batched_tokens=9 * rows, num_pages=17 * rows).scheduler
+    for i in range(rows):
+        params = SamplingParams(max_tokens=40, **NO_END)
+        scheduler.add(Request(request_id=str(i), prompt_token_ids=[i], params=params), seed=0, eos_token_ids=(0,))
+
+    def step():
+        plan = scheduler.schedule()
+        return len(scheduler.collect(plan, [5] * len(plan.samples)).tokens)
+
+    while step() < rows:
+        pass
+    gc.collect()
+
+    def heard(phase, info):
+        begun.append(info["generation"])
+
+    gc.callbacks.append(heard)
+    try:
+        assert all(step() == rows for _ in range(20))
+    finally:
+        gc.callbacks.remove(heard)
+    assert len(begun) < 2 * 5  # a start and an end each
 
 
 def test_a_late_token_is_dropped():
@@ -154,7 +184,7 @@ def test_the_tile_bucket_is_chosen_by_cost():
     for eight, tiles in [(2.0, 4), (1.0, 5)]:
         one = loop(max_num_batched_tokens=8 * 8 + 4)
         known = {TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 1.0, TrunkKey(8, 4): 1.0, TrunkKey(8, 8): eight}
-        one.scheduler.predictor.costs = StepCosts(one.scheduler.table, trunks=known)
+        one.scheduler.predictor.costs = StepCosts(one.scheduler.table, known)
         one.add([1] * 20)
         one.add([2] * 15)
         assert len(one.scheduler.table.place(one.scheduler.schedule().spans).tiles) == tiles

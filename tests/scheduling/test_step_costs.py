@@ -43,7 +43,7 @@ class Machine:
             yield trunk, sampler, work, self.usual(trunk, sampler, work) * self.slow * noise
 
     def measured(self) -> StepCosts:
-        return StepCosts(TABLE, trunks=self.trunks, samplers=self.samplers, slopes=self.slopes)
+        return StepCosts(TABLE, {**self.trunks, **self.samplers}, slopes=self.slopes)
 
 
 def run(costs: StepCosts, machine: Machine, count: int) -> list[float]:
@@ -90,7 +90,7 @@ def test_costs_that_were_wrong_are_refined():
     """Each by up to 40 %, some up and some down, and the slopes by half."""
     machine, rng = Machine(), random.Random(1)
     wrong = {key: seconds * rng.uniform(0.6, 1.4) for key, seconds in machine.trunks.items()}
-    costs = StepCosts(TABLE, trunks=wrong, samplers=machine.samplers, slopes=Slopes(*(slope / 2 for slope in machine.slopes)))
+    costs = StepCosts(TABLE, {**wrong, **machine.samplers}, slopes=Slopes(*(slope / 2 for slope in machine.slopes)))
     before = median(run(costs, machine, 50))
     run(costs, machine, 6000)
     assert median(run(costs, machine, 500)) < min(1.5 * SPREAD, before / 3)
@@ -127,7 +127,7 @@ def test_a_program_that_was_not_measured_is_learned_from_few_steps_the_first_of_
     machine = Machine()
     trunk, sampler, work = TrunkKey(32, 4), TABLE.sampler(TrunkKey(32, 4), "full"), Work(1000, 100, 5000)
     trunks, samplers = ({key: s for key, s in known.items() if key not in (trunk, sampler)} for known in (machine.trunks, machine.samplers))
-    costs = StepCosts(TABLE, trunks=trunks, samplers=samplers, slopes=machine.slopes)
+    costs = StepCosts(TABLE, {**trunks, **samplers}, slopes=machine.slopes)
     usual = machine.usual(trunk, sampler, work)
     assert 0.4 * usual < costs.seconds(trunk, sampler, work) < 2.5 * usual, "an estimate from the others"
     costs.observe(trunk, sampler, work, 20 * usual)
@@ -135,21 +135,21 @@ def test_a_program_that_was_not_measured_is_learned_from_few_steps_the_first_of_
     assert costs.seconds(trunk, sampler, work) == pytest.approx(usual)
     for _ in range(FIRST):
         costs.observe(trunk, sampler, work, usual)
-    assert costs.seconds(trunk, sampler, work) == pytest.approx(usual) and costs.trunks[trunk].settled
+    assert costs.seconds(trunk, sampler, work) == pytest.approx(usual) and costs.known[trunk].settled
 
 
 @given(known=st.dictionaries(KEYS, st.floats(1e-4, 1.0), max_size=6), trunk=KEYS, variant=st.sampled_from(VARIANTS))
 def test_every_estimate_is_a_time(known, trunk, variant):
-    seconds = StepCosts(TABLE, trunks=known).seconds(trunk, TABLE.sampler(trunk, variant))
+    seconds = StepCosts(TABLE, known).seconds(trunk, TABLE.sampler(trunk, variant))
     assert 0.0 < seconds < math.inf
 
 
 def test_estimates_grow_with_tokens_as_the_known_ones_do():
-    costs = StepCosts(TABLE, trunks={TrunkKey(8, 0): 1.0, TrunkKey(8, 1): 2.0})
+    costs = StepCosts(TABLE, {TrunkKey(8, 0): 1.0, TrunkKey(8, 1): 2.0})
     tokens = {key: TABLE.tokens(key) for key in TABLE.trunks()}
     for key, count in tokens.items():
         if count > 8:
-            assert costs.trunk_seconds(key) == pytest.approx(1.0 + (count - 8) / 64)
+            assert costs.base(key) == pytest.approx(1.0 + (count - 8) / 64)
 
 
 @given(seed=st.integers(0, 20), count=st.integers(0, 200))
@@ -172,9 +172,9 @@ def test_what_is_saved_is_loaded(seed, count):
 def test_of_another_table_programs_of_the_same_shape_are_known():
     costs = Machine().measured()
     other = costs.for_table(ProgramTable(row_buckets=(8, 16), mixed_row_buckets=(8,), tile_buckets=(1, 2), tile_size=128))
-    assert other.trunk_seconds(TrunkKey(8, 1)) == costs.trunk_seconds(TrunkKey(8, 2))
-    assert other.trunk_seconds(TrunkKey(8, 2)) == costs.trunk_seconds(TrunkKey(8, 4))
-    assert costs.trunk_seconds(TrunkKey(8, 0)) < other.trunk_seconds(TrunkKey(16, 0)) < costs.trunk_seconds(TrunkKey(8, 1))
+    assert other.base(TrunkKey(8, 1)) == costs.base(TrunkKey(8, 2))
+    assert other.base(TrunkKey(8, 2)) == costs.base(TrunkKey(8, 4))
+    assert costs.base(TrunkKey(8, 0)) < other.base(TrunkKey(16, 0)) < costs.base(TrunkKey(8, 1))
 
 
 @given(base=st.floats(1e-4, 1e-3), row=st.floats(1e-5, 1e-4))

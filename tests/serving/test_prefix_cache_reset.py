@@ -57,7 +57,7 @@ def test_an_engine_in_a_thread(tokenizer_folder: Path) -> None:
 def test_an_engine_in_a_process(tokenizer_folder: Path) -> None:
     with started() as process:
         with_llm(tokenizer_folder, process, uses)
-        assert not process._answers or process._quitting
+        assert not process._open
 
 
 def test_a_reset_does_not_wait_for_an_engine_that_fails(tokenizer_folder: Path) -> None:

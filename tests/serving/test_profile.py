@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument, Profile, ProfileOptions, SamplingParams, cli, read_profiles
+from jengine.engine.operations import WriteProfile
 from jengine.profiling.findings import findings
 from jengine.serving.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
@@ -88,13 +90,13 @@ def test_only_admins_may_ask(make_server: MakeServer, tmp_path: Path, capsys: py
 def test_an_engine_process(tmp_path: Path) -> None:
     """The process writes its profile into a folder; a second profile is rejected until then."""
     with started() as process:
-        said: list[str] = []
+        said: list[tuple[object, object]] = []
         process.connect(lambda updates: None, lambda error: None)
-        process.profile(SHORT, tmp_path / "engine", said.append)
-        process.profile(SHORT, tmp_path / "other", said.append)
-        assert said == ["this process is already being profiled"]
+        for folder in ("engine", "other"):
+            process.do(WriteProfile(SHORT, str(tmp_path / folder), os.getpid()), lambda *answer: said.append(answer))
         wait_until(lambda: len(said) == 2)
-        assert said[1] == "" and not (tmp_path / "other").exists()
+        refused, written = said
+        assert "this process is already being profiled" in str(refused[1]) and written == (None, None)
         pid = process.pid
     profile, _ = read_profiles("mock", [tmp_path / "engine", tmp_path / "other"])
     [one] = profile.processes

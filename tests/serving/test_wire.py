@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,25 +18,35 @@ from jengine import (
     BeamsFound,
     Ended,
     EngineDead,
+    GetTrace,
     InvalidArgument,
+    JengineError,
     Load,
     ModelError,
+    Operation,
     OutOfMemory,
     Pooled,
     PoolingParams,
+    ProfileOptions,
     PromptScores,
     Request,
+    ResetPrefixCache,
     SamplingParams,
+    SetStrategy,
     TokenLogprobs,
     TokenUpdate,
+    decode_operation,
     params_of_samples,
 )
+from jengine.engine.operations import WriteProfile
 from jengine.serving import wire
 from jengine.serving.wire import (
     MAX_FRAME,
     TEXT_FIELDS,
     Add,
+    Answered,
     Batch,
+    Do,
     End,
     Frames,
     Garbled,
@@ -110,6 +121,7 @@ BATCHES = st.builds(
         *[COUNT] * 3,
         **HOST,
         resumptions=THREE,
+        report_faults=COUNT,
     ),
 )
 
@@ -184,6 +196,41 @@ def test_updates(batches: list[Batch], cuts: list[int]) -> None:
     got = send(batches, Report, cuts)
     assert got == batches
     assert all(type(update) is TokenUpdate for batch in got for update in batch.tokens)
+
+
+OPERATIONS = (
+    st.just(ResetPrefixCache())
+    | st.builds(SetStrategy, ID)
+    | st.builds(GetTrace, st.none() | st.floats(allow_nan=False, allow_infinity=False))
+    | st.builds(WriteProfile, st.builds(ProfileOptions, rate=st.integers(1, 1000)), ID, COUNT)
+)
+ERRORS = st.builds(InvalidArgument, ID, ID | COUNT, ID) | st.builds(ModelError, ID) | st.builds(ZeroDivisionError, ID)
+
+
+@given(st.lists(OPERATIONS, max_size=5), st.lists(st.integers(0, 10**6), max_size=9))
+def test_operations(operations: list[Operation[Any]], cuts: list[int]) -> None:
+    orders = [Do(number, type(one).__name__, msgspec.json.encode(one)) for number, one in enumerate(operations)]
+    got = send(orders, Order, cuts)
+    assert [order.number for order in got] == list(range(len(operations)))
+    assert [decode_operation(order.operation, order.arguments) for order in got] == operations
+
+
+@given(st.sampled_from(["SetStrategy", "GetTrace", "WriteProfile"]) | TEXT, st.binary() | TEXT)
+def test_what_is_no_operation_is_refused(name: str, arguments: bytes | str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        decode_operation(name, arguments)
+    assert refused.value.field in ("operation", "arguments")
+
+
+@given(COUNT, st.booleans() | ERRORS, st.lists(st.integers(0, 10**6), max_size=9))
+def test_answers(number: int, answer: bool | Exception, cuts: list[int]) -> None:
+    """An error that its caller has not caused is a JengineError, since the engine lives on."""
+    error = failed(answer) if isinstance(answer, Exception) else None
+    [got] = send([Answered(number, msgspec.json.encode(answer is True), error)], Report, cuts)
+    assert (got.number, ResetPrefixCache().answer_of(got.answer)) == (number, answer is True)
+    if isinstance(answer, Exception):
+        told = error_of(got.error, JengineError)
+        assert type(told) is (type(answer) if isinstance(answer, JengineError) else JengineError) and str(answer) in str(told)
 
 
 def test_samples_share_their_prompt() -> None:

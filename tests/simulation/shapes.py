@@ -18,8 +18,7 @@ def make_costs(table: ProgramTable, base: float = 1e-3, token: float = 1e-5, hos
     """Linear in a step's tokens, padding included; the host needs the same time before and after a step."""
     costs = StepCosts(
         table,
-        trunks={key: base + token * table.tokens(key) for key in table.trunks()},
-        samplers={key: 1e-6 * key.rows for key in table.samplers()},
+        {**{key: base + token * table.tokens(key) for key in table.trunks()}, **{key: 1e-6 * key.rows for key in table.samplers()}},
         slopes=Slopes(context=1e-7, longest=1e-8, attended=1e-8),
     )
     for _ in range(100):

@@ -131,6 +131,6 @@ def test_a_plot_is_a_picture(tmp_path):
 
 def test_costlier_samplers_take_longer():
     shape, trace = make_shape(), poisson(5, 10, rate=10.0)
-    shape.costs.samplers.update({key: Cost(5e-3) for key in shape.table.samplers() if key.variant == "truncated"})
+    shape.costs.known.update({key: Cost(5e-3) for key in shape.table.samplers() if key.variant == "truncated"})
     greedy, truncated = (replay(shape, trace, params=params) for params in (None, SamplingParams(top_p=0.9, ignore_eos=True)))
     assert truncated.device_seconds > 2 * greedy.device_seconds

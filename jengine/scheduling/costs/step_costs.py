@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,7 +12,7 @@ from jengine.scheduling.costs.drift import Drift
 from jengine.scheduling.costs.host_costs import HostCosts, HostSeconds
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.pages import SWAPS
-from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TrunkKey
+from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TableKey, TrunkKey
 
 # Estimates used before anything is measured. Only ratios matter: a step's fixed cost equals that of 50 tokens.
 STEP_SECONDS = 1e-3
@@ -76,12 +76,10 @@ class SavedCosts(msgspec.Struct):
     """Costs as saved. Keys are the names of the table's programs."""
 
     table: ProgramTable
-    trunks: dict[str, Cost]
-    samplers: dict[str, Cost]
+    programs: dict[str, Cost]
     slopes: Slopes
     spread: float
     host: HostCosts
-    bursts: dict[str, Cost] = {}
     swaps: SwapCosts | None = None
 
 
@@ -95,37 +93,43 @@ class StepCosts:
 
     Args:
         table: the table of these programs.
-        trunks, samplers: known seconds of trunks (without sampler and Work) and samplers.
+        known: seconds of programs alone, without Work.
+
+    Attributes:
+        known: costs of programs that have been measured or have run.
     """
 
     def __init__(
         self,
         table: ProgramTable,
+        known: Mapping[Any, float] | None = None,
         *,
-        trunks: Mapping[TrunkKey, float] | None = None,
-        samplers: Mapping[SamplerKey, float] | None = None,
         slopes: Slopes | None = None,
     ) -> None:
         self.table = table
-        self.trunks = {key: Cost(seconds) for key, seconds in (trunks or {}).items()}
-        self.samplers = {key: Cost(seconds) for key, seconds in (samplers or {}).items()}
-        self.bursts: dict[BurstKey, Cost] = {}
+        self.known: dict[TableKey, Cost] = {key: Cost(seconds) for key, seconds in (known or {}).items()}
         self.slopes = Slopes() if slopes is None else slopes
         self.host = HostCosts()
         self.swaps: SwapCosts | None = None  # None: not measured; guesses are used
         self._drift = Drift()
-        self._estimates: dict[TrunkKey | SamplerKey, float] = {}  # of programs whose cost is unknown
+        self._estimates: dict[TableKey, float] = {}  # of programs whose cost is unknown
         self._greedy: dict[TrunkKey, SamplerKey] = {}
 
     @property
     def measured(self) -> bool:
         """Whether any program's cost is known. If not, all costs are guesses."""
-        return bool(self.trunks)
+        return bool(self.known)
 
     @property
     def drift(self) -> float:
         """Duration of steps now, relative to their usual duration."""
         return self._drift.factor
+
+    @property
+    def longest_step(self) -> float:
+        """Predicted seconds of the most expensive known step, with the cheapest sampler and without work."""
+        single, bursts = self._of(TrunkKey), self._of(BurstKey)
+        return max([*[self.seconds(key) for key, _ in single], *[self.burst_seconds(key) for key, _ in bursts]])
 
     @property
     def spread(self) -> float:
@@ -134,27 +138,15 @@ class StepCosts:
 
     def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
         """Predicted device seconds of a step, from the end of the previous one. sampler: None means the cheapest one."""
-        return self._drift.factor * (
-            self.trunk_seconds(trunk) + self.sampler_seconds(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
-        )
+        return self._drift.factor * (self.base(trunk) + self.base(sampler or self._cheapest(trunk)) + self.slopes.seconds(work))
 
     def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
-        """The same for a whole burst. Until it has run, the sum of single steps."""
-        return self._drift.factor * (self.burst_base(key) + self.slopes.seconds(work))
+        """The same for a whole burst."""
+        return self._drift.factor * (self.base(key) + self.slopes.seconds(work))
 
-    def burst_base(self, key: BurstKey) -> float:
-        """Seconds of a burst without work, under usual load."""
-        known = self.bursts.get(key)
-        return key.steps * (self.trunk_seconds(key.trunk) + self.sampler_seconds(key.sampler)) if known is None else known.seconds
-
-    def trunk_seconds(self, key: TrunkKey) -> float:
-        """Seconds of a trunk alone, without work, under usual load."""
-        known = self.trunks.get(key)
-        return self._estimated(key) if known is None else known.seconds
-
-    def sampler_seconds(self, key: SamplerKey) -> float:
-        """Seconds of a sampler alone, under usual load."""
-        known = self.samplers.get(key)
+    def base(self, key: TableKey) -> float:
+        """Seconds of a program alone, without work, under usual load."""
+        known = self.known.get(key)
         return self._estimated(key) if known is None else known.seconds
 
     def work_seconds(self, work: Work) -> float:
@@ -175,13 +167,13 @@ class StepCosts:
         """Records that a step took `seconds` on the device."""
         if seconds <= 0.0:
             return
-        base, sampling, usual = self.trunk_seconds(trunk), self.sampler_seconds(sampler), seconds / self._drift.factor
+        base, sampling, usual = self.base(trunk), self.base(sampler), seconds / self._drift.factor
         attention = self.slopes.seconds(work)
-        known, known_sampler = self.trunks.get(trunk), self.samplers.get(sampler)
+        known, known_sampler = self.known.get(trunk), self.known.get(sampler)
         if known is None or not known.settled:
-            self._begin(self.trunks, trunk, max(usual - sampling - attention, LEAST * usual))
+            self._begin(trunk, max(usual - sampling - attention, LEAST * usual))
         elif known_sampler is None or not known_sampler.settled:
-            self._begin(self.samplers, sampler, max(usual - base - attention, LEAST * usual))
+            self._begin(sampler, max(usual - base - attention, LEAST * usual))
         else:
             predicted = base + sampling + attention
             unexpected = self._drift.observe(math.log(seconds / predicted))
@@ -189,12 +181,12 @@ class StepCosts:
 
     def observe_burst(self, key: BurstKey, work: Work, seconds: float) -> None:
         """Records that a burst took `seconds` on the device."""
-        known, attention = self.bursts.get(key), self.slopes.seconds(work)
+        known, attention = self.known.get(key), self.slopes.seconds(work)
         if seconds <= 0.0:
             return
         if known is None or not known.settled:
             usual = seconds / self._drift.factor
-            self._begin(self.bursts, key, max(usual - attention, LEAST * usual))
+            self._begin(key, max(usual - attention, LEAST * usual))
         else:
             unexpected = self._drift.observe(math.log(seconds / (known.seconds + attention)))
             known.seconds *= 1.0 + max(GAIN, EARLY / known.steps) * unexpected
@@ -216,38 +208,36 @@ class StepCosts:
         """Costs for another table on the same machine with the same model: equal shapes keep their costs,
         others are estimated."""
         size, other = self.table.tile_size, table.tile_size
-        same = {
-            TrunkKey(key.rows, key.tiles * size // other, key.pages): cost.seconds
-            for key, cost in self.trunks.items()
-            if key.tiles * size % other == 0
-        }
-        costs = StepCosts(table, trunks=same, samplers={key: cost.seconds for key, cost in self.samplers.items()}, slopes=self.slopes)
-        costs.host, costs.swaps, costs.bursts = self.host, self.swaps, self.bursts
+        same: dict[TableKey, Cost] = {}
+        for key, cost in self.known.items():
+            if not isinstance(key, TrunkKey):
+                same[key] = cost
+            elif key.tiles * size % other == 0:
+                same[TrunkKey(key.rows, key.tiles * size // other, key.pages)] = cost
+        costs = StepCosts(table, {key: cost.seconds for key, cost in same.items()}, slopes=self.slopes)
+        costs.host, costs.swaps = self.host, self.swaps
         return costs
 
     def to_json(self) -> bytes:
         """Serializes all costs, except the current load, for `from_json`."""
-        kinds = self.trunks, self.samplers, self.bursts
-        trunks, samplers, bursts = ({str(key): cost for key, cost in [*known.items()]} for known in kinds)
-        return msgspec.json.encode(SavedCosts(self.table, trunks, samplers, self.slopes, self.spread, self.host, bursts, self.swaps))
+        programs = {str(key): cost for key, cost in [*self.known.items()]}
+        return msgspec.json.encode(SavedCosts(self.table, programs, self.slopes, self.spread, self.host, self.swaps))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> StepCosts:
         """Raises ValueError if the data is not valid saved costs."""
         saved = msgspec.json.decode(data, type=SavedCosts)
         costs = cls(saved.table, slopes=saved.slopes)
-        costs.trunks = {key: saved.trunks[str(key)] for key in saved.table.trunks() if str(key) in saved.trunks}
-        costs.samplers = {key: saved.samplers[str(key)] for key in saved.table.samplers() if str(key) in saved.samplers}
-        costs.bursts = {key: saved.bursts[str(key)] for key in saved.table.bursts() if str(key) in saved.bursts}
+        costs.known = {key: saved.programs[str(key)] for key in saved.table.all_keys() if str(key) in saved.programs}
         costs._drift.spread, costs.host, costs.swaps = saved.spread, saved.host, saved.swaps
         return costs
 
     # --- learning -----------------------------------------------------------------------------------
 
-    def _begin[Key: (TrunkKey, SamplerKey, BurstKey)](self, costs: dict[Key, Cost], key: Key, seconds: float) -> None:
-        if key not in costs:
-            costs[key] = Cost(seconds, 0)
-        costs[key].note(seconds)
+    def _begin(self, key: TableKey, seconds: float) -> None:
+        if key not in self.known:
+            self.known[key] = Cost(seconds, 0)
+        self.known[key].note(seconds)
         self._estimates.clear()
 
     def _refine(self, trunk: Cost, sampler: Cost, work: Work, predicted: float, unexpected: float) -> None:
@@ -275,9 +265,13 @@ class StepCosts:
             self._greedy[trunk] = self.table.sampler(trunk, VARIANTS[0])
         return self._greedy[trunk]
 
-    def _estimated(self, key: TrunkKey | SamplerKey) -> float:
+    def _estimated(self, key: TableKey) -> float:
+        """Of a burst that has not run: the sum of its steps."""
+        if isinstance(key, BurstKey):
+            return key.steps * (self.base(key.trunk) + self.base(key.sampler))
         seconds = self._estimates.get(key)
         if seconds is None:
+            assert isinstance(key, TrunkKey | SamplerKey), f"{key} is not a part of predictions"
             seconds = self._estimate_trunk(key) if isinstance(key, TrunkKey) else self._estimate_sampler(key)
             self._estimates[key] = seconds
         return seconds
@@ -285,7 +279,7 @@ class StepCosts:
     def _estimate_trunk(self, key: TrunkKey) -> float:
         """Interpolates between known trunks with fewer and more tokens; extrapolates through the smallest and
         the largest."""
-        points = sorted((self.table.tokens(known), cost.seconds) for known, cost in self.trunks.items())
+        points = sorted((self.table.tokens(known), cost.seconds) for known, cost in self._of(TrunkKey))
         tokens = self.table.tokens(key)
         if not points:
             return _linear(tokens)
@@ -301,12 +295,16 @@ class StepCosts:
 
     def _estimate_sampler(self, key: SamplerKey) -> float:
         """Scales the known cost of the most similar sampler."""
-        if self.samplers:
+        if samplers := dict(self._of(SamplerKey)):
             rank = VARIANTS.index(key.variant)
-            like = min(self.samplers, key=lambda k: (abs(VARIANTS.index(k.variant) - rank), abs(math.log(k.rows / key.rows)), k))
-            return self.samplers[like].seconds * _sampling(key) / _sampling(like)
-        known = {self.table.tokens(trunk): cost.seconds for trunk, cost in self.trunks.items()}
+            like = min(samplers, key=lambda k: (abs(VARIANTS.index(k.variant) - rank), abs(math.log(k.rows / key.rows)), k))
+            return samplers[like].seconds * _sampling(key) / _sampling(like)
+        known = {self.table.tokens(trunk): cost.seconds for trunk, cost in self._of(TrunkKey)}
         return _sampling(key) * (sum(known.values()) / sum(map(_linear, known)) if known else 1.0)
+
+    def _of[Key](self, kind: type[Key]) -> list[tuple[Key, Cost]]:
+        """Known costs of programs of one kind."""
+        return [(key, cost) for key, cost in [*self.known.items()] if isinstance(key, kind)]
 
 
 def _linear(tokens: int) -> float:

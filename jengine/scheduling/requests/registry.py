@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as List
 from typing import Protocol
 
@@ -45,6 +46,7 @@ class Registry:
         fair: `waiting` if clients share fairly, otherwise None.
         running: in order of admission.
         ended: finished sequences that the caller has not yet taken from here.
+        stop_ids: for each token that ends unfinished requests, their number.
         releases: how often a sequence gave back its slot and pages.
         by_slack: whether the order depends on targets.
         may_preempt: whether `preempt` preempts; otherwise it raises PreemptionNeeded.
@@ -63,6 +65,7 @@ class Registry:
         self.held = Batches(options.batching, max_num_seqs, options.batch_wait_ms / 1e3)
         self.running: dict[Sequence, None] = {}
         self.by_id: dict[str, Sequence] = {}  # waiting and running requests
+        self.stop_ids = Counter[int]()
         self.by_number: dict[int, Sequence] = {}  # waiting and running sequences
         self.free_slots = list(range(max_num_seqs, 0, -1))
         self._arrivals = 0
@@ -116,6 +119,7 @@ class Registry:
             tokens=list(request.prompt_token_ids),
         )
         self._arrivals += 1
+        self.stop_ids.update(sequence.stop_token_ids)
         self.by_id[request.request_id] = self.by_number[number] = sequence
         return sequence
 
@@ -187,15 +191,20 @@ class Registry:
             self._release(sequence)
         elif not self.held.drop(sequence):
             self.waiting.remove(sequence)
-        sequence.state, sequence.in_flight = State.FINISHED, 0
+        sequence.state, sequence.in_flight, sequence.tentative = State.FINISHED, 0, 0
         self.ended.append(sequence)
         del self.by_id[sequence.request_id], self.by_number[sequence.number]
+        for token in sequence.stop_token_ids:
+            self.stop_ids[token] -= 1
+            if not self.stop_ids[token]:
+                del self.stop_ids[token]
 
     def _release(self, sequence: Sequence) -> None:
         for member in _members(sequence):
             del self.running[member]
             for part in self.rememberers:
                 part.forget(member)
+            # Known tokens that are planned are certain: only later ones may not come.
             self.blocks.commit(member.number, member.tokens, min(member.num_computed, self._composition.prefilled(member)))
             self.blocks.release(member.number)
             self.free_slots.append(member.slot)
@@ -219,6 +228,7 @@ class Registry:
         )
         assert all((s.state is State.FETCHING) == self.blocks.fetches(s.number) for s in running), "a sequence waits for pages in vain"
         assert {*requests, *waiting} == {*self.by_id.values()}, "a request is lost"
+        assert self.stop_ids == Counter(token for s in self.by_id.values() for token in s.stop_token_ids), "a stop token is lost"
         assert {*running, *waiting} == {*self.by_number.values()}, "a sequence is lost"
         assert len(requests) + len(waiting) == len(self.by_id), "a request is in two places"
 

@@ -31,6 +31,9 @@ class Sequence:
     A token is *known* once the host has read it. It is *in flight* between the dispatch of the step that
     samples it and `collect`. A decoding sequence always has one token that is not computed yet, known or in
     flight. Its position is `num_computed`, and it is the input of the next row.
+
+    A single step with a row of several tokens may yield fewer of them. Until it is collected, `num_computed` and
+    `in_flight` are upper bounds, as pages and budgets need; `certain` is a lower bound.
     """
 
     request: Request
@@ -48,6 +51,7 @@ class Sequence:
     tokens: list[int]  # known: prompt and output
     num_computed: int = 0  # tokens whose keys and values are in the cache, or will be written by dispatched steps
     in_flight: int = 0  # tokens sampled by dispatched steps and not yet collected
+    tentative: int = 0  # how many of these may not come
     slot: int = 0  # 0, the null slot: owns none
     state: State = State.WAITING
     num_preemptions: int = 0
@@ -92,8 +96,31 @@ class Sequence:
         return beams.beam_width if beams is not None and self.state is State.WAITING else 1
 
     @property
+    def certain(self) -> int:
+        """Number of tokens whose keys and values are in the cache, or will be written whatever steps in flight yield."""
+        return self.num_computed - self.tentative
+
+    def plan_row(self, length: int, least: int) -> None:
+        """A step with a row of this many tokens is planned, which yields as many tokens, or fewer but at least `least`."""
+        self.num_computed += length
+        self.in_flight += length
+        self.tentative += length - least
+        if length > 1 and self.tpot < math.inf:
+            self.due += (length - 1) * self.tpot
+
+    def settle_row(self, length: int, least: int, given: int) -> None:
+        """Takes back the tokens of such a row that did not come; `given` did."""
+        missing = length - given
+        self.in_flight -= missing
+        self.tentative -= length - least
+        if self.state is State.DECODING:  # a preempted one will compute all of its tokens again
+            self.num_computed -= missing
+        if missing and self.tpot < math.inf:
+            self.due -= missing * self.tpot
+
+    @property
     def rest(self) -> int:
-        """Number of tokens that it may still get, without those in flight."""
+        """Number of tokens that it may still get after those in flight."""
         return self.max_len - len(self.tokens) - self.in_flight
 
     @property

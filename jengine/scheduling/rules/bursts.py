@@ -39,7 +39,7 @@ class Bursts(Rule):
         ends = [s.num_computed + length for s, length in zip(rows, lengths, strict=True)]
         growing = [(s, end) for s, end in zip(rows, ends, strict=True) if blocks.pages_of(end) > blocks.pages_of(s.num_computed + 1)]
         for sequence, _ in growing:
-            blocks.pass_windows(sequence.number, sequence.num_computed)
+            blocks.pass_windows(sequence.number, sequence.certain)
         wanted = sum([blocks.pages_of(end) - blocks.pages_of(s.num_computed + 1) for s, end in growing])
         if not blocks.available(blocks.new_pages(wanted)):
             return
@@ -49,4 +49,4 @@ class Bursts(Rule):
             span.length = length
         work = plan.work
         plan.work = Work(work.context * steps + len(rows) * steps * (steps - 1) // 2, (work.longest + steps // 2) * steps)
-        plan.steps = steps
+        plan.steps, plan.lengthened = steps, True

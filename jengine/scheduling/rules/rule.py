@@ -14,7 +14,8 @@ class Rule:
     """
 
     def lengthen(self, plan: PlanBuilder) -> None:
-        """Rows are added and have their pages; programs are not chosen yet. May lengthen rows."""
+        """Rows are added and have their pages; programs are not chosen yet. May lengthen rows
+        (see PlanBuilder.lengthened), with pages for all of their tokens."""
 
     def planned(self, plan: PlanBuilder) -> None:
         """Programs are chosen, and the rows' sequences advanced. May hold sequences, or drop samples."""

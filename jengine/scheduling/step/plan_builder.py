@@ -20,6 +20,7 @@ class PlanBuilder:
         tiles: number of prompt tiles.
         longest: length in tokens of the longest sequence after the step; in a burst, after its first step.
         steps: number of decode steps; more than 1 in a burst.
+        lengthened: whether a rule has given rows several tokens.
         paced: whether any row has a target for the time between tokens.
         rank: highest variant_rank of the sequences that are sampled.
         sampled: sequences of `samples`, in the same order.
@@ -29,7 +30,7 @@ class PlanBuilder:
         self.now = now
         self.rows: list[Sequence] = []
         self.tiles = self.longest = self.rank = 0
-        self.steps, self.paced = 1, False
+        self.steps, self.lengthened, self.paced = 1, False, False
         self.spans: list[Span] = []
         self.samples: list[Sample] = []
         self.sampled: list[Sequence] = []

@@ -95,7 +95,7 @@ class Rows:
             if not growing and not copying and not forked:
                 return rows, positions
             for sequence in growing:
-                blocks.pass_windows(sequence.number, sequence.num_computed)
+                blocks.pass_windows(sequence.number, sequence.certain)
             wanted = blocks.copies((s.number, s.num_computed) for s in copying)
             wanted.update(blocks.new_pages(len(growing)))
             if blocks.available(wanted):

@@ -453,6 +453,20 @@ class SetStrategyResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DoRequest(_message.Message):
+    __slots__ = ("operation", "arguments_json")
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    operation: str
+    arguments_json: str
+    def __init__(self, operation: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
+
+class DoResponse(_message.Message):
+    __slots__ = ("answer_json",)
+    ANSWER_JSON_FIELD_NUMBER: _ClassVar[int]
+    answer_json: str
+    def __init__(self, answer_json: _Optional[str] = ...) -> None: ...
+
 class GetTraceRequest(_message.Message):
     __slots__ = ("seconds",)
     SECONDS_FIELD_NUMBER: _ClassVar[int]

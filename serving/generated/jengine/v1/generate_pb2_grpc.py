@@ -89,6 +89,11 @@ class GenerateServiceStub:
                 request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.SerializeToString,
                 response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.FromString,
                 _registered_method=True)
+        self.Do = channel.unary_unary(
+                '/jengine.v1.GenerateService/Do',
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DoRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DoResponse.FromString,
+                _registered_method=True)
         self.GetTrace = channel.unary_unary(
                 '/jengine.v1.GenerateService/GetTrace',
                 request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceRequest.SerializeToString,
@@ -182,6 +187,15 @@ class GenerateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Do(self, request, context):
+        """Has the engine do an operation by its name, such as SetStrategy, and returns the answer. The other methods for administrators
+        are shorter forms. Needs the same permission as ResetPrefixCache. INVALID_ARGUMENT if there is no such operation, or an argument
+        is unknown or invalid.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTrace(self, request, context):
         """Returns a trace of the engine's recent steps. Needs the same permission as ResetPrefixCache. The trace covers the requests
         of all clients but contains no texts or tokens.
@@ -256,6 +270,11 @@ def add_GenerateServiceServicer_to_server(servicer, server):
                     servicer.SetStrategy,
                     request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.FromString,
                     response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.SerializeToString,
+            ),
+            'Do': grpc.unary_unary_rpc_method_handler(
+                    servicer.Do,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DoRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DoResponse.SerializeToString,
             ),
             'GetTrace': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTrace,
@@ -565,6 +584,33 @@ class GenerateService:
             '/jengine.v1.GenerateService/SetStrategy',
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.SerializeToString,
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Do(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jengine.v1.GenerateService/Do',
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DoRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DoResponse.FromString,
             options,
             channel_credentials,
             insecure,

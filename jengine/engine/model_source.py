@@ -1,0 +1,97 @@
+"""Where an engine's model comes from: its configuration, its weights, and how it embeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jengine.checkpoints import choose_embedder, has_output_head, kept_format, load, load_calibrated, read_config, resolve
+from jengine.checkpoints.converted import is_converted
+from jengine.checkpoints.folder import CONFIG_FILES, HUB_FILES, WITHOUT_WEIGHTS
+from jengine.checkpoints.in_memory import Tensors, in_memory
+from jengine.config import EngineConfig
+from jengine.display import counted
+from jengine.errors import InvalidArgument
+from jengine.execution.spec import ExecutionSpec
+from jengine.gguf_file import is_gguf
+from jengine.model_config import ModelConfig
+from jengine.models import Params
+from jengine.observe.progress import Progress
+from jengine.pooling import Embedder
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that was found, before its weights are read.
+
+    Attributes:
+        folder: the model's folder, or its GGUF file.
+        config: the model's configuration.
+        embedder: how the model embeds; None: it does not.
+        params: weights in memory, by the names of a checkpoint's tensors; None: they are in the folder.
+    """
+
+    folder: Path
+    config: ModelConfig
+    embedder: Embedder | None
+    params: Tensors | None = None
+
+    @classmethod
+    def find(cls, options: EngineConfig, params: Mapping[str, Any] | None = None) -> ModelSource:
+        """Finds a model, and reads its configuration.
+
+        Args:
+            params: weights in memory, numpy or JAX arrays by the names of a checkpoint's tensors. The folder needs none.
+
+        Raises:
+            ModelError: the model cannot be found or read, or is not supported.
+            InvalidArgument: `params` are no such arrays, or do not fit the model's folder.
+        """
+        tensors = None if params is None else in_memory(params)
+        folder = resolve(options.model, options.revision, HUB_FILES if tensors is None else WITHOUT_WEIGHTS)
+        if tensors is not None and (is_gguf(folder) or is_converted(folder)):
+            limit = f"must be None with a GGUF file or a converted folder: {folder.name} has its own names of tensors"
+            raise InvalidArgument("params", counted(len(tensors), "tensor"), limit)
+        found = dataclasses.replace(cls._read(options, folder), params=tensors)
+        if found.embedder is None or has_output_head(folder, found.config, tensors):
+            return found
+        # The head is the embedding: tokens sampled for embedding requests are not used.
+        config = dataclasses.replace(found.config, tie_embeddings=True)
+        return dataclasses.replace(found, config=config, embedder=dataclasses.replace(found.embedder, generates=False))
+
+    @classmethod
+    def without_weights(cls, options: EngineConfig) -> ModelSource:
+        """The same for a model whose weights may be absent."""
+        return cls._read(options, resolve(options.model, options.revision, CONFIG_FILES))
+
+    @classmethod
+    def _read(cls, options: EngineConfig, folder: Path) -> ModelSource:
+        config = read_config(folder)
+        return cls(folder, config, choose_embedder(options.embeddings, folder, config.hidden_size))
+
+    def complete(self, options: EngineConfig) -> EngineConfig:
+        """Options in which `embeddings` and `quantization` are what holds for this model.
+
+        Raises:
+            InvalidArgument: the checkpoint has another format than `quantization` names.
+        """
+        quantization: Any = kept_format(options.quantization, self.folder)
+        return dataclasses.replace(options, embeddings=self.embedder is not None, quantization=quantization)
+
+    def load(self, spec: ExecutionSpec, calibration: np.ndarray | None, progress: Progress) -> Params:
+        """The weights, on the devices.
+
+        Args:
+            calibration: tokens to calibrate four-bit weights with, see `read_text`; None: they are rounded.
+
+        Raises:
+            ModelError, OutOfMemory: as `checkpoints.load`.
+        """
+        if calibration is None:
+            return load(self.folder, spec.model, spec.mesh, progress, self.params)
+        return load_calibrated(self.folder, spec.model, spec.mesh, calibration, progress, self.params)

@@ -1,0 +1,120 @@
+"""Operations on a running engine. Each is a message, plain data, with the handler that the engine runs for it.
+
+A new operation is a class here, and methods of LLM and AsyncLLM in api/engine_methods.py. Threads, engine processes and the RPC `Do`
+carry every operation alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from types import get_original_bases
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+import msgspec
+
+from jengine.engine.limits import Limits
+from jengine.errors import InvalidArgument
+from jengine.observe.trace import Trace
+from jengine.profiling.data import ProfileOptions
+
+if TYPE_CHECKING:  # messages are used in processes without jax
+    from jengine.engine.engine import Engine
+
+
+class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message that makes an engine do something and answer with a T. Its fields are the arguments. JSON can represent all of these.
+
+    Attributes:
+        beside: `run` takes long, so it runs in a thread of its own while the engine steps; otherwise, between two steps.
+        remote: administrators may call it over the network. False by default, and for operations that name files.
+    """
+
+    beside: ClassVar[bool] = False
+    remote: ClassVar[bool] = False
+
+    def check(self, limits: Limits) -> None:
+        """Called before the message is sent. Raises InvalidArgument if an engine with these limits cannot do it."""
+
+    def run(self, engine: Engine) -> T:
+        """Does it, and returns the answer. An exception fails this operation alone."""
+        raise NotImplementedError
+
+    def answer_of(self, data: bytes) -> T:
+        """Decodes the answer from JSON."""
+        answer: T = msgspec.json.decode(data, type=get_args(get_original_bases(type(self))[0])[0])
+        return answer
+
+
+def decode_operation(name: str, arguments: bytes | str, *, remote: bool = False) -> Operation[Any]:
+    """The operation with this name, and its arguments from a JSON object. With `remote`, only those for the network are accepted.
+
+    Raises:
+        InvalidArgument: there is no such operation, or an argument is unknown or invalid.
+    """
+    kinds = {kind.__name__: kind for kind in Operation.__subclasses__() if kind.remote or not remote}
+    if name not in kinds:
+        raise InvalidArgument("operation", name, f"must be one of {', '.join(sorted(kinds))}")
+    try:
+        operation: Operation[Any] = msgspec.json.decode(arguments, type=kinds[name])
+        return operation
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        if isinstance(error.__cause__, InvalidArgument):
+            raise error.__cause__ from None
+        raise InvalidArgument("arguments", arguments, str(error)) from None
+
+
+class ResetPrefixCache(Operation[bool], frozen=True):
+    """Forgets all cached pages, so no later request finds one. Running requests keep theirs. Answers whether it was done."""
+
+    remote = True
+
+    def run(self, engine: Engine) -> bool:
+        engine.scheduler.blocks.reset()
+        return True
+
+
+class SetStrategy(Operation[None], frozen=True):
+    """Changes the strategy from the next step on; see EngineConfig.strategy."""
+
+    strategy: str
+    remote = True
+
+    def check(self, limits: Limits) -> None:
+        limits.check_strategy(self.strategy)
+
+    def run(self, engine: Engine) -> None:
+        engine.scheduler.admission.set_strategy(engine.limits.check_strategy(self.strategy))
+
+
+class GetTrace(Operation[Trace], frozen=True):
+    """Answers records of the last `seconds` seconds, or all that are kept."""
+
+    seconds: float | None = None
+    remote = True
+
+    def check(self, limits: Limits) -> None:
+        if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise InvalidArgument("seconds", self.seconds, "must be a finite number above 0")
+
+    def run(self, engine: Engine) -> Trace:
+        return engine.trace(self.seconds)
+
+
+class WriteProfile(Operation[None], frozen=True):
+    """Makes the engine's process write its profile to a folder; see capture_process. The process with the id `asking` writes none."""
+
+    options: ProfileOptions
+    folder: str
+    asking: int
+    beside = True
+
+    def run(self, engine: Engine) -> None:
+        from jengine.profiling.capture import capture_process  # imports modules that are rarely needed
+
+        if self.asking != os.getpid():
+            try:
+                capture_process("engine", self.options, Path(self.folder))
+            except OSError as error:
+                raise InvalidArgument("profile", "engine", f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,102 @@
+"""The programs of an engine: those that it starts with, those that follow, and what its steps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from jengine.config import EngineConfig
+from jengine.devices.device_defaults import sizes
+from jengine.engine.devices import process_root
+from jengine.engine.measure import measure
+from jengine.engine.saved_costs import SavedCosts
+from jengine.execution.background import BackgroundPrograms
+from jengine.execution.memory import check_room
+from jengine.execution.prebuilt_programs import PrebuiltPrograms
+from jengine.execution.programs import Programs, first_keys, open_cache, program_keys, running
+from jengine.execution.runner import Runner
+from jengine.execution.spec import ExecutionSpec
+from jengine.observe.progress import Progress
+from jengine.parallel.link import Link
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.table.ready_programs import ReadyPrograms
+
+
+class WarmedUp(NamedTuple):
+    """Programs that steps may use, the costs of these steps, and a function that saves the costs for the next start."""
+
+    ready: ReadyPrograms
+    costs: StepCosts
+    save_costs: Callable[[], None]
+
+
+class ProgramSet:
+    """All programs of a spec. Some are ready at the start, with warm_up="progressive"; the others may follow.
+
+    Args:
+        given: programs that the user gave; None: those of the cache, and others are compiled.
+        max_bytes: of the cache.
+
+    Attributes:
+        keys: of all programs, in the order in which they become ready.
+
+    Raises:
+        InvalidArgument: the given programs are for something else.
+        OutOfMemory: the device has no room for the given programs.
+    """
+
+    def __init__(
+        self, config: EngineConfig, spec: ExecutionSpec, given: PrebuiltPrograms | None, max_bytes: int, progress: Progress
+    ) -> None:
+        self._root = process_root(config)
+        self._threads = sizes(config, spec.mesh.devices.flat[0].platform).compile_threads
+        self.keys = program_keys(spec)
+        store = given or open_cache(spec, self._root, max_bytes, wait=config.num_processes == 1)
+        first = first_keys(spec) if config.warm_up == "progressive" and given is None else None
+        self.programs = Programs(spec, store, threads=self._threads, progress=progress, first=first)
+        self.compiled, self.loaded = self.programs.compiled, self.programs.loaded  # at the start
+        if given is not None:
+            check_room(spec, running(self.programs.memory))
+
+    def obtain_others(self, link: Link) -> BackgroundPrograms | None:
+        """Obtains the programs that are not ready yet, in the background. None: all are."""
+        if len(self.keys) <= self.compiled + self.loaded:
+            return None
+        return BackgroundPrograms(self.programs, self.keys, link, threads=max(self._threads // 2, 1))
+
+    def warm_up(self, runner: Runner, progress: Progress) -> WarmedUp:
+        """Runs programs that were compiled, and measures steps whose cost is not known. Otherwise, checks that programs run."""
+        spec = runner.spec
+        ready = ReadyPrograms(spec.table, [key for key in self.keys if key in self.programs and not isinstance(key, str)])
+        saved = SavedCosts(self._root, spec.fingerprint())
+        costs = saved.load(spec.table) or StepCosts(spec.table)
+        unmeasured = any(key not in costs.known for key in ready.trunks()) or (spec.host_pages and costs.swaps is None)
+        if self.compiled or unmeasured:
+            runner.warm_up(ready, progress=progress, ran=measure(runner, ready, costs, progress=progress))
+            saved.save(costs)
+        else:
+            runner.check(ready)
+        return WarmedUp(ready, costs, partial(saved.update, costs))
+
+
+def given_programs(config: EngineConfig) -> tuple[PrebuiltPrograms | None, EngineConfig]:
+    """The programs that an option names, and options completed with what they were compiled for.
+
+    Raises:
+        InvalidArgument: the folder cannot be read or is not trusted.
+    """
+    if config.programs is None:
+        return None, config
+    given = PrebuiltPrograms(Path(config.programs))
+    return given, given.complete(config)
+
+
+def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:
+    """Step costs that engines with these options have measured on this machine; None if there are none.
+
+    Args:
+        config, spec: as returned by `describe_engine`.
+    """
+    return SavedCosts(process_root(config), spec.fingerprint()).load(spec.table)

@@ -1,0 +1,74 @@
+"""What an engine keeps on its devices between calls."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jengine.execution.host_store import HostStore
+from jengine.execution.logits import ALL_ALLOWED, mask_words
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.trunk import ToSample
+from jengine.models import Params
+
+ALLOCATE, ALLOCATE_COUNTS = "allocate", "allocate-counts"
+
+
+class ByKey(Protocol):
+    """Programs by their keys."""
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+class DeviceState:
+    """Weights, cache and slots, counts once a request has needed them, and results that the next call reads.
+
+    Attributes:
+        leaves: those of `params`, as programs take them.
+        counts: see ExecutionSpec.counts; None: not allocated.
+        to_sample, tiles: results of the last trunk, for the programs that follow it.
+        store: pages in host memory; None: there is no host tier.
+    """
+
+    def __init__(self, spec: ExecutionSpec, programs: ByKey, params: Params) -> None:
+        self.spec, self.programs, self.params = spec, programs, params
+        self.leaves = tuple(jax.tree.leaves(params))
+        self.cache, self.slots = programs[ALLOCATE]()
+        self.counts: jax.Array | None = None
+        self.to_sample: ToSample | None = None
+        self.tiles: jax.Array | None = None
+        self.store = HostStore(spec) if spec.host_pages else None
+        self._local = spec.replicated.is_fully_addressable
+        self._all_allowed: dict[int, jax.Array] = {}  # by rows
+
+    def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
+        """An array for all devices, as an argument of a program.
+
+        If all devices are in this process, programs place the array themselves, which is much faster than device_put.
+        """
+        return array if self._local else self._everywhere(array)
+
+    def all_allowed(self, rows: int) -> jax.Array:
+        """A token mask that allows everything, on the devices."""
+        if rows not in self._all_allowed:
+            words = mask_words(self.spec.model.config.vocab_size)
+            self._all_allowed[rows] = self._everywhere(np.full((rows, words), ALL_ALLOWED))
+        return self._all_allowed[rows]
+
+    def _everywhere(self, array: np.ndarray) -> jax.Array:
+        placed: jax.Array = jax.make_array_from_callback(array.shape, self.spec.replicated, array.__getitem__)
+        return placed
+
+    def get_counts(self) -> jax.Array:
+        """The counts, allocated if necessary."""
+        counts: jax.Array = self.programs[ALLOCATE_COUNTS]() if self.counts is None else self.counts
+        return counts
+
+
+def on_its_way(arrays: Any) -> Any:
+    """Starts the copy of results to the host. Returns them."""
+    for array in jax.tree.leaves(arrays):
+        array.copy_to_host_async()
+    return arrays

@@ -1,0 +1,44 @@
+"""The kinds of programs, one in a file. A new kind is a file and its place in these lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jengine.execution.kinds.allocate import Allocate
+from jengine.execution.kinds.burst import Burst
+from jengine.execution.kinds.counts import AllocateCounts, Count, Forget
+from jengine.execution.kinds.kind import Call, CallKind, Key, Kind, Program
+from jengine.execution.kinds.page_copies import PageCopies
+from jengine.execution.kinds.pool import Pool
+from jengine.execution.kinds.sampler import Sampler
+from jengine.execution.kinds.score import Score
+from jengine.execution.kinds.slot_updates import SlotUpdates
+from jengine.execution.kinds.swaps import Fill, Spill, Stage
+from jengine.execution.kinds.trunk import Trunk
+
+TRUNK, FORGET, STAGE = Trunk(), Forget(), Stage()
+BEFORE: tuple[Kind[Any], ...] = (Count(), SlotUpdates(), PageCopies())  # calls that a step makes before its trunk
+AFTER: tuple[Kind[Any], ...] = (Score(), Pool())  # and after it, with results for the host
+KINDS: tuple[Kind[Any], ...] = (Allocate(), AllocateCounts(), *BEFORE, Spill(), Fill(), TRUNK, Sampler(), *AFTER, Burst())
+
+_NAMED: dict[str, CallKind[Any]] = {kind.name: kind for kind in (*KINDS, STAGE, FORGET)}
+_KEYED: dict[type, Kind[Any]] = {kind.key: kind for kind in KINDS if kind.key is not str}
+
+__all__ = ["AFTER", "BEFORE", "FORGET", "KINDS", "STAGE", "TRUNK", "Call", "Key", "Kind", "Program", "call_kind", "kind_of", "named"]
+
+
+def named(name: str) -> CallKind[Any]:
+    """The kind of this name. Raises KeyError if there is none."""
+    return _NAMED[name]
+
+
+def call_kind(key: Key) -> CallKind[Any]:
+    """The kind of calls with this key. Raises KeyError if there is none."""
+    return _NAMED[key] if isinstance(key, str) else _KEYED[type(key)]
+
+
+def kind_of(key: Key) -> Kind[Any]:
+    """The kind of the program with this key."""
+    kind = call_kind(key)
+    assert isinstance(kind, Kind), f"{key} has no program"
+    return kind

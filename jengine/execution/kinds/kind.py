@@ -1,0 +1,127 @@
+"""What a kind of program is: its keys, how it is lowered, and how it is called.
+
+All that handles programs (compiling, saving, running, warming up, planning) goes through kinds and knows none of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jengine.execution.batch import BatchLayout
+from jengine.execution.device_state import DeviceState
+from jengine.execution.spec import ExecutionSpec
+from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import TableKey
+from jengine.table.ready_programs import ReadyPrograms
+
+Key = TableKey | str  # str: the name of a kind with a single key
+
+
+class Call(NamedTuple):
+    """An operation on the devices, as plain data, so that other processes can repeat it.
+
+    Attributes:
+        key: of the program; its kind documents `array`.
+    """
+
+    key: Key
+    array: np.ndarray | None = None
+
+
+class CallKind[K](ABC):
+    """A kind of call. `name` names it between processes; `key` is the type of its keys, str if its only key is its name."""
+
+    name: ClassVar[str]
+    key: ClassVar[type] = str
+
+    @abstractmethod
+    def run(self, state: DeviceState, key: K, array: Any) -> Any:
+        """Executes a call without waiting for its result. Returns what the host reads later, if anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program before it is lowered.
+
+    Attributes:
+        name: shown in profiles.
+        args: abstract arrays with shardings.
+        out: partition specs of the results, as for `jax.shard_map`.
+        donated: numbers of the arguments that it updates in place.
+        by_shard: whether `function` computes one device's part, and exchanges data only where it says so.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    out: Any
+    donated: tuple[int, ...] = ()
+    by_shard: bool = True
+
+
+class Kind[K](CallKind[K]):
+    """A kind of call that runs a program.
+
+    Attributes:
+        while_serving: whether programs of the kind run while the cache exists.
+    """
+
+    while_serving: ClassVar[bool] = True
+
+    def keys(self, spec: ExecutionSpec) -> Sequence[K]:
+        """The keys that a table has."""
+        every: Sequence[Any] = [self.name] if self.key is str else spec.table.all_keys()
+        return [*filter(lambda key: isinstance(key, self.key), every)]
+
+    @abstractmethod
+    def program(self, spec: ExecutionSpec, key: K) -> Program:
+        """The program of a key, from abstract values alone."""
+
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+        """The calls of this kind that a step makes before or after its trunk, if any."""
+        return iter(())
+
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> Mapping[K, StepPlan | Call]:
+        """For each ready key, a step or call that runs its program and changes nothing that a request reads."""
+        return {}
+
+    def heaviest(self, spec: ExecutionSpec) -> K | None:
+        """The key that may need the most memory beside its arguments; None: others need more."""
+        return None
+
+    def temporaries(self, spec: ExecutionSpec, key: K) -> int:
+        """Upper bound on the bytes of a program's temporaries on a device, for kinds with a heaviest key."""
+        raise NotImplementedError
+
+    def compile_effort(self, spec: ExecutionSpec, key: K) -> tuple[int, int]:
+        """Programs that compare greater take longer to compile."""
+        return 0, 0
+
+
+def ints(spec: ExecutionSpec, *shape: int) -> jax.ShapeDtypeStruct:
+    """An abstract int32 array on all devices."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=spec.replicated)
+
+
+def partitions(tree: Any) -> Any:
+    """Partition specs of abstract arrays."""
+    return jax.tree.map(lambda x: x.sharding.spec, tree)
+
+
+def of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of the leaves of its first argument, the parameters."""
+    tree = jax.tree.structure(spec.params)
+
+    @wraps(function)
+    def of(params: Sequence[jax.Array], *others: Any) -> Any:
+        return function(jax.tree.unflatten(tree, params), *others)
+
+    return of

@@ -1,0 +1,64 @@
+"""Poolers: sums of the hidden states of prompt tiles, for embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jengine.execution.batch import BatchLayout
+from jengine.execution.device_state import DeviceState, on_its_way
+from jengine.execution.kinds.kind import Call, Kind, Program, ints
+from jengine.execution.spec import ExecutionSpec
+from jengine.scheduling.step_plan import Span, StepPlan
+from jengine.table.program_table import PoolKey
+from jengine.table.ready_programs import ReadyPrograms
+
+
+class Pool(Kind[PoolKey]):
+    """Pools the last trunk's tiles, with int32 [tiles, 2] of each tile's start and end."""
+
+    name, key = "pool", PoolKey
+
+    def program(self, spec: ExecutionSpec, key: PoolKey) -> Program:
+        args = spec.tiles(key.tiles), ints(spec, key.tiles, 2)
+        return Program(f"pool_{key.tiles}", make_pooler(spec.table.tile_size), args, PartitionSpec())
+
+    def run(self, state: DeviceState, key: PoolKey, array: np.ndarray) -> jax.Array:
+        pooled: jax.Array = on_its_way(state.programs[key](state.tiles, state.put(array)))
+        return pooled
+
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+        if all([span.pool is None for span in plan.spans]):
+            return
+        ranges = np.zeros((plan.trunk.tiles, 2), np.int32)
+        for row, (number, offset, length) in zip(ranges, spec.table.place(plan.spans).tiles, strict=False):
+            pool = plan.spans[number].pool
+            if pool is not None and pool < offset + length:
+                row[:] = max(pool - offset, 0), length
+        yield Call(PoolKey(plan.trunk.tiles), ranges)
+
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[PoolKey, StepPlan]:
+        def plan(key: PoolKey) -> StepPlan:
+            trunk = ready.trunk(0, key.tiles)
+            return StepPlan(trunk, ready.sampler(trunk, "greedy"), [Span(0, 0, 0, 1, [0], pool=0)] * key.tiles)
+
+        return {key: plan(key) for key in ready.pools()}
+
+
+def make_pooler(tile_size: int) -> Callable[..., jax.Array]:
+    """The function to compile: (hidden [tokens, hidden_size], ranges int32 [tiles, 2]) -> float32 [tiles, hidden_size].
+
+    Each tile's sum is over its tokens at [start, end); 0 if there are none.
+    """
+
+    def pool(hidden: jax.Array, ranges: jax.Array) -> jax.Array:
+        tiles = hidden.reshape(-1, tile_size, hidden.shape[-1]).astype(jnp.float32)
+        token = jnp.arange(tile_size)
+        wanted = (token >= ranges[:, :1]) & (token < ranges[:, 1:])
+        return jnp.where(wanted[..., None], tiles, 0.0).sum(1)  # not a product: padding may contain NaN
+
+    return pool

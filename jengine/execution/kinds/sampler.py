@@ -1,0 +1,68 @@
+"""Samplers: final hidden states to tokens."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jengine.execution.device_state import DeviceState, on_its_way
+from jengine.execution.kinds.kind import Kind, Program, ints, of_leaves
+from jengine.execution.logits import mask_words
+from jengine.execution.memory import sampler_temporaries
+from jengine.execution.sampler import Sampled, SampledLogprobs, make_sampler
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.trunk import ToSample
+from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import VARIANTS, SamplerKey
+from jengine.table.ready_programs import ReadyPrograms
+
+
+class Sampler(Kind[SamplerKey]):
+    """Samples the last trunk's rows, with a token mask uint32 [sampler rows, words], see logits.mask_words; None: all allowed."""
+
+    name, key = "sample", SamplerKey
+
+    def program(self, spec: ExecutionSpec, key: SamplerKey) -> Program:
+        full, last = key.variant == "full", spec.slots.last
+        args = spec.leaves, (last, spec.counts) if full else last, spec.slots.sampling, to_sample(spec, key)
+        function = of_leaves(spec, make_sampler(spec.model, key.variant))
+        masks = (mask(spec, key),) if full else ()
+        return Program(f"sampler_{key.rows}_{key.variant}", function, (*args, *masks), PartitionSpec(), (1,))
+
+    def run(self, state: DeviceState, key: SamplerKey, array: np.ndarray | None) -> Sampled | SampledLogprobs:
+        program, slots = state.programs[key], state.slots
+        if key.variant == "full":
+            before = slots.last, state.get_counts()
+            allowed = state.all_allowed(key.rows) if array is None else state.put(array)
+            (last, state.counts), sampled = program(state.leaves, before, slots.sampling, state.to_sample, allowed)
+        else:
+            last, sampled = program(state.leaves, slots.last, slots.sampling, state.to_sample)
+        state.slots = slots._replace(last=last)
+        result: Sampled | SampledLogprobs = on_its_way(sampled)
+        return result
+
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[SamplerKey, StepPlan]:
+        table = spec.table
+        smallest = {table.sample_rows(key): key for key in sorted(ready.trunks(), key=table.tokens, reverse=True)}
+        return {key: StepPlan(smallest[key.rows], key) for key in ready.samplers()}
+
+    def heaviest(self, spec: ExecutionSpec) -> SamplerKey:
+        return SamplerKey(spec.table.sample_buckets[-1], VARIANTS[-1])
+
+    def temporaries(self, spec: ExecutionSpec, key: SamplerKey) -> int:
+        return sampler_temporaries(spec, key.rows)
+
+    def compile_effort(self, spec: ExecutionSpec, key: SamplerKey) -> tuple[int, int]:
+        return 3 if key.variant == VARIANTS[-1] else 0, key.rows
+
+
+def to_sample(spec: ExecutionSpec, key: SamplerKey) -> ToSample:
+    """The abstract result of a trunk for this sampler."""
+    hidden = jax.ShapeDtypeStruct((key.rows, spec.model.config.hidden_size), spec.model.dtype, sharding=spec.replicated)
+    return ToSample(hidden, ints(spec, key.rows), ints(spec, key.rows))  # type: ignore[arg-type]
+
+
+def mask(spec: ExecutionSpec, key: SamplerKey) -> jax.ShapeDtypeStruct:
+    """An abstract token mask."""
+    return jax.ShapeDtypeStruct((key.rows, mask_words(spec.model.config.vocab_size)), np.uint32, sharding=spec.replicated)

@@ -1,0 +1,45 @@
+"""Trunks: embedding, layers and final norm over a step's rows and tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jengine.execution.device_state import DeviceState
+from jengine.execution.kinds.kind import Kind, Program, of_leaves, partitions
+from jengine.execution.memory import trunk_temporaries
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.trunk import make_trunk
+from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import TrunkKey
+from jengine.table.ready_programs import ReadyPrograms
+
+
+class Trunk(Kind[TrunkKey]):
+    """Runs a step's packed batch, int32 [layout size]; see batch.BatchLayout."""
+
+    name, key = "trunk", TrunkKey
+
+    def program(self, spec: ExecutionSpec, key: TrunkKey) -> Program:
+        device, invariant = spec.mesh.devices.flat[0], spec.table.batch_invariant
+        trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, device, spec.attention_backend, batch_invariant=invariant)
+        args = spec.leaves, spec.cache, spec.slots, spec.packed(key)
+        out = partitions(spec.cache), *[PartitionSpec()] * 3
+        return Program(f"trunk_{key.rows}_{key.tiles}_{key.pages}", of_leaves(spec, trunk), args, out, (1, 2))
+
+    def run(self, state: DeviceState, key: TrunkKey, array: np.ndarray) -> None:
+        outs = state.programs[key](state.leaves, state.cache, state.slots, state.put(array))
+        state.cache, state.slots, state.to_sample, state.tiles = outs
+
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[TrunkKey, StepPlan]:
+        return {key: StepPlan(key, ready.sampler(key, "greedy")) for key in ready.trunks()}
+
+    def heaviest(self, spec: ExecutionSpec) -> TrunkKey:
+        return max(spec.table.trunks(), key=lambda key: (spec.table.tokens(key), key.pages))
+
+    def temporaries(self, spec: ExecutionSpec, key: TrunkKey) -> int:
+        return trunk_temporaries(spec, key)
+
+    def compile_effort(self, spec: ExecutionSpec, key: TrunkKey) -> tuple[int, int]:
+        """The largest is compiled before anything else, which shows early whether memory suffices."""
+        return 4 if key == self.heaviest(spec) else 2, spec.table.tokens(key)

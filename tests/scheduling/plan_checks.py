@@ -1,0 +1,62 @@
+"""What the strict device requires of every plan before it runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import TYPE_CHECKING
+
+from jengine.scheduling.step_plan import Span, StepPlan
+from jengine.table.program_table import VARIANTS, SamplerKey, ScoreKey
+
+if TYPE_CHECKING:
+    from tests.scheduling.strict_device import StrictDevice
+
+
+def check_plan(device: StrictDevice, plan: StepPlan) -> int:
+    """Returns the number of rows."""
+    table, placement = device.table, device.table.place(plan.spans)
+    rows, tiles = placement.rows, len(placement.tiles)
+    assert rows + tiles > 0, "an empty step"
+    assert all((span.tokens is None) == (i < rows) for i, span in enumerate(plan.spans)), "rows come first"
+    assert plan.trunk in table.trunks() and plan.sampler in table.samplers(), "a program that is not in the table"
+    assert plan.sampler.rows == table.sample_rows(plan.trunk) >= len(plan.samples)
+    assert rows <= plan.trunk.rows and tiles <= plan.trunk.tiles
+    _check_ready(device, plan, rows, tiles)
+    assert rows + tiles * table.tile_size <= device.max_num_batched_tokens
+    if table.batch_invariant:
+        _check_places(device, plan.spans, rows)
+    slots = [span.slot for span in plan.spans]
+    assert len(set(slots)) == len(slots), "a sequence twice"
+    assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
+    ranks = [device.sequences[sample.seq].variant_rank for sample in plan.samples]
+    variants = VARIANTS[max(ranks, default=0) :]
+    cheapest = next(v for v in variants if SamplerKey(plan.sampler.rows, v) in device.ready)
+    assert plan.sampler.variant == cheapest, "a costlier sampler than needed"
+    return rows
+
+
+def _check_places(device: StrictDevice, spans: List[Span], rows: int) -> None:
+    """Checks that a token's program, and its place in a tile, depend on its request alone."""
+    assert not 0 < rows < len(spans), "rows beside tiles"
+    for span in spans:
+        prompt_len, end = len(device.sequences[span.seq].request.prompt_token_ids), span.start + span.length
+        if span.tokens is None:
+            assert span.start >= prompt_len
+        else:
+            assert span.start % device.table.tile_size == 0 and end <= prompt_len
+            assert end % device.table.tile_size == 0 or end == prompt_len
+
+
+def _check_ready(device: StrictDevice, plan: StepPlan, rows: int, tiles: int) -> None:
+    """Checks that programs are ready, and are the smallest ready ones."""
+    table = device.table
+    assert plan.trunk in device.ready and plan.sampler in device.ready, "a program that is not ready"
+    assert ScoreKey(plan.trunk.tiles) in device.ready or not any(span.targets for span in plan.spans)
+    serving = [key for key in table.trunks() if key in device.ready and SamplerKey(table.sample_rows(key), "full") in device.ready]
+    holding = [
+        key
+        for key in serving
+        if key.rows >= rows and key.tiles >= tiles and key.pages >= plan.trunk.pages and table.sample_rows(key) >= len(plan.samples)
+        if not key.tiles or ScoreKey(key.tiles) in device.ready
+    ]
+    assert table.tokens(plan.trunk) == min(map(table.tokens, holding)), "a larger program than needed"
