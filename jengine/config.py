@@ -73,7 +73,8 @@ class EngineConfig:
             tiles; max_num_batched_tokens bounds the prompt tokens between two decode steps. Options that cannot guarantee this are
             rejected.
         policy: the order of waiting requests. fcfs: first come, first served; priority: lower priority values first, see
-            priority_ageing; fair: equal shares by tokens, so the client that has been served least comes next.
+            priority_ageing; fair: equal shares by tokens, so the client that has been served least comes next, and first come, first
+            served among one client's. `jengine serve` has fair by default, and fcfs with strategy latency or auto.
         priority_ageing: seconds of waiting that count as one level of priority, so that no request starves. With 0, waiting does not
             count.
         strategy: the goal of each step. throughput: the most tokens a second; latency: requests meet ttft_ms and tpot_ms; memory: the

@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.hadamard import gain, transform
+from pallas_kernels.host_memory import zeros
 
 TILE, WORDS = 128, 16  # inputs that are packed together, and the words that they fill
 GROUPS = 32, 64, 128  # supported numbers of inputs per scale
@@ -22,6 +24,9 @@ LOWEST, HIGHEST = -8, 7
 E2M1 = 0, 1, 2, 3, 4, 6, 8, 12  # twice the magnitudes of the e2m1 format, by code; the fourth bit is the sign
 KINDS = "int4", "e2m1"
 SHRUNK = 1.0, 0.95, 0.9, 0.85, 0.8, 0.7  # shares of a group's range that quantization tries to cover
+_E2M1_CODES = np.zeros(2 * E2M1[-1] + 1, np.int8)  # by value, from the lowest
+_E2M1_CODES[np.add(E2M1, E2M1[-1])] = range(8)
+_E2M1_CODES[np.subtract(E2M1[-1], E2M1[1:])] = range(9, 16)
 SMALLEST = 1e-30  # lower bound of a group's range, which is 0 if all values are equal
 SCALES = 4  # the number of scales per row is a multiple of this
 
@@ -112,6 +117,39 @@ def pack(
     return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, dtype, kind, hadamard)
 
 
+def pack_on_host(
+    numbers: np.ndarray,
+    scale: np.ndarray,
+    offset: np.ndarray | None,
+    *,
+    group: int,
+    parts: int = 1,
+    dtype: str = "float32",
+    kind: str = "int4",
+    hadamard: int = 1,
+) -> Int4:
+    """`pack` with NumPy: no program is compiled. The result holds NumPy arrays."""
+    size, leading = numbers.shape[-1] // parts, numbers.shape[:-1]
+    if kind == "e2m1":
+        numbers = _E2M1_CODES[numbers + E2M1[-1]]
+    apart = _parts(numbers, parts)
+    apart = np.ascontiguousarray(np.pad(apart, _last(numbers, -size % TILE)) if size % TILE else apart)
+    pairs = apart.view(np.uint8).view("<u2").reshape(*leading, -1, 4, WORDS)  # two adjacent inputs each
+    values = zeros((*pairs.shape[:-2], WORDS), np.uint32)
+    for index in range(4):
+        both = pairs[..., index, :].astype(np.uint32)
+        values |= ((both & 0xF) | (both & 0xF00) << 8) << np.uint32(4 * index)
+
+    def padded(by_group: np.ndarray) -> np.ndarray:
+        apart = _parts(by_group.astype(np.float32), parts)
+        missing = groups(size, group) - apart.shape[-1]
+        return (np.pad(apart, _last(by_group, missing)) if missing else apart).reshape(*leading, -1)
+
+    held: Any = values.view(np.int32).reshape(*leading, -1)
+    by_group: list[Any] = [padded(scale), None if offset is None else padded(offset)]
+    return Int4(held, by_group[0], by_group[1], size, group, dtype, kind, hadamard)
+
+
 def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: int = 1) -> Int4:
     """Quantizes floats x [..., in], rounding each group to nearest."""
     size = x.shape[-1] // parts
@@ -178,10 +216,10 @@ def wide(x: Int4) -> jax.Array:
     return weights.reshape(*leading, -1)[..., : x.size].reshape(x.shape)
 
 
-def _parts(x: jax.Array, parts: int) -> jax.Array:
+def _parts[A: (jax.Array, np.ndarray)](x: A, parts: int) -> A:
     return x.reshape(*x.shape[:-1], parts, -1)
 
 
-def _last(x: jax.Array, missing: int) -> list[tuple[int, int]]:
+def _last(x: jax.Array | np.ndarray, missing: int) -> list[tuple[int, int]]:
     """Padding of the last axis by `missing`, for x with its last axis divided into parts."""
     return [(0, 0)] * x.ndim + [(0, missing)]

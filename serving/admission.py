@@ -81,9 +81,7 @@ class Admission:
         self.check(count, "n" if prompts == 1 else field)
         places, client, limit = self._running + self._waiting, client_of(call), self._client_limit()
         bucket = self._bucket(client)
-        if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
-            limited = f"this client may use {bucket.per_minute} tokens a minute, and has used them; try again in {seconds:.1f} s"
-            raise Busy(limited, seconds, "tokens_per_minute")
+        _check_tokens(bucket)
         if self._completions.get(client, 0) + count > limit:
             has = f"this client has {self._completions[client]} completions; the maximum is {limit}"
             raise Busy(has, self._retry_seconds(), "client_streams")
@@ -151,18 +149,43 @@ class Place:
 
     def __init__(self, admission: Admission, client: str, n: int, bucket: TokenBucket | None, request: _Request) -> None:
         self._admission, self._client, self._n, self._since = admission, client, n, time.monotonic()
-        self._bucket, self._charged, self._request, self._scored = bucket, 0, request, 0
+        self._bucket, self._charged, self._reserved, self._request, self._scored = bucket, 0, 0, request, 0
 
     @property
     def limited(self) -> bool:
         """Whether tokens are charged."""
         return self._bucket is not None
 
+    def reserve(self, prompt: int, output: int, first: bool) -> None:
+        """Reserves the tokens that the prompt and its completions may use, before the engine works on them.
+
+        Args:
+            output: the most of each completion.
+            first: whether this is the request's first prompt; the others belong to what has started.
+
+        Raises:
+            Busy: the client's running requests may use all its tokens.
+        """
+        if self._bucket is None:
+            return
+        if first:
+            _check_tokens(self._bucket)
+        tokens = prompt + self._n * output
+        self._reserved += tokens
+        self._bucket.reserved += tokens
+
     def charge(self, tokens: int) -> None:
         """Reports the request's total tokens so far, including the prompt."""
         if self._bucket is not None and tokens > self._charged:
             self._bucket.charge(tokens - self._charged, time.monotonic())
+            self._unreserve(tokens - self._charged)
             self._charged = tokens
+
+    def _unreserve(self, tokens: int) -> None:
+        tokens = min(tokens, self._reserved)
+        self._reserved -= tokens
+        if self._bucket is not None:
+            self._bucket.reserved -= tokens
 
     def hold(self, prompt: int, output: int) -> None:
         """Reserves room in the request's answer for log probabilities of its prompt and of its output, until the release.
@@ -177,6 +200,7 @@ class Place:
     def release(self) -> None:
         if self._n:
             n, self._n = self._n, 0
+            self._unreserve(self._reserved)
             self._admission.leave(self._client, n, self._scored, time.monotonic() - self._since)
 
     def __enter__(self) -> Place:
@@ -184,6 +208,14 @@ class Place:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _check_tokens(bucket: TokenBucket | None) -> None:
+    """Raises Busy if a client's tokens of this minute are used up, or reserved by its running requests."""
+    if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
+        how = "its running requests may use the rest" if bucket.reserved else "has used them"
+        limited = f"this client may use {bucket.per_minute} tokens a minute, and {how}; try again in {seconds:.1f} s"
+        raise Busy(limited, seconds, "tokens_per_minute")
 
 
 def _take(counts: Counter[str], client: str, n: int) -> None:

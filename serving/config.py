@@ -50,6 +50,9 @@ class ServerConfig:
         max_streams_per_client: the most completions that one client (an API key's name, or an address) may have at once. A request
             counts n times. The keys file may set another number for a key.
         max_calls_per_client: the most calls of every kind that one client may have at once; at least max_streams_per_client.
+        max_connections: the most open connections of a port, idle ones included. Further ones get 503 over HTTP; gRPC closes them.
+        max_connections_per_client: the most open HTTP connections from one address; further ones get 429. All clients behind a proxy
+            have the proxy's address. gRPC needs one connection for many calls, and has no such limit.
         max_answer_logprobs: the most log probabilities that an answer may hold: those of each prompt, once for each completion, and those
             of the output, as if it had max_tokens. Repeated prompt tokens (echo, return_token_ids) count too. It is also the most of
             the prompts that one client may have in flight. A request with logprobs and without max_tokens gets a limit that fits.
@@ -107,6 +110,8 @@ class ServerConfig:
     max_waiting: int = 256
     max_streams_per_client: int = 256
     max_calls_per_client: int = 512
+    max_connections: int = 4096
+    max_connections_per_client: int = 1024
     max_answer_logprobs: int = 2**20
     max_tokens_limit: int | None = None
     max_request_seconds: float | None = None
@@ -136,6 +141,8 @@ class ServerConfig:
         _whole("max_waiting", self.max_waiting, 0, None)
         _whole("max_streams_per_client", self.max_streams_per_client, 1, None)
         _whole("max_calls_per_client", self.max_calls_per_client, 1, None)
+        _whole("max_connections", self.max_connections, 1, 2**31 - 1)
+        _whole("max_connections_per_client", self.max_connections_per_client, 1, None)
         _whole("max_answer_logprobs", self.max_answer_logprobs, 1, None)
         if self.max_tokens_limit is not None:
             _whole("max_tokens_limit", self.max_tokens_limit, 1, None)
@@ -206,6 +213,8 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 
 # --- where values come from -----------------------------------------------------------------------
 
+SERVE_DEFAULTS: dict[str, Any] = {"policy": "fair"}  # where a server differs from the library, since clients share it
+BY_TARGETS = ("latency", "auto")  # strategies that order the requests of all clients by their targets
 KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get_type_hints(of).items()}
 Sourced = dict[str, tuple[Any, str]]  # option: (value, place where it was given)
 
@@ -233,6 +242,8 @@ def resolve_config(
     server, engine = (
         {name: value for name, (value, _) in given.items() if name in of.__dataclass_fields__} for of in (ServerConfig, EngineConfig)
     )
+    if engine.get("strategy", "throughput") not in BY_TARGETS:
+        engine = {**SERVE_DEFAULTS, **engine}
     with naming_source(given):
         return ServerConfig(**server), EngineConfig(**engine)
 

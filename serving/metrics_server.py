@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from jengine.serving.model_provider import RESTART_SECONDS
 
 MOST_CONNECTIONS = 64
 LONGEST_HEAD = 8192  # bytes
+RESTS = 4  # how much longer metrics are kept than they take to make
 SECONDS = 5.0  # for a request to arrive, and for its answer to be read
 
 log = logging.getLogger("jengine.serving")
@@ -127,6 +129,28 @@ async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> 
         writer.write_eof()
 
 
+class Recent:
+    """A text that takes time to make. Those who ask at the same time share one, and it is kept for RESTS times the processor time
+    that it took. So however often it is asked for, making it takes a small part of a processor."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+        self._until = 0.0  # monotonic seconds
+        self._text: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        if self._text is None or (self._text.done() and time.monotonic() >= self._until):
+            self._until = 0.0  # a failure is not kept
+            self._text = asyncio.create_task(asyncio.to_thread(self._timed))
+        return await asyncio.shield(self._text)
+
+    def _timed(self) -> bytes:
+        began = time.thread_time()
+        text = self._make()
+        self._until = time.monotonic() + RESTS * (time.thread_time() - began)
+        return text
+
+
 # --- pages ------------------------------------------------------------------------------------------
 
 
@@ -152,8 +176,11 @@ def pages_of(
             return Page(HTTPStatus.OK, b"ok\n")
         return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n".encode(), retry_after=math.ceil(retry_seconds()))
 
+    texts: dict[str, Recent] = {}  # by content type, of which there are a few
+
     async def prometheus(accept: str) -> Page:
         encode, content_type = choose_encoder(accept)
-        return Page(HTTPStatus.OK, await asyncio.to_thread(encode, registry), content_type)
+        recent = texts.setdefault(content_type, Recent(lambda: encode(registry)))
+        return Page(HTTPStatus.OK, await recent.text(), content_type)
 
     return {"/metrics": prometheus, "/healthz": healthz, "/readyz": readyz}

@@ -130,6 +130,7 @@ def _options(config: ServerConfig, calls: int) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # computed results are always sent
         ("grpc.max_concurrent_streams", 2 * calls),  # per connection; a client's calls above `calls` get an error
+        ("grpc.max_allowed_incoming_connections", config.max_connections),  # further ones are closed
         ("grpc.so_reuseport", 0),  # a second server on this port must fail rather than share it
         # Pings detect clients that have vanished. Clients may also ping, to keep idle streams alive through proxies.
         ("grpc.keepalive_time_ms", 60_000),

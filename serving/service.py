@@ -37,6 +37,8 @@ from jengine.serving.tracking import RequestTracker
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and ChatOptions
 
+UNKNOWN_TOKENS = 256  # expected of a completion without max_tokens, when a key's tokens a minute are reserved
+
 
 class Shared(NamedTuple):
     """Parts of a server that services share.
@@ -143,7 +145,9 @@ class Service:
             return llm.prepare(prompt, params) if parsed.embedding is None else llm.prepare_embedding(prompt, **parsed.embedding)
 
         prepared = await self._text_work.run(client, parsed.bytes, prepare)
-        place.hold(*_logprobs(parsed, len(prepared.requests[0].prompt_token_ids), self._max_model_len))
+        prompt_tokens = len(prepared.requests[0].prompt_token_ids)
+        place.hold(*_logprobs(parsed, prompt_tokens, self._max_model_len))
+        place.reserve(prompt_tokens, _output_tokens(parsed, prompt_tokens, self._max_model_len), first)
         timeout = self._bounds.timeout(parsed.timeout)
         try:
             return llm.submit(
@@ -187,6 +191,12 @@ class Service:
         """Checks the number of ids before they are copied."""
         if count > self._max_model_len:
             raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {self._max_model_len}")
+
+
+def _output_tokens(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> int:
+    """The tokens of a completion that a key's budget is asked for before it starts."""
+    most = UNKNOWN_TOKENS if parsed.params.max_tokens is None else parsed.params.max_tokens
+    return 0 if parsed.embedding is not None else min(most, max_model_len - prompt_tokens)
 
 
 def _logprobs(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> tuple[int, int]:

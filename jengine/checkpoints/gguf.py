@@ -155,7 +155,7 @@ def _tensor(tensor: GgufTensor, heads: int) -> np.ndarray | StoredTensor:
         return rows()
     if kind in FOUR_BITS and len(shape) == 2:
         return StoredTensor(shape, lambda: _four_bits(rows(), kind))
-    return StoredTensor(shape, lambda: dequantized(rows(), kind))
+    return StoredTensor(shape, lambda: dequantized(rows(), kind), None if heads else lambda part: dequantized(tensor.data[part], kind))
 
 
 def _four_bits(rows: np.ndarray, kind: str) -> Groups:

@@ -6,14 +6,15 @@ Parameters that the checkpoint already stores in the wanted form are read as the
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.int4 import Int4, pack, quantize_int4
+from pallas_kernels.int4 import Int4, pack, pack_on_host, quantize_int4
 from pallas_kernels.quantized import Quantized, quantize
 
-PACKING = "group", "parts", "dtype", "kind", "hadamard"
 Target = jax.ShapeDtypeStruct | Quantized | Int4  # the form of a parameter in programs, with shardings
 
 
@@ -50,13 +51,25 @@ def parts_of(target: Quantized | Int4) -> tuple[jax.ShapeDtypeStruct, jax.ShapeD
     return jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding), jax.ShapeDtypeStruct(by_group, jnp.float32, sharding=sharding)
 
 
-def joined(numbers: jax.Array, scale: jax.Array, offset: jax.Array | None, target: Quantized | Int4) -> Quantized | Int4:
-    """Combines the parts of a parameter."""
+def joined(numbers: np.ndarray, scale: np.ndarray, offset: np.ndarray | None, target: Quantized | Int4) -> Quantized | Int4:
+    """Combines the parts of a parameter and places it on its devices."""
     if isinstance(target, Quantized):
-        return dataclasses.replace(target, values=numbers, scale=scale)
-    parts = target.shape[-1] // target.size
-    to_int4 = jax.jit(pack, static_argnames=PACKING, out_shardings=jax.tree.map(lambda x: x.sharding, target))  # a program per shape
-    packed: Int4 = jax.block_until_ready(
-        to_int4(numbers, scale, offset, group=target.group, parts=parts, dtype=target.dtype, kind=target.kind, hadamard=target.hadamard)
-    )
+        values, scales = parts_of(target)
+        return dataclasses.replace(target, values=placed(numbers, values), scale=placed(scale, scales))
+    how: dict[str, Any] = {name: getattr(target, name) for name in ("group", "dtype", "kind", "hadamard")}
+    how["parts"] = target.shape[-1] // target.size
+    sharding: Any = target.values.sharding
+    if sharding.mesh.devices.flat[0].platform == "cpu":  # compiling a program for each shape would take longer
+        packed: Int4 = jax.tree.map(placed, pack_on_host(numbers, scale, offset, **how), target)
+        return packed
+    number, by_group = parts_of(target)
+    parts = placed(numbers, number), placed(scale, by_group), None if offset is None else placed(offset, by_group)
+    to_int4 = jax.jit(pack, static_argnames=(*how,), out_shardings=jax.tree.map(lambda x: x.sharding, target))  # a program per shape
+    packed = jax.block_until_ready(to_int4(*parts, **how))
     return packed
+
+
+def placed(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array on its devices; each takes its part."""
+    made: jax.Array = jax.block_until_ready(jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__))
+    return made

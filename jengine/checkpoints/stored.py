@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+BLOCK = 1 << 18  # numbers that are converted at a time
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -65,9 +67,15 @@ class StoredTensor:
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, shape: tuple[int, ...], read: Callable[[], Groups | np.ndarray]) -> None:
-        """read: returns groups, or a float array of this shape if there are no quantized numbers to keep."""
-        self.shape, self.read = shape, read
+    def __init__(
+        self, shape: tuple[int, ...], read: Callable[[], Groups | np.ndarray], rows: Callable[[slice], np.ndarray] | None = None
+    ) -> None:
+        """
+        Args:
+            read: returns groups, or a float array of this shape if there are no quantized numbers to keep.
+            rows: returns some rows of that float array; None: they cannot be read apart.
+        """
+        self.shape, self.read, self.rows = shape, read, rows
 
     def groups(self) -> Groups:
         found = self.read()
@@ -78,6 +86,15 @@ class StoredTensor:
         """The unquantized array, as float32 or in the file's dtype."""
         found = self.read()
         return found.dense() if isinstance(found, Groups) else found
+
+    def fill(self, out: np.ndarray) -> None:
+        """Writes the unquantized array to `out`, of any dtype, a few rows at a time if possible, which needs less memory and time."""
+        if self.rows is None:
+            out[...] = self.dense()
+            return
+        step = max(BLOCK * len(out) // out.size, 1)
+        for start in range(0, len(out), step):
+            out[start : start + step] = self.rows(slice(start, start + step))
 
 
 class Tensor(NamedTuple):

@@ -19,7 +19,7 @@ from jengine.checkpoints.experts import each_expert
 from jengine.checkpoints.files import read_tensors
 from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
-from jengine.checkpoints.quantization import Target, fitted, joined, parts_of, plain
+from jengine.checkpoints.quantization import Target, fitted, joined, parts_of, placed, plain
 from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
@@ -32,10 +32,10 @@ from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
 from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.mesh import with_shardings
+from pallas_kernels.host_memory import zeros
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import GROUP, Quantized, is_quantized
 
-ALIGNMENT = 64  # bytes; alignment at which a CPU device takes over memory without a copy
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 # Constants in older checkpoints, perhaps in unsupported dtypes: frequencies, and masks of GPT-2 and GPT-NeoX.
 CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -118,9 +118,7 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Te
     arrays = {piece.name: tensors[piece.name].array for piece in source}
     if all(isinstance(array, jax.Array) for array in arrays.values()):
         return assemble_on_devices(target, source, cast(dict[str, jax.Array], arrays))
-    array = jax.make_array_from_callback(target.shape, target.sharding, assemble(target, source, tensors).__getitem__)
-    array.block_until_ready()
-    return array
+    return placed(assemble(target, source, tensors), target)
 
 
 def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Quantized | Int4:
@@ -135,19 +133,19 @@ def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str
             raise ModelError("is not stored as the configuration says: it is not quantized", file=tensor.file, tensor=piece.name)
         found[piece.name] = groups if group is None else groups.by_group(group)
 
-    def placed(target: jax.ShapeDtypeStruct, part: Callable[[Groups], np.ndarray], pieces: tuple[Piece, ...]) -> jax.Array:
-        return _placed(target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()})
+    def whole(target: jax.ShapeDtypeStruct, part: Callable[[Groups], np.ndarray], pieces: tuple[Piece, ...]) -> np.ndarray:
+        return assemble(target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()})
 
     if group is None:
         by_output = tuple(piece._replace(part=piece.part[: len(scale.shape)], columns=slice(None)) for piece in source)
-        scales = placed(scale, lambda groups: groups.by_output(), by_output)
-        return joined(placed(numbers, lambda groups: groups.values, source), scales, None, target)
+        scales = whole(scale, lambda groups: groups.by_output(), by_output)
+        return joined(whole(numbers, lambda groups: groups.values, source), scales, None, target)
     by_group = tuple(piece.grouped(len(target.shape), group) for piece in source)
-    scales = placed(scale, lambda groups: groups.scale, by_group)
+    scales = whole(scale, lambda groups: groups.scale, by_group)
     offsets = None
     if isinstance(target, Int4) and target.offset is not None:  # zero for tensors without offsets
-        offsets = placed(scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group)
-    return joined(placed(numbers, lambda groups: groups.values, source), scales, offsets, target)
+        offsets = whole(scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group)
+    return joined(whole(numbers, lambda groups: groups.values, source), scales, offsets, target)
 
 
 def num_bytes(tree: Any) -> int:
@@ -197,13 +195,16 @@ def has_output_head(path: Path, config: ModelConfig, given: Tensors | None = Non
 
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> np.ndarray:
     """Assembles a parameter in new memory: a CPU device may take that over, so it must not be the file's."""
-    size = target.size * target.dtype.itemsize
-    memory = np.zeros(size + ALIGNMENT, np.uint8)  # padding stays zero
-    start = -memory.ctypes.data % ALIGNMENT
-    out: np.ndarray = memory[start : start + size].view(target.dtype).reshape(target.shape)
-    arrays = {name: dense(tensors[name].array) for name in {piece.name for piece in source}}
+    out = zeros(target.shape, target.dtype)  # padding stays zero
+    arrays: dict[str, np.ndarray] = {}
     for piece in source:
-        part, array = out[piece.part], arrays[piece.name]
+        part, stored = out[piece.part], tensors[piece.name].array
+        if isinstance(stored, StoredTensor) and piece.as_stored and part.shape == stored.shape:
+            stored.fill(part)
+            continue
+        if piece.name not in arrays:
+            arrays[piece.name] = dense(stored)
+        array = arrays[piece.name]
         part[...] = (_turned(array) if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
     return out
 

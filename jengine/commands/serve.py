@@ -24,7 +24,7 @@ Ctrl-C exits immediately.
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from jengine.serving.config import ServerConfig  # plain data; the server itself is imported later
+    from jengine.serving.config import SERVE_DEFAULTS, ServerConfig  # plain data; the server itself is imported later
 
     parser = commands.add_parser(
         "serve",
@@ -44,7 +44,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="a TOML file of options")
     add_fields(parser.add_argument_group("server"), ServerConfig)
-    add_fields(parser.add_argument_group("engine"), EngineConfig, skip=("model",))
+    add_fields(parser.add_argument_group("engine"), EngineConfig, ("model",), SERVE_DEFAULTS)
     add_vllm_flags(parser, SERVE_SETTINGS.values(), note)
     parser.set_defaults(run=_serve)
 

@@ -11,7 +11,7 @@ import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
 TRANSFORMED = ("w8a8",)  # with a Hadamard transform: outliers would otherwise leave few of the eight bits to other activations
 VOCABULARY = dict.fromkeys((*FOUR_BITS, "fp8"), "int8")  # of embeddings and output heads, if it differs from the other weights
 MIXED = "int8"  # with int4_mixed: weights for which `_loses_much`
+FORMS = 256  # abstract weights that are kept, more than one model has
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 FILES = (
     *("bloom", "cohere", "deepseek", "ernie", "exaone", "falcon", "gemma", "gemma3n", "gemma4", "glm", "glm_moe", "gpt2", "gpt_neox"),
@@ -153,13 +154,13 @@ def build(
             return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
         if quantization in FOUR_BITS and not vocabulary and not (quantization == "int4_mixed" and _loses_much(axes)):
             hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # without calibration, the transform gains little
-            return jax.eval_shape(partial(quantize_int4, group=group_size, parts=parts, hadamard=hadamard), plain)
+            return _form(quantize_int4, plain, group=group_size, parts=parts, hadamard=hadamard)
         if quantization in (None, "none"):
             return plain
         name = VOCABULARY.get(quantization, quantization) if vocabulary else MIXED if quantization in FOUR_BITS else quantization
         kind, inputs = QUANTIZATIONS[name]
         hadamard = block_of(plain.shape[-1] // parts) if name in TRANSFORMED else 1
-        return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs, hadamard=hadamard), plain)
+        return _form(quantize, plain, dtype=kind, inputs=inputs, hadamard=hadamard)
 
     return Model(
         config=config,
@@ -176,6 +177,12 @@ def build(
         unread=FAMILIES[config.family].unread(config),
         graph=graph,
     )
+
+
+@lru_cache(FORMS)
+def _form(make: Any, *arrays: jax.ShapeDtypeStruct | None, **how: Any) -> Any:
+    """The abstract result of a function of arrays. Most layers have the same shapes, and tracing takes milliseconds."""
+    return jax.eval_shape(partial(make, **how), *arrays)
 
 
 def _loses_much(axes: tuple[str | None, ...]) -> bool:
@@ -195,14 +202,14 @@ def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence
     if stored.form not in KINDS and stored.group:
         return _by_group(plain, stored, source, parts)
     if stored.form not in KINDS:
-        return jax.eval_shape(partial(quantize, dtype=stored.form), plain)
+        return _form(quantize, plain, dtype=stored.form)
     size = plain.shape[-1] // parts
     if size % stored.group:
         raise InvalidArgument("tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}")
     values = jax.ShapeDtypeStruct(plain.shape, jnp.int8)
     scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
-    made = partial(pack, group=stored.group, parts=parts, dtype=str(plain.dtype), kind=stored.form)
-    return jax.eval_shape(made, values, scale, scale if stored.offset else None)
+    how: dict[str, Any] = {"group": stored.group, "parts": parts, "dtype": str(plain.dtype), "kind": stored.form}
+    return _form(pack, values, scale, scale if stored.offset else None, **how)
 
 
 def _by_group(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:

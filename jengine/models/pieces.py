@@ -20,6 +20,11 @@ class Piece(NamedTuple):
     columns: slice = slice(None)
     transposed: bool = False  # stored as [in, out]; rows and columns refer to the transpose
 
+    @property
+    def as_stored(self) -> bool:
+        """Whether it is the whole checkpoint tensor, in its own layout."""
+        return self.rows == self.columns == slice(None) and not self.transposed
+
     def grouped(self, ndim: int, group: int) -> Piece:
         """The same piece of an array with one number per group of columns, such as scales.
 

@@ -58,7 +58,7 @@ ENGINE: tuple[Setting, ...] = (
     renamed("block_size", "page_size"),
     renamed("num_gpu_blocks_override", "num_pages"),
     renamed("kv_cache_memory_bytes", "kv_cache_memory", read=lambda value: whole_number(value) if isinstance(value, str) else value),
-    renamed("scheduling_policy", "policy", "also `fair`"),
+    renamed("scheduling_policy", "policy", "also `fair`, the default of `jengine serve`"),
     renamed("async_scheduling", "overlap", "on by default", switch=True),
     Setting(
         "task", "renamed", "models generate and embed, without a task", fits=("auto", "generate"),

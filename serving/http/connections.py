@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from collections import Counter
+from http import HTTPStatus
 from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -11,6 +14,34 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_SECONDS = 10.0  # maximum time for a request's headers, from the first byte of the connection or the request
 
 log = logging.getLogger("jengine.serving")
+REFUSED_SECONDS = 2.0  # maximum time for a first request on a connection that is one too many
+
+
+class Quota:
+    """Counts open connections, in total and by address.
+
+    Attributes:
+        most, most_of_one: the limits.
+    """
+
+    def __init__(self, most: int, most_of_one: int) -> None:
+        self.most, self.most_of_one = most, most_of_one
+        self._open: Counter[str] = Counter()
+
+    def enter(self, address: str) -> tuple[HTTPStatus, str] | None:
+        """Counts a connection, which `leave` must follow. Returns a status and a reason, and does not count it, if it is one too many."""
+        if self._open[address] >= self.most_of_one:
+            why = f"this client has {self.most_of_one} connections, the maximum (max_connections_per_client)"
+            return HTTPStatus.TOO_MANY_REQUESTS, why
+        if self._open.total() >= self.most:
+            return HTTPStatus.SERVICE_UNAVAILABLE, f"the server has {self.most} connections, the maximum (max_connections)"
+        self._open[address] += 1
+        return None
+
+    def leave(self, address: str) -> None:
+        self._open[address] -= 1
+        if not self._open[address]:
+            del self._open[address]
 
 
 class Connection(H11Protocol):
@@ -18,9 +49,14 @@ class Connection(H11Protocol):
 
     Attributes:
         write_timeout: seconds in which a client must read some of the waiting response.
+        quota: of all connections of the port.
     """
 
     write_timeout: ClassVar[float] = 10.0
+    quota: ClassVar[Quota]
+
+    _address = ""
+    _refused: tuple[HTTPStatus, str] | None = None
 
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
@@ -28,15 +64,22 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head = self.loop.call_later(HEAD_SECONDS, self._end)
+        self._address = str((transport.get_extra_info("peername") or ("",))[0])
+        self._refused = self.quota.enter(self._address)
+        self._head = self.loop.call_later(REFUSED_SECONDS if self._refused else HEAD_SECONDS, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._stall):
             if timer is not None:
                 timer.cancel()
+        if self._refused is None:
+            self.quota.leave(self._address)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused is not None:
+            self._refuse(*self._refused)
+            return
         super().data_received(data)
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and self._head is not None:
@@ -59,6 +102,16 @@ class Connection(H11Protocol):
     def timeout_keep_alive_handler(self) -> None:
         """Closes a connection because no request has arrived. Data that the client has not read by now is dropped."""
         self._end() if self.transport.get_write_buffer_size() else super().timeout_keep_alive_handler()
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        """Answers the first request, whatever it is, and closes. Before a request has come, clients would not expect an answer."""
+        if self.transport.is_closing():
+            return
+        error = {"message": why, "type": "rate_limit_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
+        self.transport.close()
 
     def _stalled(self) -> None:
         left = self.transport.get_write_buffer_size()

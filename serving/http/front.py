@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
-from jengine.serving.http.connections import Connection
+from jengine.serving.http.connections import Connection, Quota
 from jengine.serving.listening import listen, reason
 
 KEEP_ALIVE = 60  # seconds that an idle connection is kept
@@ -39,7 +39,8 @@ class HttpFront:
 
     def __init__(self, app: ASGIApp, config: ServerConfig, option: Literal["http_port", "metrics_port"] = "http_port") -> None:
         self._app, self._config, self._option = app, config, option
-        self._protocol = type("BoundedConnection", (Connection,), {"write_timeout": config.write_timeout})
+        quota = Quota(config.max_connections, config.max_connections_per_client)
+        self._protocol = type("BoundedConnection", (Connection,), {"write_timeout": config.write_timeout, "quota": quota})
         self._socket: socket.socket | None = None
         self._servers: list[tuple[_Server, asyncio.Task[None]]] = []
         self.port = 0

@@ -76,13 +76,29 @@ def test_four_bits_stay_four_bits(tmp_path: Path) -> None:
     assert not is_quantized(params["lm_head"])
 
 
-def test_matrices_of_a_shape_are_packed_by_one_program(tmp_path: Path) -> None:
-    """One for each parameter would be compiled at every start."""
+def test_nothing_is_compiled_to_pack_matrices(tmp_path: Path) -> None:
+    """It would be compiled at every start."""
     write_gguf(tmp_path / "m.gguf", "llama_gqa", {"": "Q4_1"}, **EVEN)
-    loaded(tmp_path / "m.gguf")
     before = compile_count()
     loaded(tmp_path / "m.gguf")
     assert compile_count() == before
+
+
+def test_large_tensors_are_converted_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole, a vocabulary of a large model takes gigabytes as float32."""
+    stored = write_gguf(tmp_path / "m.gguf", "llama_tied", {"": "Q8_0"}, **EVEN)
+    rows: list[int] = []
+
+    def counted(data: np.ndarray, kind: str) -> np.ndarray:
+        rows.append(len(data))
+        return dequantized(data, kind)
+
+    monkeypatch.setattr("jengine.checkpoints.gguf.dequantized", counted)
+    monkeypatch.setattr("jengine.checkpoints.stored.BLOCK", 1000)
+    _, params = loaded(tmp_path / "m.gguf")
+    vocabulary = stored["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(params["embed"][: len(vocabulary)], vocabulary)
+    assert len(vocabulary) not in rows and sum(count == 1000 // 64 for count in rows) >= len(vocabulary) // 16
 
 
 def test_logits_of_four_bits(tmp_path: Path) -> None:

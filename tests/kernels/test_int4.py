@@ -19,7 +19,7 @@ from pallas_kernels.cpu import products as cpu_products
 from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.int4 import int4_module
 from pallas_kernels.cpu.kinds import INPUTS
-from pallas_kernels.int4 import E2M1, GROUPS, HIGHEST, KINDS, LOWEST, Int4, groups, pack, quantize_int4, words
+from pallas_kernels.int4 import E2M1, GROUPS, HIGHEST, KINDS, LOWEST, Int4, groups, pack, pack_on_host, quantize_int4, words
 from pallas_kernels.products import form_key, product, using
 from pallas_kernels.quantized import dequantize
 from tests.kernels.interpreted import normal
@@ -55,6 +55,25 @@ def multiplied(wide: np.ndarray[Any, Any], x_dtype: str) -> np.ndarray[Any, Any]
     pairs = processor(native.host()).pairs and processor(native.host()).lanes == 16 and x_dtype == "bfloat16"
     rounded = wide.astype(np.float32).astype(jnp.bfloat16) if pairs else wide
     return rounded.astype(np.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+@pytest.mark.parametrize(("size", "parts", "group"), [(576, 1, 32), (1536, 1, 64), (256, 2, 128), (192, 2, 32), (64, 1, 64)])
+@pytest.mark.parametrize("offset", [False, True])
+def test_the_host_packs_as_devices_do(kind: str, leading: tuple[int, ...], size: int, parts: int, group: int, offset: bool) -> None:
+    rng = np.random.default_rng(size)
+    numbers = rng.integers(LOWEST, HIGHEST + 1, (*leading, size)).astype(np.int8)
+    if kind == "e2m1":
+        numbers = np.array([*E2M1, *(-n for n in E2M1)], np.int8)[numbers + 8]
+    scale = rng.normal(size=(*leading, size // group)).astype(np.float32)
+    how: dict[str, Any] = {"group": group, "parts": parts, "kind": kind}
+    expected = pack(jnp.asarray(numbers), jnp.asarray(scale), jnp.asarray(-scale) if offset else None, **how)
+    found = pack_on_host(numbers, scale, -scale if offset else None, **how)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert isinstance(ours, np.ndarray) and ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

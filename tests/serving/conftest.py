@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
+from jengine.serving import metrics_server
 from jengine.serving.access import Access
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
@@ -73,6 +74,7 @@ def with_key(channel: grpc.Channel, key: str) -> grpc.Channel:
     return grpc.intercept_channel(channel, _WithKey(key))
 
 
+metrics_server.RESTS = 0  # tests read metrics right after what they count
 MakeServer = Callable[..., AbstractContextManager[MockServer]]
 
 

@@ -158,6 +158,33 @@ def test_a_key_has_a_limit_of_its_own() -> None:
         door.place(6, of())
 
 
+def test_tokens_of_running_requests_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were charged as they came: requests that started together used a minute's tokens several times over."""
+    door = admission()
+    monkeypatch.setattr("jengine.serving.admission.time.monotonic", lambda: 0.0)
+    with calling_with(Key("anna", tokens_per_minute=60)):
+        first, second, third = door.place(1, of()), door.place(2, of()), door.place(1, of())
+        first.reserve(10, 40, first=True)
+        second.reserve(5, 10, first=True)  # 10 tokens were left, so it may start, with both completions
+        with pytest.raises(Busy, match="its running requests may use the rest") as refused:
+            third.reserve(1, 1, first=True)
+        assert (refused.value.cause, refused.value.retry_seconds) == ("tokens_per_minute", 16.0)
+        with pytest.raises(Busy):
+            door.place(1, of())
+        second.reserve(0, 0, first=False)  # another prompt of a request that has started
+        second.release()
+        first.charge(50)  # what it has reserved: neither is counted twice
+        third.reserve(1, 1, first=True)
+        first.release()
+        third.charge(1)
+        third.release()
+        with door.place(1, of()) as last:
+            last.reserve(0, 8, first=True)
+            last.charge(9)  # more than it has reserved
+        with pytest.raises(Busy, match="has used them"):
+            door.place(1, of())
+
+
 def test_tokens_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     door, clock = admission(), [0.0]
     monkeypatch.setattr("jengine.serving.admission.time.monotonic", lambda: clock[0])

@@ -15,6 +15,7 @@ from jengine.serving.config import ServerConfig, resolve_config
 
 OTHER: dict[str, Any] = {
     "host": "::1", "port": 1, "metrics_port": 2, "http_port": 3, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
+    "max_connections": 77, "max_connections_per_client": 7,
     "max_calls_per_client": 5, "max_answer_logprobs": 9, "max_tokens_limit": 6, "max_request_seconds": 7.5, "request_log": "-",
     "max_message_bytes": 5000, "client_chat_templates": True, "allowed_origins": "https://a.example", "write_timeout": 1.5,
     "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
@@ -54,6 +55,28 @@ def test_names_are_the_servers_or_the_engines() -> None:
     assert set(OTHER) == server | engine, "an option was added: give it a value above, other than its default"
 
 
+@pytest.mark.parametrize(
+    "given, policy",
+    [
+        ({}, "fair"),
+        ({"strategy": "memory"}, "fair"),
+        ({"strategy": "latency"}, "fcfs"),
+        ({"strategy": "auto"}, "fcfs"),
+        ({"strategy": "latency", "policy": "fair"}, "fair"),
+        ({"policy": "fcfs"}, "fcfs"),
+        ({"scheduling_policy": "priority"}, "priority"),
+    ],
+)
+def test_clients_of_a_server_get_equal_shares(given: dict[str, str], policy: str) -> None:
+    """In the library, whoever calls it is one client."""
+    assert resolve_config({"model": "demo", **given}, {})[1].policy == policy
+    assert EngineConfig(model="demo").policy == "fcfs"
+
+
+def test_a_server_answers_while_programs_are_compiled() -> None:
+    assert resolve_config({"model": "demo"}, {})[1].warm_up == "progressive"
+
+
 @pytest.mark.parametrize("source", ["flags", "environment", "file"])
 def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
@@ -61,7 +84,7 @@ def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> No
     flags = {"flags": OTHER, "environment": {}, "file": {"config": str(file)}}[source]
     server, engine = resolve_config(flags, environment(OTHER) if source == "environment" else {})
     assert dataclasses.asdict(server) | dataclasses.asdict(engine) == OTHER
-    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig())
+    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig(policy="fair"))
 
 
 @given(st.data())
@@ -76,7 +99,7 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
         environment(variables) | ({"JENGINE_CONFIG": str(path)} if in_variable else {}),
     )
     got = dataclasses.asdict(server) | dataclasses.asdict(engine)
-    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig())
+    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig(policy="fair"))
     assert got == {**defaults, "model": "m", **file, **variables, **flags}
 
 

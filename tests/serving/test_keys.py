@@ -140,6 +140,19 @@ def test_tokens_a_minute(make_server: MakeServer, keys: Any, kind: str) -> None:
         server.wait_until_idle()
 
 
+def test_running_requests_reserve_their_tokens(make_server: MakeServer, keys: Any) -> None:
+    """Requests that start together may not use a minute's tokens several times over."""
+    with make_server(server=keys("tokens_per_minute=100"), seconds=0.01) as server, server.stub(ANNA) as anna:
+        request = generate(token_ids=pb.TokenIds(ids=[1] * 20), sampling_params=pb.SamplingParams(max_tokens=900, ignore_eos=True))
+        stream = anna.GenerateStream(request)
+        next(stream)
+        code, message, _ = refused(lambda: anna.Generate(generate(sampling_params=SHORT)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "its running requests may use the rest" in message
+        stream.cancel()
+        server.wait_until_idle()
+        assert anna.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5
+
+
 def test_calls_of_every_kind_are_bounded(make_server: MakeServer) -> None:
     with make_server(server={"max_calls_per_client": 3, "max_streams_per_client": 1}) as server:
         with grpc.insecure_channel(server.address) as channel, server.stub() as other:

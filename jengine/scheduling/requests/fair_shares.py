@@ -35,6 +35,10 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """The order of admission if nothing arrives and no output is computed meanwhile."""
+        if len(self._queues) == 1:
+            [only] = self._queues.values()
+            yield from only
+            return
         heap = []
         for client, queue in self._queues.items():
             own = iter(queue)
@@ -52,7 +56,7 @@ class FairQueue:
 
     @property
     def first(self) -> Sequence | None:
-        return next(iter(self), None) if len(self._queues) > 1 else next((queue.first for queue in self._queues.values()), None)
+        return next(iter(self), None)
 
     def push(self, sequence: Sequence) -> None:
         client = sequence.client
