@@ -110,6 +110,19 @@ class Sharing:
         return self._alone[key]
 
 
+def check_equal(found: List[Answer], expected: List[Answer]) -> None:
+    """Checks that tokens are equal, except for a sampled one at a near-tie in a thousand: the programs round differently, and a draw on the
+    border of two tokens takes the one or the other. What follows it differs, too."""
+    ties = 0
+    for one, other in zip(found, expected, strict=True):
+        pairs = zip(one.tokens, other.tokens, strict=one.tokens == other.tokens)
+        token, instead = next(((a, b) for a, b in pairs if a != b), (None, None))
+        if token is not None and instead is not None:
+            assert one.sequence.request.params.temperature == 1.0 and abs(token - instead) == 1, (token, instead)
+            ties += 1
+    assert ties <= sum(len(answer.tokens) for answer in found) / 1000
+
+
 def cached(answers: List[Answer]) -> list[int]:
     """Number of tokens that each request did not compute."""
     return [answer.sequence.num_cached for answer in answers]

@@ -12,7 +12,7 @@ from jengine.engine.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.scheduling.requests.policy import victim
 from tests.engine.running import Work, overlapped_steps, prompts, run
-from tests.engine.sharing import LENGTH, Sharing, cached, mixed, params
+from tests.engine.sharing import LENGTH, Sharing, cached, check_equal, mixed, params
 
 PAGE = 16
 VARIANTS = ["llama_gqa", "gemma2"]  # full attention; windows beside it
@@ -173,4 +173,4 @@ def test_nothing_is_compiled_and_steps_overlap(sharing: Sharing) -> None:
     assert sharing.calls["pages copied"] > 50 and sharing.calls["update"] > 20 and sharing.calls["score"] > 10
     overlapped, steps = overlapped_steps(engine)
     assert steps > 300 and overlapped >= 0.95 * steps
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in run(sharing.cold, [(p, how) for p, how, *_ in work])]
+    check_equal(found, run(sharing.cold, [(p, how) for p, how, *_ in work]))
