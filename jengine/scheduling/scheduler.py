@@ -276,17 +276,17 @@ class Scheduler:
         now = self.clock()
         self.timeline.collect(now)
         beams = plan.sampler.variant == VARIANTS[-1]  # perhaps, also of preempted searches
-        if beams or self.registry.fair is not None or (tokens and not isinstance(tokens[0], int)):
+        if beams or (tokens and not isinstance(tokens[0], int)):
             return self._collect_any(plan, tokens, found, now)
         return self._collect_single(plan, tokens, now)  # type: ignore[arg-type]
 
     def _collect_single(self, plan: StepPlan, tokens: list[int], now: float) -> Collected:
-        """`collect` for one token each, without beams and shares.
+        """`collect` for one token each, without beams.
 
         Creates no objects for its rows: more than 700 new ones would start Python's garbage collection in every step.
         """
         sequences = [*map(self.registry.by_number.get, [sample.seq for sample in plan.samples])]
-        prompts, dropped = plan.trunk.tiles > 0, list[int]()
+        fair, prompts, dropped = self.registry.fair, plan.trunk.tiles > 0, list[int]()
         stopping = not self.registry.stop_ids.keys().isdisjoint(tokens)
         for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence is None:
@@ -297,6 +297,8 @@ class Scheduler:
                 note_first(sequence, now)
             if sequence.tentative:
                 _settle(sequence, plan, plan.samples[i], 1)
+            if fair is not None:
+                fair.spend(sequence.client, 1)
             sequence.in_flight -= 1
             known.append(token)
             if len(known) == sequence.max_len or (stopping and token in sequence.stop_token_ids):
