@@ -10,7 +10,7 @@ import math
 import os
 from pathlib import Path
 from types import get_original_bases
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, Protocol, get_args
 
 import msgspec
 
@@ -18,9 +18,19 @@ from jengine.engine.limits import Limits
 from jengine.errors import InvalidArgument
 from jengine.observe.trace import Trace
 from jengine.profiling.data import ProfileOptions
+from jengine.scheduling.scheduler import Scheduler
 
-if TYPE_CHECKING:  # messages are used in processes without jax
-    from jengine.engine.engine import Engine
+
+class Running(Protocol):
+    """The parts of an engine that handlers use. Messages are used in processes without jax, too."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def trace(self, seconds: float | None) -> Trace: ...
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +47,7 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, limits: Limits) -> None:
         """Called before the message is sent. Raises InvalidArgument if an engine with these limits cannot do it."""
 
-    def run(self, engine: Engine) -> T:
+    def run(self, engine: Running) -> T:
         """Does it, and returns the answer. An exception fails this operation alone."""
         raise NotImplementedError
 
@@ -70,7 +80,7 @@ class ResetPrefixCache(Operation[bool], frozen=True):
 
     remote = True
 
-    def run(self, engine: Engine) -> bool:
+    def run(self, engine: Running) -> bool:
         engine.scheduler.blocks.reset()
         return True
 
@@ -84,7 +94,7 @@ class SetStrategy(Operation[None], frozen=True):
     def check(self, limits: Limits) -> None:
         limits.check_strategy(self.strategy)
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: Running) -> None:
         engine.scheduler.admission.set_strategy(engine.limits.check_strategy(self.strategy))
 
 
@@ -98,7 +108,7 @@ class GetTrace(Operation[Trace], frozen=True):
         if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
             raise InvalidArgument("seconds", self.seconds, "must be a finite number above 0")
 
-    def run(self, engine: Engine) -> Trace:
+    def run(self, engine: Running) -> Trace:
         return engine.trace(self.seconds)
 
 
@@ -110,7 +120,7 @@ class WriteProfile(Operation[None], frozen=True):
     asking: int
     beside = True
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: Running) -> None:
         from jengine.profiling.capture import capture_process  # imports modules that are rarely needed
 
         if self.asking != os.getpid():
