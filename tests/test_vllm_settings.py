@@ -14,7 +14,7 @@ from jengine import EngineConfig, InvalidArgument, SamplingParams, StructuredOut
 from jengine.checkpoints.folder import kept_format
 from jengine.serving import app
 from jengine.serving.access import Access
-from jengine.serving.config import ServerConfig
+from jengine.serving.config import SERVE_DEFAULTS, ServerConfig
 from jengine.serving.metrics import Metrics
 from jengine.vllm import engine_settings, server_settings
 from jengine.vllm.setting import whole_number
@@ -147,7 +147,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
 def test_serve_accepts(line: str, options: dict[str, Any], note: str, served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", *([] if "--model " in line else ["demo"]), *line.split()]) == 0
     [(server, engine)] = served
-    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig())
+    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig()) | SERVE_DEFAULTS
     found = dataclasses.asdict(server) | dataclasses.asdict(engine)
     assert found == {**defaults, "warm_up": found["warm_up"], **options}
     err = capsys.readouterr().err

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jengine import EngineConfig, InvalidArgument
-from jengine.serving.config import PREFIX, ServerConfig, resolve_config
+from jengine.serving.config import PREFIX, SERVE_DEFAULTS, ServerConfig, resolve_config
 from jengine.serving.service_links import service_links
 from tests.serving.processes import CODE, process
 
@@ -37,7 +37,7 @@ LINKS = {
 
 def test_service_links_are_ignored() -> None:
     given = {"JENGINE_MODEL": "demo", "JENGINE_MAX_WAITING": "3", **LINKS}
-    assert resolve_config({}, given) == (ServerConfig(max_waiting=3), EngineConfig(model="demo"))
+    assert resolve_config({}, given) == (ServerConfig(max_waiting=3), EngineConfig(model="demo", **SERVE_DEFAULTS))
     assert service_links({"PATH": "/bin", "REDIS_SERVICE_HOST": "10.0.0.1", **given}, PREFIX) == sorted(LINKS)
 
 
