@@ -33,8 +33,6 @@ import numpy as np
 from jengine.checkpoints import read_config, resolve
 from jengine.engine.engine import Engine
 from jengine.execution.batch import BatchLayout
-from jengine.execution.device_state import ALLOCATE
-from jengine.execution.kinds import Key
 from jengine.execution.runner import InFlight, Runner, StepResult
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec
@@ -78,8 +76,8 @@ class NoPrograms:
         self._supply = [jax.device_put(rng.integers(2, vocab, rows, dtype=np.int32)) for _ in range(64)]
         self._calls = 0
 
-    def __getitem__(self, key: Key) -> Callable[..., Any]:
-        if key == ALLOCATE:
+    def __getitem__(self, key: Any) -> Callable[..., Any]:
+        if key == "allocate":
             return lambda: ([], self._spec.slots)
         if isinstance(key, TrunkKey):
             return self._trunk
