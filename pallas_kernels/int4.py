@@ -109,12 +109,7 @@ def pack(
     shifts = 4 * jnp.arange(4, dtype=jnp.uint32)[:, None, None] + 16 * jnp.arange(2, dtype=jnp.uint32)
     packed = jax.lax.bitcast_convert_type((fields << shifts).sum((-3, -1), dtype=jnp.uint32), jnp.int32)
 
-    def padded(by_group: jax.Array) -> jax.Array:
-        apart = _parts(by_group.astype(jnp.float32), parts)
-        return jnp.pad(apart, _last(by_group, groups(size, group) - apart.shape[-1])).reshape(*by_group.shape[:-1], -1)
-
-    values = packed.reshape(*numbers.shape[:-1], -1)
-    return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, dtype, kind, hadamard)
+    return _held(packed.reshape(*numbers.shape[:-1], -1), scale, offset, size, parts, group, dtype, kind, hadamard)
 
 
 def pack_on_host(
@@ -140,14 +135,19 @@ def pack_on_host(
         both = pairs[..., index, :].astype(np.uint32)
         values |= ((both & 0xF) | (both & 0xF00) << 8) << np.uint32(4 * index)
 
-    def padded(by_group: np.ndarray) -> np.ndarray:
+    return _held(values.view(np.int32).reshape(*leading, -1), scale, offset, size, parts, group, dtype, kind, hadamard)
+
+
+def _held(values: Any, scale: Any, offset: Any, size: int, parts: int, group: int, *form: Any) -> Int4:
+    """Packed values, with scales and offsets padded. Both are NumPy arrays, or both are JAX's."""
+    pad: Any = np.pad if isinstance(scale, np.ndarray) else jnp.pad
+
+    def padded(by_group: Any) -> Any:
         apart = _parts(by_group.astype(np.float32), parts)
         missing = groups(size, group) - apart.shape[-1]
-        return (np.pad(apart, _last(by_group, missing)) if missing else apart).reshape(*leading, -1)
+        return (pad(apart, _last(by_group, missing)) if missing else apart).reshape(*by_group.shape[:-1], -1)
 
-    held: Any = values.view(np.int32).reshape(*leading, -1)
-    by_group: list[Any] = [padded(scale), None if offset is None else padded(offset)]
-    return Int4(held, by_group[0], by_group[1], size, group, dtype, kind, hadamard)
+    return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, *form)
 
 
 def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: int = 1) -> Int4:

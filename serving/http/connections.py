@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter
 from http import HTTPStatus
@@ -11,17 +10,20 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jengine.serving.http.errors import error_with_status
+
 HEAD_SECONDS = 10.0  # maximum time for a request's headers, from the first byte of the connection or the request
 
 log = logging.getLogger("jengine.serving")
-REFUSED_SECONDS = 2.0  # maximum time for a first request on a connection that is one too many
+REFUSED_SECONDS = 2.0  # maximum time for a first request on a connection beyond the limits
 
 
 class Quota:
     """Counts open connections, in total and by address.
 
     Attributes:
-        most, most_of_one: the limits.
+        most: in total.
+        most_of_one: from one address.
     """
 
     def __init__(self, most: int, most_of_one: int) -> None:
@@ -29,7 +31,7 @@ class Quota:
         self._open: Counter[str] = Counter()
 
     def enter(self, address: str) -> tuple[HTTPStatus, str] | None:
-        """Counts a connection, which `leave` must follow. Returns a status and a reason, and does not count it, if it is one too many."""
+        """Counts a connection, which `leave` must follow. Beyond a limit, returns a status and a reason instead."""
         if self._open[address] >= self.most_of_one:
             why = f"this client has {self.most_of_one} connections, the maximum (max_connections_per_client)"
             return HTTPStatus.TOO_MANY_REQUESTS, why
@@ -104,11 +106,10 @@ class Connection(H11Protocol):
         self._end() if self.transport.get_write_buffer_size() else super().timeout_keep_alive_handler()
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        """Answers the first request, whatever it is, and closes. Before a request has come, clients would not expect an answer."""
+        """Answers the first request with an error, and closes. Clients do not expect an answer before they have sent a request."""
         if self.transport.is_closing():
             return
-        error = {"message": why, "type": "rate_limit_error", "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
+        body = error_with_status(status, why).body().encode()
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         self.transport.write(f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
         self.transport.close()

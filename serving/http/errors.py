@@ -55,6 +55,11 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
     return _error(status, kind, refused.message, param, code, headers)
 
 
+def error_with_status(status: int, message: str) -> HttpError:
+    """A response with one of the statuses in STATUSES."""
+    return _error(status, dict(STATUSES.values())[status], message)
+
+
 def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
     """The message, with the field's name in the request, and that name."""
     root = error.field.partition(".")[0].partition("[")[0]
