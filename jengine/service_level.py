@@ -54,7 +54,7 @@ class ServiceLevel:
 
 
 class LevelOptions(TypedDict, total=False):
-    """The fields of ServiceLevel as keywords of a method for one prompt."""
+    """ServiceLevel's fields as keyword arguments, for one prompt."""
 
     priority: int
     ttft_ms: float | None
@@ -62,8 +62,8 @@ class LevelOptions(TypedDict, total=False):
     client: str
 
 
-class LevelsOptions(TypedDict, total=False):
-    """The same of a method for several prompts: one value for all of them, or one each."""
+class BatchLevelOptions(TypedDict, total=False):
+    """The same for several prompts: one value for all, or one each."""
 
     priority: int | Sequence[int]
     ttft_ms: float | Sequence[float | None] | None
@@ -71,13 +71,13 @@ class LevelsOptions(TypedDict, total=False):
     client: str | list[str] | tuple[str, ...]
 
 
-def levels(count: int, options: LevelsOptions) -> list[ServiceLevel]:
+def levels(count: int, options: BatchLevelOptions) -> list[ServiceLevel]:
     """One level per prompt.
 
     Raises:
         InvalidArgument: the number of values is neither one nor `count`.
     """
-    given = {name: values for name, values in options.items() if values is not None or name not in LevelsOptions.__annotations__}
+    given = {name: values for name, values in options.items() if values is not None or name not in BatchLevelOptions.__annotations__}
     each = [one_each(name, values, count) for name, values in given.items()]
     if not given:
         return [ServiceLevel()] * count

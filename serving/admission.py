@@ -160,8 +160,8 @@ class Place:
         """Reserves the tokens that the prompt and its completions may use, before the engine works on them.
 
         Args:
-            output: the most of each completion.
-            first: whether this is the request's first prompt; the others belong to what has started.
+            output: maximum tokens of each completion.
+            first: whether this is the request's first prompt. The budget is not checked again for the others.
 
         Raises:
             Busy: the client's running requests may use all its tokens.

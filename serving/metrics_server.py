@@ -22,7 +22,7 @@ from jengine.serving.model_provider import RESTART_SECONDS
 
 MOST_CONNECTIONS = 64
 LONGEST_HEAD = 8192  # bytes
-RESTS = 4  # how much longer metrics are kept than they take to make
+KEEP_FACTOR = 4  # metrics are kept for this many times the processor time that making them took
 SECONDS = 5.0  # for a request to arrive, and for its answer to be read
 
 log = logging.getLogger("jengine.serving")
@@ -130,8 +130,8 @@ async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> 
 
 
 class Recent:
-    """A text that takes time to make. Those who ask at the same time share one, and it is kept for RESTS times the processor time
-    that it took. So however often it is asked for, making it takes a small part of a processor."""
+    """A text that takes time to make. Concurrent requests share one, and it is kept for KEEP_FACTOR times the processor time that it
+    took. So its cost is bounded, however often it is requested."""
 
     def __init__(self, make: Callable[[], bytes]) -> None:
         self._make = make
@@ -147,7 +147,7 @@ class Recent:
     def _timed(self) -> bytes:
         began = time.thread_time()
         text = self._make()
-        self._until = time.monotonic() + RESTS * (time.thread_time() - began)
+        self._until = time.monotonic() + KEEP_FACTOR * (time.thread_time() - began)
         return text
 
 

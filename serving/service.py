@@ -37,7 +37,7 @@ from jengine.serving.tracking import RequestTracker
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and ChatOptions
 
-UNKNOWN_TOKENS = 256  # expected of a completion without max_tokens, when a key's tokens a minute are reserved
+UNKNOWN_TOKENS = 256  # reserved for a completion without max_tokens
 
 
 class Shared(NamedTuple):
@@ -194,7 +194,7 @@ class Service:
 
 
 def _output_tokens(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> int:
-    """The tokens of a completion that a key's budget is asked for before it starts."""
+    """Tokens to reserve for each completion from a key's tokens a minute."""
     most = UNKNOWN_TOKENS if parsed.params.max_tokens is None else parsed.params.max_tokens
     return 0 if parsed.embedding is not None else min(most, max_model_len - prompt_tokens)
 

@@ -115,10 +115,10 @@ def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Call
 
 
 def run_operation(engine: Steps, operation: Operation[Any], order: Callable[[Callable[[], object]], object], done: Done) -> None:
-    """Does an operation in the engine's loop, or in a thread beside it. An error is the operation's alone.
+    """Does an operation between two steps of the engine, or in a separate thread. An error fails only this operation.
 
     Args:
-        order: has the loop call a function between two steps. All calls of `done` are made there.
+        order: makes the engine's loop call a function between two steps. `done` is called in the loop, too.
     """
 
     def attempt() -> Callable[[], object]:
@@ -127,7 +127,7 @@ def run_operation(engine: Steps, operation: Operation[Any], order: Callable[[Cal
         except Exception as error:
             return partial(done, None, error)
 
-    if operation.beside:
+    if operation.in_thread:
         threading.Thread(target=lambda: order(attempt()), name=type(operation).__name__, daemon=True).start()
     else:
         order(lambda: attempt()())

@@ -31,12 +31,12 @@ from jengine.pooling import PoolingParams
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
-from jengine.service_level import LevelsOptions, ServiceLevel, levels, one_each
+from jengine.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
 from jengine.updates import Load
 from jengine.vllm.translate import accepts
 
 
-class ChatsOptions(ChatOptions, LevelsOptions, total=False):
+class LLMChatOptions(ChatOptions, BatchLevelOptions, total=False):
     """LLM.chat's keywords."""
 
 
@@ -88,7 +88,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **level: Unpack[LevelsOptions],
+        **level: Unpack[BatchLevelOptions],
     ) -> list[RequestOutput]:
         """Complete every prompt. Returns the outputs in the order of the prompts.
 
@@ -128,7 +128,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **options: Unpack[ChatsOptions],
+        **options: Unpack[LLMChatOptions],
     ) -> list[RequestOutput]:
         """Answer every conversation, with the model's chat template. Returns the outputs in the order of the conversations.
 
@@ -141,7 +141,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
             InvalidArgument: a message, option or parameter is invalid, or too large for this engine. Nothing has been run.
             ModelError: the model has no chat template.
         """
-        level, chat = split_options(options, LevelsOptions)
+        level, chat = split_options(options, BatchLevelOptions)
         prompts = [self.chat_prompt(conversation, **chat) for conversation in conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **level)
 

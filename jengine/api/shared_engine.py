@@ -130,7 +130,7 @@ class SharedEngine:
                 return news
 
     def do[T](self, operation: Operation[T]) -> T:
-        """Does an operation between two steps, or beside them, and returns the answer. An error is the operation's alone.
+        """Does an operation and returns the answer; see Operation.in_thread. An error fails only this operation.
 
         Raises:
             InvalidArgument: as Operation.check.
@@ -150,9 +150,9 @@ class SharedEngine:
         with uninterrupted(), self._change():
             self.check()
             operation.check(self.limits)
-            if not operation.beside:
+            if not operation.in_thread:
                 self._order(attempt)
-        if operation.beside:
+        if operation.in_thread:
             attempt()
         try:
             while self._awaits(call, answer):  # it runs after the current step; a thread also wakes when the engine has stopped

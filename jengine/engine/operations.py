@@ -37,11 +37,11 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message that makes an engine do something and answer with a T. Its fields are the arguments. JSON can represent all of these.
 
     Attributes:
-        beside: `run` takes long, so it runs in a thread of its own while the engine steps; otherwise, between two steps.
+        in_thread: whether `run` takes long. Then it runs in a separate thread while the engine steps; otherwise, between two steps.
         remote: administrators may call it over the network. False by default, and for operations that name files.
     """
 
-    beside: ClassVar[bool] = False
+    in_thread: ClassVar[bool] = False
     remote: ClassVar[bool] = False
 
     def check(self, limits: Limits) -> None:
@@ -118,7 +118,7 @@ class WriteProfile(Operation[None], frozen=True):
     options: ProfileOptions
     folder: str
     asking: int
-    beside = True
+    in_thread = True
 
     def run(self, engine: Running) -> None:
         from jengine.profiling.capture import capture_process  # imports modules that are rarely needed

@@ -67,7 +67,7 @@ class DeviceState:
         return counts
 
 
-def on_its_way(arrays: Any) -> Any:
+def start_host_copy(arrays: Any) -> Any:
     """Starts the copy of results to the host. Returns them."""
     for array in jax.tree.leaves(arrays):
         array.copy_to_host_async()

@@ -75,7 +75,7 @@ def test_close_while_requests_run(drain: float, reason: str) -> None:
 
 def test_shutdown_ends_requests_and_operations() -> None:
     class Endless(Operation[None], frozen=True):
-        beside = True
+        in_thread = True
 
         def run(self, engine: Engine) -> None:
             ended.wait()

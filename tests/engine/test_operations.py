@@ -44,9 +44,9 @@ def test_an_operation_that_fails_fails_alone(llm: LLM) -> None:
         assert len(other.result(WAIT)[0].outputs[0].token_ids) == 150
 
 
-def test_an_operation_beside_the_steps_waits_for_none(llm: LLM) -> None:
+def test_an_operation_in_a_thread_waits_for_no_step(llm: LLM) -> None:
     class Name(Operation[str], frozen=True):
-        beside = True
+        in_thread = True
 
         def run(self, engine: Engine) -> str:
             return threading.current_thread().name
@@ -57,7 +57,7 @@ def test_an_operation_beside_the_steps_waits_for_none(llm: LLM) -> None:
     llm._shared._stepping = False
 
 
-def test_an_interrupted_operation_wakes_nobody_in_vain(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_operation_wakes_no_other_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread no longer sleeps: a thread that looks for the next leader must not find it."""
 
     class Interrupted:

@@ -74,7 +74,7 @@ def with_key(channel: grpc.Channel, key: str) -> grpc.Channel:
     return grpc.intercept_channel(channel, _WithKey(key))
 
 
-metrics_server.RESTS = 0  # tests read metrics right after what they count
+metrics_server.KEEP_FACTOR = 0  # tests read metrics right after what they count
 MakeServer = Callable[..., AbstractContextManager[MockServer]]
 
 

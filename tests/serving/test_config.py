@@ -68,7 +68,7 @@ def test_names_are_the_servers_or_the_engines() -> None:
     ],
 )
 def test_clients_of_a_server_get_equal_shares(given: dict[str, str], policy: str) -> None:
-    """In the library, whoever calls it is one client."""
+    """The calls of a library are one client."""
     assert resolve_config({"model": "demo", **given}, {})[1].policy == policy
     assert EngineConfig(model="demo").policy == "fcfs"
 

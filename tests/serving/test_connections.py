@@ -79,7 +79,7 @@ def test_grpc_connections_have_a_limit(make_server: MakeServer) -> None:
         again[0].close()
 
 
-def test_metrics_are_made_once_for_all_who_wait() -> None:
+def test_concurrent_requests_share_metrics() -> None:
     made: list[int] = []
     go = threading.Event()
 
@@ -103,7 +103,7 @@ def test_metrics_are_kept_for_a_multiple_of_the_time_they_take(monkeypatch: pyte
     clock, made = [0.0], []
     for kind in ("monotonic", "thread_time"):
         monkeypatch.setattr(f"jengine.serving.metrics_server.time.{kind}", lambda: clock[0])
-    monkeypatch.setattr("jengine.serving.metrics_server.RESTS", 4)
+    monkeypatch.setattr("jengine.serving.metrics_server.KEEP_FACTOR", 4)
     monkeypatch.setattr(asyncio, "to_thread", at_once)
 
     def make() -> bytes:

@@ -139,8 +139,8 @@ def test_what_was_provoked_is_named(causes: list[str], names: set[str], tokenize
         profile, capture = client.profile(ProfileOptions(seconds=5.0))
     engine = profile.processes[0]
     found = {finding.name: (process, finding) for process, finding in findings(profile)}
-    told = {*found} - {"padding"}  # four clients do not fill a bucket
-    assert told == names or ("busy_machine" in told and names <= told), found  # a machine without free cores causes more
+    named = {*found} - {"padding"}  # four clients do not fill a bucket
+    assert named == names or ("busy_machine" in named and names <= named), found  # a machine without free cores causes more findings
     assert capture[:2] == b"PK" and engine.operations and engine.memory["weights"] > 1 << 20 and engine.heap_seconds > 1.0
     assert engine.steps is not None and len(engine.steps.steps) > 20 and all(process is engine for process, _ in found.values())
     if names:

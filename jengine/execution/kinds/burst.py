@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jengine.execution.burst import make_burst
-from jengine.execution.device_state import DeviceState, on_its_way
+from jengine.execution.device_state import DeviceState, start_host_copy
 from jengine.execution.kinds.kind import Kind, Program, ints, of_leaves, partitions
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec
@@ -29,7 +29,7 @@ class Burst(Kind[BurstKey]):
 
     def run(self, state: DeviceState, key: BurstKey, array: np.ndarray) -> Sampled:
         state.cache, state.slots, sampled = state.programs[key](state.leaves, state.cache, state.slots, state.put(array))
-        result: Sampled = on_its_way(sampled)
+        result: Sampled = start_host_copy(sampled)
         return result
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[BurstKey, StepPlan]:

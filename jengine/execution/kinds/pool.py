@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
-from jengine.execution.device_state import DeviceState, on_its_way
+from jengine.execution.device_state import DeviceState, start_host_copy
 from jengine.execution.kinds.kind import Call, Kind, Program, ints
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import Span, StepPlan
@@ -28,7 +28,7 @@ class Pool(Kind[PoolKey]):
         return Program(f"pool_{key.tiles}", make_pooler(spec.table.tile_size), args, PartitionSpec())
 
     def run(self, state: DeviceState, key: PoolKey, array: np.ndarray) -> jax.Array:
-        pooled: jax.Array = on_its_way(state.programs[key](state.tiles, state.put(array)))
+        pooled: jax.Array = start_host_copy(state.programs[key](state.tiles, state.put(array)))
         return pooled
 
     def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:

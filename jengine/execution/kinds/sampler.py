@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jengine.execution.device_state import DeviceState, on_its_way
+from jengine.execution.device_state import DeviceState, start_host_copy
 from jengine.execution.kinds.kind import Kind, Program, ints, of_leaves
 from jengine.execution.logits import mask_words
 from jengine.execution.memory import sampler_temporaries
@@ -39,7 +39,7 @@ class Sampler(Kind[SamplerKey]):
         else:
             last, sampled = program(state.leaves, slots.last, slots.sampling, state.to_sample)
         state.slots = slots._replace(last=last)
-        result: Sampled | SampledLogprobs = on_its_way(sampled)
+        result: Sampled | SampledLogprobs = start_host_copy(sampled)
         return result
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[SamplerKey, StepPlan]:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
-from jengine.execution.device_state import DeviceState, on_its_way
+from jengine.execution.device_state import DeviceState, start_host_copy
 from jengine.execution.kinds.kind import Call, Kind, Program, ints, of_leaves
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import SampledLogprobs, make_scorer
@@ -29,7 +29,7 @@ class Score(Kind[ScoreKey]):
         return Program(f"score_{key.tiles}", scorer, args, PartitionSpec())
 
     def run(self, state: DeviceState, key: ScoreKey, array: np.ndarray) -> SampledLogprobs:
-        scores: SampledLogprobs = on_its_way(state.programs[key](state.leaves, state.tiles, state.put(array)))
+        scores: SampledLogprobs = start_host_copy(state.programs[key](state.leaves, state.tiles, state.put(array)))
         return scores
 
     def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
