@@ -44,7 +44,7 @@ class WaitForFile(Operation[str], frozen=True):
     """Answers when the file exists, with its text."""
 
     path: str
-    beside = True
+    in_thread = True
 
     def run(self, engine: Any) -> str:
         path = Path(self.path)
