@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from jengine.core.request import Request, SamplingParams
 from jengine.execution.batch import BatchLayout
 from jengine.execution.slots import pack_updates
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import made_model, save
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.runner import InFlight, Runner, StepResult
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from benchmarks.machine import made_model, save
 from benchmarks.restart import restart_scheduler
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
+from jengine.core.updates import TokenUpdate
 from jengine.engine.start import start_engine
-from jengine.request import Request, SamplingParams
-from jengine.updates import TokenUpdate
 
 ROWS, TOKENS = (1, 8, 32), 129
 BESIDE, ARRIVALS, PROMPT = 7, 24, 64

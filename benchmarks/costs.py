@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.machine import RESULTS, made_model, save
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.measure import measure as measure_costs
 from jengine.engine.start import start_engine
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work

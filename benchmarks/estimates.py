@@ -26,7 +26,7 @@ import jax
 
 from benchmarks.machine import RESULTS, ROOT, save
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.devices.device_spec import device_spec
 from jengine.engine.shapes import describe
 from jengine.execution.sources import source_digest

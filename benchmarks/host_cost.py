@@ -31,6 +31,7 @@ import jax
 import numpy as np
 
 from jengine.checkpoints import read_config, resolve
+from jengine.core.request import Request, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.execution.batch import BatchLayout
 from jengine.execution.runner import InFlight, Runner, StepResult
@@ -39,7 +40,6 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.text.completion import CompletionBuilder

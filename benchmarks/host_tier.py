@@ -24,11 +24,11 @@ import numpy as np
 from benchmarks.machine import made_model, save
 from benchmarks.restart import restart_scheduler
 from benchmarks.sharing import CountingRunner, in_turn
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
+from jengine.core.updates import TokenUpdate
 from jengine.engine.start import start_engine
 from jengine.execution.runner import Runner
-from jengine.request import Request, SamplingParams
-from jengine.updates import TokenUpdate
 
 CONVERSATIONS, AT_ONCE, TURNS = 50, 4, 4
 OPENING, QUESTION, ANSWER = 192, 32, 32  # tokens

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from jengine.core.request import Request, SamplingParams
 from jengine.execution.kv_cache import SHARED, page_bytes
-from jengine.model_config import ModelConfig
 from jengine.models.cache import cache_groups
-from jengine.request import Request, SamplingParams
+from jengine.models.config import ModelConfig
 from jengine.scheduling.pages.block_table import NO_HIT, GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.scheduler import Scheduler

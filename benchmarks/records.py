@@ -23,10 +23,10 @@ import numpy as np
 from benchmarks.host_cost import PROMPT, TOTALLED, make_engine
 from benchmarks.machine import save
 from jengine import LLM, SamplingParams
+from jengine.core.request import Request
 from jengine.engine.engine import Engine
 from jengine.observe.pauses import garbage_pauses
 from jengine.observe.step_recorder import StepRecorder
-from jengine.request import Request
 
 GOAL = 20.0  # microseconds a step
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.machine import save
+from jengine.core.request import SamplingParams
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.sampler import sample, with_wanted_logprobs
 from jengine.execution.sampling_row import pack_sampling, sampling_of
-from jengine.request import SamplingParams
 from jengine.scheduling.step_plan import SlotReset
 from jengine.table.program_table import Variant
 from pallas_kernels.products import product

@@ -31,13 +31,13 @@ from benchmarks.host_cost import Clock, make_engine
 from benchmarks.machine import RESULTS, made_model, save
 from benchmarks.restart import restart_scheduler
 from benchmarks.virtual_engine import VirtualEngine
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.batch import BatchLayout
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.promises.goodput import in_time
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler

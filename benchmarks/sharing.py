@@ -27,13 +27,13 @@ import numpy as np
 
 from benchmarks.machine import RESULTS, made_model, save
 from benchmarks.page_use import bytes_at_8k, unused_slots
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
+from jengine.core.updates import TokenUpdate
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
 from jengine.execution.runner import InFlight, Runner
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.step_plan import StepPlan
-from jengine.updates import TokenUpdate
 
 PAGE_SIZE = 16
 REQUESTS, PREFIX, SUFFIX, OUTPUT = 64, 1024, 64, 32

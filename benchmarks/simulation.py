@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import RESULTS, facts, made_model
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
+from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
 from jengine.engine.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.work import Work
 from jengine.simulation.replay import EngineShape, replay
@@ -37,7 +38,6 @@ from jengine.simulation.summary import Targets, summarize
 from jengine.simulation.trace import Trace, make_trace
 from jengine.simulation.tune import Search, values
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
-from jengine.updates import TokenUpdate
 
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "warm_up": "all"}
 LOADS = 0.4, 0.7, 0.9  # shares of the maximum rate

@@ -26,10 +26,10 @@ import numpy as np
 
 from benchmarks.machine import save
 from jengine.checkpoints import resolve
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.start import start
-from jengine.request import Request, SamplingParams
 from jengine.text.masks import Grammar, make_mask
 from jengine.text.tokenizer import Tokenizer
 

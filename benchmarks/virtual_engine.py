@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from jengine.request import Request
+from jengine.core.request import Request
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from jengine.version import __version__
+
 if TYPE_CHECKING:
     from jengine.api.async_llm import AsyncLLM
     from jengine.api.backend import Backend, EngineThread, Steps, Updates, run_engine, run_operation
@@ -17,22 +19,13 @@ if TYPE_CHECKING:
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
     from jengine.api.script_tokenizer import ScriptTokenizer
-    from jengine.beam_params import BeamSearchParams
-    from jengine.beams import BeamSearchOutput, BeamSearchSequence, GenerationParams
-    from jengine.config import EngineConfig
-    from jengine.engine.limits import Limits
-    from jengine.engine.operations import GetTrace, Operation, ResetPrefixCache, SetStrategy, decode_operation
-    from jengine.engine.start import Started, follow, start_engine
-    from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
-    from jengine.explanations.explain import Explanation, Finding, explain
-    from jengine.interrupts import uninterrupted
-    from jengine.observe.records import EngineFacts
-    from jengine.observe.totals import StepTotals
-    from jengine.observe.trace import Readers, Trace
-    from jengine.pooling import Embedder, PoolingParams
-    from jengine.profiling.capture import capture_process, read_profiles
-    from jengine.profiling.data import Profile, ProfileOptions
-    from jengine.request import (
+    from jengine.base.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
+    from jengine.base.interrupts import uninterrupted
+    from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, GenerationParams
+    from jengine.core.beam_params import BeamSearchParams
+    from jengine.core.config import EngineConfig
+    from jengine.core.pooling import Embedder, PoolingParams
+    from jengine.core.request import (
         CompletionOutput,
         FinishReason,
         Logprob,
@@ -44,16 +37,24 @@ if TYPE_CHECKING:
         check_cache_salt,
         check_entries,
     )
+    from jengine.core.scheduling_options import StrategyName
+    from jengine.core.service_level import MAX_CLIENT
+    from jengine.core.updates import Beam, BeamsFound, Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
+    from jengine.engine.limits import Limits
+    from jengine.engine.operations import GetTrace, Operation, ResetPrefixCache, SetStrategy, decode_operation
+    from jengine.engine.start import Started, follow, start_engine
+    from jengine.explanations.explain import Explanation, Finding, explain
+    from jengine.observe.records import EngineFacts
+    from jengine.observe.totals import StepTotals
+    from jengine.observe.trace import Readers, Trace
+    from jengine.profiling.capture import capture_process, read_profiles
+    from jengine.profiling.data import Profile, ProfileOptions
     from jengine.scheduling.forecasts.forecast import Prediction
-    from jengine.scheduling.options import StrategyName
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
-    from jengine.service_level import MAX_CLIENT
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
     from jengine.text.tokenizer import Tokenizer
-    from jengine.updates import Beam, BeamsFound, Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "MAX_CLIENT",
@@ -142,24 +143,24 @@ _MODULES = {
     "jengine.api.llm": ("LLM",),
     "jengine.api.async_llm": ("AsyncLLM",),
     "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine", "run_operation"),
-    "jengine.beam_params": ("BeamSearchParams",),
-    "jengine.beams": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
+    "jengine.core.beam_params": ("BeamSearchParams",),
+    "jengine.core.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
     "jengine.api.chat": ("chat_prompt",),
-    "jengine.config": ("EngineConfig",),
+    "jengine.core.config": ("EngineConfig",),
     "jengine.api.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
-    "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
+    "jengine.base.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.explanations.explain": ("Explanation", "Finding", "explain"),
-    "jengine.interrupts": ("uninterrupted",),
+    "jengine.base.interrupts": ("uninterrupted",),
     "jengine.engine.limits": ("Limits",),
     "jengine.engine.operations": ("GetTrace", "Operation", "ResetPrefixCache", "SetStrategy", "decode_operation"),
     "jengine.observe.records": ("EngineFacts",),
     "jengine.observe.totals": ("StepTotals",),
     "jengine.observe.trace": ("Readers", "Trace"),
-    "jengine.pooling": ("Embedder", "PoolingParams"),
+    "jengine.core.pooling": ("Embedder", "PoolingParams"),
     "jengine.profiling.capture": ("capture_process", "read_profiles"),
     "jengine.profiling.data": ("Profile", "ProfileOptions"),
     "jengine.api.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
-    "jengine.request": (
+    "jengine.core.request": (
         "CompletionOutput",
         "FinishReason",
         "Logprob",
@@ -174,14 +175,14 @@ _MODULES = {
     "jengine.api.request_handle": ("OutputKind", "RequestHandle"),
     "jengine.api.script_tokenizer": ("ScriptTokenizer",),
     "jengine.scheduling.forecasts.forecast": ("Prediction",),
-    "jengine.scheduling.options": ("StrategyName",),
+    "jengine.core.scheduling_options": ("StrategyName",),
     "jengine.scheduling.requests.sequence_limits": ("SequenceLimits",),
-    "jengine.service_level": ("MAX_CLIENT",),
+    "jengine.core.service_level": ("MAX_CLIENT",),
     "jengine.engine.start": ("Started", "follow", "start_engine"),
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.tokenizer": ("Tokenizer",),
-    "jengine.updates": ("Beam", "BeamsFound", "Ended", "Load", "Pooled", "PromptScores", "TokenLogprobs", "TokenUpdate", "Update"),
+    "jengine.core.updates": ("Beam", "BeamsFound", "Ended", "Load", "Pooled", "PromptScores", "TokenLogprobs", "TokenUpdate", "Update"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 _ALIASES = {"AsyncEngineArgs": "EngineConfig", "AsyncLLMEngine": "AsyncLLM", "EngineArgs": "EngineConfig"}  # vLLM's names

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from jengine.beam_params import BeamSearchParams
-from jengine.request import SamplingParams, StructuredOutputs
+from jengine.core.beam_params import BeamSearchParams
+from jengine.core.request import SamplingParams, StructuredOutputs
 
 __all__ = ["BeamSearchParams", "GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 

@@ -25,7 +25,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
     """An engine with a model; the options are EngineConfig's. Progress bars are shown if stderr is a terminal.
 
     Args:
-        report: gets the start's progress; see jengine.observe.progress.Report.
+        report: gets the start's progress; see jengine.base.progress.Report.
 
     Raises:
         InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.

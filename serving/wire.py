@@ -145,7 +145,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
 
 
 class Starting(Message):
-    """What the engine does before it is ready; see jengine.observe.progress.Report. Sent often, any number of times."""
+    """What the engine does before it is ready; see jengine.base.progress.Report. Sent often, any number of times."""
 
     work: str
     unit: str

@@ -23,7 +23,7 @@ import jengine
 from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingParams, cli
 from jengine.commands import batch, batch_order
 from jengine.commands.batch_files import OutputFile
-from jengine.request import CompletionOutput, RequestOutput
+from jengine.core.request import CompletionOutput, RequestOutput
 from tests.compiling import QUICK_PROCESS
 from tests.engine.running import SMALL
 

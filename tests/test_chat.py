@@ -19,7 +19,7 @@ import pytest
 from jengine import InvalidArgument, SamplingParams
 from jengine.api.chat import chat_prompt
 from jengine.commands.chat import Chat, LocalModel
-from jengine.request import CompletionOutput, RequestOutput
+from jengine.core.request import CompletionOutput, RequestOutput
 from jengine.text.chat_template import ChatTemplate
 from jengine.text.tokenizer import Tokenizer
 from tests.test_batch import FLAGS
@@ -168,7 +168,7 @@ ENDLESS = """
 import itertools, sys, time
 import jengine
 from jengine import cli
-from jengine.request import CompletionOutput, RequestOutput
+from jengine.core.request import CompletionOutput, RequestOutput
 
 class Endless:
     max_model_len = 1000

@@ -19,16 +19,16 @@ import pytest
 
 import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, cli
+from jengine.base.progress import progress_bar
 from jengine.commands import flags, terminal
-from jengine.observe.progress import progress_bar
-from jengine.request import CompletionOutput, RequestOutput
+from jengine.core.request import CompletionOutput, RequestOutput
 
 STAND_IN = """
 import itertools, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import jengine
 from jengine import cli
-from jengine.request import CompletionOutput, RequestOutput
+from jengine.core.request import CompletionOutput, RequestOutput
 
 class Endless:
     def __init__(self, model, **options): pass

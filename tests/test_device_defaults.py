@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jengine.config import EngineConfig
+from jengine.base.errors import InvalidArgument
+from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import CORES, Sizes, sizes
-from jengine.errors import InvalidArgument
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.ahead_of_time import describe_on
 from jengine.planning.plan import make_plan

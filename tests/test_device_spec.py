@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from jengine.base.errors import InvalidArgument
 from jengine.devices.device_spec import custom_device, device_spec, known_devices, parse_rate
-from jengine.errors import InvalidArgument
 from pallas_kernels.ahead_of_time import targets
 
 

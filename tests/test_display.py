@@ -6,11 +6,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jengine import display
 from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
-from jengine.display import Summary, answer_html, counted, image_html, short, table_html
+from jengine.base import display
+from jengine.base.display import Summary, answer_html, counted, image_html, short, table_html
+from jengine.core.request import CompletionOutput, RequestOutput
 from jengine.observe.trace import Trace
-from jengine.request import CompletionOutput, RequestOutput
 from tests.observe.virtual import make_virtual
 
 NASTY = "</pre><script>alert('&')</script> \"quoted\"\n  indented"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jengine import extras
-from jengine.errors import InvalidArgument
+from jengine.base import extras
+from jengine.base.errors import InvalidArgument
 
 REQUIRES = [
     "jax>=0.11",

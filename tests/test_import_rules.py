@@ -157,7 +157,7 @@ def test_no_import_cycle() -> None:
         ("jengine.execution.batch", "from jengine.scheduling.pages.blocks import BlockManager"),
         ("jengine.simulation.replay", "def f():\n    from jengine.execution import memory"),
         ("jengine.models.llama", "from jengine.execution.trunk import Trunk"),
-        ("pallas_kernels.xla", "from jengine.config import EngineConfig"),
+        ("pallas_kernels.xla", "from jengine.core.config import EngineConfig"),
         ("jengine.serving.server", "from jengine.engine.engine import Engine"),
         ("jengine.serving.server", "import jengine.engine.engine"),
         ("jengine.engine.engine", "from jengine import SamplingParams"),

@@ -13,10 +13,10 @@ import jax
 import pytest
 
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine import precision
 from jengine.engine.precision import check_formats, choose_dtype
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from tests.golden.weights import VARIANTS
 
 MODEL: ModelConfig = dataclasses.replace(model_config(VARIANTS["llama_gqa"]), dtype="bfloat16")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jengine import InvalidArgument, SamplingParams
-from jengine.request import MAX_ALLOWED_TOKEN_IDS, MAX_ENTRIES
+from jengine.core.request import MAX_ALLOWED_TOKEN_IDS, MAX_ENTRIES
 
 
 def test_duplicates_are_removed() -> None:

@@ -18,6 +18,8 @@ from benchmarks.gpu.model import compiled, random_params
 from benchmarks.gpu.rows import Row, skipped
 from benchmarks.host_cost import Clock
 from jengine.checkpoints.hugging_face import model_config
+from jengine.core.request import Request, SamplingParams
+from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
 from jengine.engine.shapes import page_buckets
 from jengine.execution.kernels import kernels_refused
@@ -28,10 +30,8 @@ from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.plan import formats_of
 from jengine.planning.roofline import decode, prefill
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
-from jengine.updates import TokenUpdate
 
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
 ROUNDS = 3  # measured rounds of prefill

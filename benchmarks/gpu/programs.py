@@ -71,7 +71,7 @@ def missing_modules() -> str | None:
 def try_folder(name: str, folder: Path) -> Iterator[Row]:
     """Yields a row per check. Programs are loaded even if the folder does not match the model and device."""
     from benchmarks.gpu.model import Chosen, random_params
-    from jengine.errors import InvalidArgument
+    from jengine.base.errors import InvalidArgument
     from jengine.execution.kernels import prepare
     from jengine.execution.prebuilt_programs import PrebuiltPrograms
     from jengine.execution.program_store import UntrustedProgram
@@ -118,7 +118,7 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
 
 def _spec() -> Any:
     """The engine's specification for OPTIONS, with their number of pages."""
-    from jengine.config import EngineConfig
+    from jengine.core.config import EngineConfig
     from jengine.planning.ahead_of_time import describe_for
 
     spec = describe_for(EngineConfig.of(str(ROOT / MODEL), OPTIONS), None)

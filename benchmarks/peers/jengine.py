@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.peers.worker import Limits
 from jengine import LLM, SamplingParams
-from jengine.request import Logprob
+from jengine.core.request import Logprob
 
 
 class Engine:

@@ -12,7 +12,7 @@ from jengine.api.backend import Backend
 from jengine.api.embeddings import EmbeddingRequestOutput
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import RequestHandle
-from jengine.pooling import Pooling, require_embedder
+from jengine.core.pooling import Pooling, require_embedder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 

@@ -21,16 +21,16 @@ from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
 from jengine.api.vllm_methods import AsyncVllmMethods
-from jengine.beams import GenerationParams, split
-from jengine.config import EngineConfig
+from jengine.base.errors import EngineDead, InvalidArgument, JengineError
+from jengine.base.process import check_process
+from jengine.core.beam_outputs import GenerationParams, split
+from jengine.core.config import EngineConfig
+from jengine.core.request import RequestOutput, SamplingParams
+from jengine.core.service_level import LevelOptions, ServiceLevel
+from jengine.core.updates import Load
 from jengine.engine.operations import Operation
-from jengine.errors import EngineDead, InvalidArgument, JengineError
-from jengine.process import check_process
-from jengine.request import RequestOutput, SamplingParams
-from jengine.service_level import LevelOptions, ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import Load
 from jengine.vllm.translate import accepts
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from jengine.core.request import FinishReason, Request
+from jengine.core.updates import Load, Update
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
 from jengine.observe.totals import StepTotals
-from jengine.request import FinishReason, Request
-from jengine.updates import Load, Update
 
 Updates = Sequence[Update]
 Done = Callable[[Any, Exception | None], object]  # takes an operation's answer, or its error

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from jengine.api.prompts import TokensPrompt, check_length
-from jengine.errors import InvalidArgument, ModelError
-from jengine.request import check_cache_salt
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.core.request import check_cache_salt
 from jengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

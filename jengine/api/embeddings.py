@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jengine.display import counted, table_html
-from jengine.errors import JengineError
-from jengine.request import RequestOutput
+from jengine.base.display import counted, table_html
+from jengine.base.errors import JengineError
+from jengine.core.request import RequestOutput
 
 SHOWN = 6  # numbers of an embedding shown in a notebook
 

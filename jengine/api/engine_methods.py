@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine.api.backend import Backend, Done
+from jengine.base.errors import JengineError
 from jengine.engine.operations import GetTrace, Operation, ResetPrefixCache, SetStrategy, WriteProfile
-from jengine.errors import JengineError
 from jengine.explanations.explain import Explanation, explain
 from jengine.observe.cost_report import CostReport
 from jengine.observe.trace import Trace

@@ -18,21 +18,21 @@ from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
 from jengine.api.shared_engine import Call, SharedEngine
 from jengine.api.vllm_methods import VllmMethods
-from jengine.beam_params import BeamSearchParams
-from jengine.checks import check_whole
-from jengine.config import EngineConfig
-from jengine.display import Summary, counted
+from jengine.base.checks import check_whole
+from jengine.base.display import Summary, counted
+from jengine.base.errors import EngineDead, InvalidArgument
+from jengine.base.progress import progress_bar
+from jengine.core.beam_params import BeamSearchParams
+from jengine.core.config import EngineConfig
+from jengine.core.pooling import PoolingParams
+from jengine.core.request import Request, RequestOutput, SamplingParams
+from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
+from jengine.core.updates import Load
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
-from jengine.errors import EngineDead, InvalidArgument
-from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import with_mesh_size
-from jengine.pooling import PoolingParams
-from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
-from jengine.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
-from jengine.updates import Load
 from jengine.vllm.translate import accepts
 
 

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from jengine.api.prompts import Prompt, listed
-from jengine.beam_params import BeamSearchParams
-from jengine.beams import BeamSearchOutput, BeamSearchSequence, sampling_of
-from jengine.checks import check_whole
-from jengine.errors import InvalidArgument
-from jengine.request import Request, RequestOutput, SamplingParams
-from jengine.service_level import ServiceLevel
+from jengine.base.checks import check_whole
+from jengine.base.errors import InvalidArgument
+from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, sampling_of
+from jengine.core.beam_params import BeamSearchParams
+from jengine.core.request import Request, RequestOutput, SamplingParams
+from jengine.core.service_level import ServiceLevel
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 

@@ -11,10 +11,10 @@ from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput,
 from jengine.api.prompts import Prompt, listed
 from jengine.api.reranking import judgement, judging_prompts, paired
 from jengine.api.shared_engine import SharedEngine
-from jengine.errors import InvalidArgument
-from jengine.pooling import Pooling, PoolingParams, require_embedder
-from jengine.request import Request, RequestOutput, SamplingParams
-from jengine.service_level import ServiceLevel, levels
+from jengine.base.errors import InvalidArgument
+from jengine.core.pooling import Pooling, PoolingParams, require_embedder
+from jengine.core.request import Request, RequestOutput, SamplingParams
+from jengine.core.service_level import ServiceLevel, levels
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 

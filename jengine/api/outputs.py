@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from jengine.request import CompletionOutput, FinishReason, Request, RequestOutput
+from jengine.core.request import CompletionOutput, FinishReason, Request, RequestOutput
+from jengine.core.updates import BeamsFound, Ended, Pooled, PromptScores, TokenUpdate, Update
 from jengine.text.completion import CompletionBuilder, PromptLogprobs, beam_output
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import BeamsFound, Ended, Pooled, PromptScores, TokenUpdate, Update
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
-from jengine.beam_params import BeamSearchParams
-from jengine.errors import InvalidArgument
-from jengine.pooling import PoolingParams
-from jengine.request import Request, SamplingParams, TokenMask, check_cache_salt
+from jengine.base.errors import InvalidArgument
+from jengine.core.beam_params import BeamSearchParams
+from jengine.core.pooling import PoolingParams
+from jengine.core.request import Request, SamplingParams, TokenMask, check_cache_salt
 from jengine.scheduling.requests.sequence_limits import longest_prompt
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer

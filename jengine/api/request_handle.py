@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal, Self
 
-from jengine.errors import EngineDead
-from jengine.request import CompletionOutput, RequestMetrics, RequestOutput
-from jengine.service_level import LevelOptions
+from jengine.base.errors import EngineDead
+from jengine.core.request import CompletionOutput, RequestMetrics, RequestOutput
+from jengine.core.service_level import LevelOptions
 
 OutputKind = Literal["cumulative", "delta", "final"]
 OUTPUT_KINDS = ("cumulative", "delta", "final")

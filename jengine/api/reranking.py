@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from jengine.api.embeddings import ScoringOutput, ScoringRequestOutput
 from jengine.api.prompts import TokensPrompt, check_length
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints.sentence_transformers import Reranker
-from jengine.errors import InvalidArgument, ModelError
-from jengine.request import RequestOutput, SamplingParams
+from jengine.core.request import RequestOutput, SamplingParams
 from jengine.text.tokenizer import Tokenizer
 
 Pair = tuple[str, str]  # a query and a document

@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 
 from jengine.api.chat import own_template, plain_json
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 Ids = list[int]

@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any
 
 from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
+from jengine.base.errors import EngineDead
+from jengine.base.interrupts import uninterrupted
+from jengine.base.process import check_process, return_memory
+from jengine.core.request import Request, RequestOutput
+from jengine.core.updates import Update
 from jengine.engine.engine import Engine
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
-from jengine.errors import EngineDead
-from jengine.interrupts import uninterrupted
-from jengine.process import check_process, return_memory
-from jengine.request import Request, RequestOutput
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import Update
 
 
 def _closed_gate() -> threading.Lock:

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from jengine.api.backend import Backend
 from jengine.api.script_tokenizer import ScriptTokenizer
-from jengine.config import EngineConfig
-from jengine.errors import EngineDead, InvalidArgument
+from jengine.base.errors import EngineDead, InvalidArgument
+from jengine.core.config import EngineConfig
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.names import OF_LLM, missing
 

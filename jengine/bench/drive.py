@@ -8,10 +8,10 @@ import gc
 import time
 from collections.abc import Callable
 
+from jengine.base.errors import JengineError
 from jengine.bench.endpoints import Endpoint
 from jengine.bench.result import ClientRecord
 from jengine.bench.workload import BenchRequest
-from jengine.errors import JengineError
 
 ERRORS = (JengineError, OSError, ValueError, KeyError)  # if a server cannot be reached, rejects requests, or sends invalid responses
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from jengine.base.errors import InvalidArgument, JengineError
 from jengine.bench.workload import BenchRequest
-from jengine.errors import InvalidArgument, JengineError
 
 HEAD = 1 << 16  # maximum bytes of a line
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from jengine.api.llm import LLM
 from jengine.bench.workload import BenchRequest
-from jengine.request import SamplingParams
+from jengine.core.request import SamplingParams
 
 RANKS = (10, 25, 50, 75, 90, 99)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 
 TITLES = {
     "ttft": "Time to First Token",

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jengine.errors import InvalidArgument, JengineError
+from jengine.base.errors import InvalidArgument, JengineError
 
 START_SECONDS, STOP_SECONDS = 1800.0, 60.0
 Options = dict[str, Any]

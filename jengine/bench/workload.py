@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.simulation.formats import read_trace
 
 VOCABULARY = 100, 500  # ids that nearly every model has, and that are rarely special tokens

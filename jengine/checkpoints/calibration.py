@@ -16,14 +16,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from jengine.base.errors import InvalidArgument
+from jengine.base.progress import Progress, progress_bar
 from jengine.checkpoints.in_memory import Tensors
 from jengine.checkpoints.quantization import fitted
 from jengine.checkpoints.weights import load
-from jengine.errors import InvalidArgument
-from jengine.model_config import ModelConfig
 from jengine.models import Model, Params, build
+from jengine.models.config import ModelConfig
 from jengine.models.layers import Attend, Calibrated, flattened
-from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.mesh import with_shardings
 from jengine.text.tokenizer import Tokenizer
 from pallas_kernels.gptq import gptq

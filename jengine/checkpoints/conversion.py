@@ -16,19 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.base.gguf_file import is_gguf
+from jengine.base.progress import progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
 from jengine.checkpoints.converted import PARAMS, REVISION, has_orbax, is_converted, write_config
 from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, load, parts_by_name, read
-from jengine.config import DTYPES, Dtype, EngineConfig, Quantization
-from jengine.errors import InvalidArgument, ModelError
-from jengine.gguf_file import is_gguf
-from jengine.model_config import ModelConfig
-from jengine.model_parts import Converted
+from jengine.core.config import DTYPES, Dtype, EngineConfig, Quantization
 from jengine.models import Model, build
-from jengine.observe.progress import progress_bar
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import Converted
 from jengine.parallel.mesh import make_mesh
 from jengine.text.gguf_tokenizer import write_tokenizer
 from jengine.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
 
 MARK = "jengine.json"
 PARAMS = "params"

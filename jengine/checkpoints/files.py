@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints import pickled, safetensors
 from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.stored import Tensor
-from jengine.errors import ModelError
 
 Reader = Callable[[Path, tuple[str, ...]], dict[str, Tensor]]
 FORMATS: dict[str, Reader] = {

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.base.gguf_file import SUFFIX, is_gguf
 from jengine.checkpoints import converted
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import CheckpointFormat
-from jengine.errors import InvalidArgument, ModelError
-from jengine.gguf_file import SUFFIX, is_gguf
-from jengine.model_config import ModelConfig
-from jengine.request import SamplingParams
+from jengine.core.config import CheckpointFormat
+from jengine.core.request import SamplingParams
+from jengine.models.config import ModelConfig
 
 DEMO = Path(__file__).parent.parent / "demo"
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer

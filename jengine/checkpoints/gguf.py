@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from jengine.base.errors import ModelError
+from jengine.base.gguf_file import GgufFile, GgufTensor, dequantized, open_gguf
 from jengine.checkpoints.stored import Groups, StoredTensor, Tensor
-from jengine.errors import ModelError
-from jengine.gguf_file import GgufFile, GgufTensor, dequantized, open_gguf
-from jengine.model_parts import StoredWeights
+from jengine.models.config_parts import StoredWeights
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name -> model_type
 INTERLEAVED = ("llama",)  # queries and keys are stored in the other order

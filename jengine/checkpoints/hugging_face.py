@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.config_fields import warn_of_unknown
 from jengine.checkpoints.quantization_config import quantization_config, stored_weights
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
 from jengine.models import FAMILIES
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 
 UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect

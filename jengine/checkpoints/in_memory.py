@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints.safetensors import DTYPES, READABLE
 from jengine.checkpoints.stored import Tensor
-from jengine.errors import InvalidArgument, ModelError
 from jengine.models.pieces import Piece
 
 PLACE = Path("params")  # in errors, the place of the file

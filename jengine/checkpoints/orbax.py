@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jengine.errors import ModelError
+from jengine.base.errors import ModelError
 from pallas_kernels.quantized import Quantized, is_quantized
 
 BATCH = 64 * 2**20  # bytes; the parameter that fills a batch may be larger

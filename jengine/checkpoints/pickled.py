@@ -20,8 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.stored import Tensor
-from jengine.errors import ModelError
 
 STORAGES = {  # torch's classes
     **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "LongStorage": "int64", "IntStorage": "int32"},

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jengine.errors import ModelError
-from jengine.model_parts import StoredWeights
+from jengine.base.errors import ModelError
+from jengine.models.config_parts import StoredWeights
 from pallas_kernels.int4 import GROUPS
 from pallas_kernels.quantized import GROUP
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.quantization_config import config_groups
 from jengine.checkpoints.stored import Groups, StoredTensor, Tensor, dense
-from jengine.errors import ModelError
 from pallas_kernels.int4 import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word

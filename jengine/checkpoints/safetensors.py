@@ -14,8 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.stored import Tensor
-from jengine.errors import ModelError
 
 DTYPES = {"F64": np.dtype("float64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 NUMBERS = {  # of quantized tensors

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.folder import read_json
-from jengine.errors import ModelError
-from jengine.pooling import Embedder, Pooling
+from jengine.core.pooling import Embedder, Pooling
 
 MODULES = "modules.json"
 OPTIONS = "sentence_bert_config.json"  # of the first module

@@ -13,6 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jengine.base.errors import ModelError, OutOfMemory
+from jengine.base.gguf_file import is_gguf
+from jengine.base.progress import Progress, progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.experts import each_expert
@@ -24,13 +27,10 @@ from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import Groups, StoredTensor, Tensor, dense
-from jengine.errors import ModelError, OutOfMemory
-from jengine.gguf_file import is_gguf
-from jengine.model_config import ModelConfig
 from jengine.models import Model, Params, build
+from jengine.models.config import ModelConfig
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
-from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.mesh import with_shardings
 from pallas_kernels.host_memory import zeros
 from pallas_kernels.int4 import Int4

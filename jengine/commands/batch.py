@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jengine import InvalidArgument, SamplingParams
+from jengine.base.display import counted
+from jengine.base.progress import progress_bar
 from jengine.commands.batch_files import STDOUT, Output
 from jengine.commands.batch_lines import JsonLines, Line, Source, numbered, read_again
 from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
@@ -18,8 +20,6 @@ from jengine.commands.batch_order import ordered
 from jengine.commands.batch_records import Form, Record
 from jengine.commands.batch_tables import Table
 from jengine.commands.flags import engine_fields, flag_values, sampling_fields
-from jengine.display import counted
-from jengine.observe.progress import progress_bar
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM

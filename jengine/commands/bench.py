@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import InvalidArgument, JengineError
+from jengine.base.progress import progress_bar
 from jengine.commands.connection import add_connection, client_options
 from jengine.commands.flags import add_engine, engine_fields
 from jengine.commands.terminal import note, write
-from jengine.observe.progress import progress_bar
 
 if TYPE_CHECKING:
     from jengine.bench.endpoints import Endpoint

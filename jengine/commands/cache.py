@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jengine import InvalidArgument
+from jengine.base.display import counted
 from jengine.commands.terminal import note, write
-from jengine.display import counted
 from jengine.execution.cache_folders import (
     DAY,
     SavedFolder,

@@ -9,7 +9,7 @@ from typing import get_args
 
 from jengine.commands.flags import add_model
 from jengine.commands.terminal import note
-from jengine.config import DTYPES, Quantization
+from jengine.core.config import DTYPES, Quantization
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

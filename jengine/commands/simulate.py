@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, InvalidArgument, SamplingParams
+from jengine.base.display import counted
 from jengine.commands.flags import add_engine, add_model, engine_fields
 from jengine.commands.terminal import note, write
-from jengine.display import counted
 
 if TYPE_CHECKING:
     from jengine.simulation.summary import Targets

@@ -6,8 +6,8 @@ import os
 
 from jax._src import xla_bridge  # to see whether a backend exists: JAX has no public way
 
+from jengine.base.errors import InvalidArgument
 from jengine.devices.device_defaults import CORES
-from jengine.errors import InvalidArgument
 
 XLA_THREADS = "NPROC"  # XLA reads it when JAX starts its CPU backend, and then keeps that number of threads
 TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # read when the first text is tokenized

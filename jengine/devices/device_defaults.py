@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 
-from jengine.config import EngineConfig, check_budget
+from jengine.core.config import EngineConfig, check_budget
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jengine.config import EngineConfig
+from jengine.base.errors import InvalidArgument
+from jengine.core.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
-from jengine.errors import InvalidArgument
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kernel_objects import keep_kernels
 from jengine.execution.memory import claim_gpu_memory

@@ -12,6 +12,12 @@ from functools import partial
 
 import numpy as np
 
+from jengine.base.compiles import compile_count
+from jengine.base.errors import JengineError
+from jengine.core.pooling import Embedder
+from jengine.core.request import FinishReason, Request
+from jengine.core.seeds import prompt_seed
+from jengine.core.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
 from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.limits import Limits
 from jengine.engine.load import load_of
@@ -20,12 +26,10 @@ from jengine.engine.operations import Operation
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
 from jengine.engine.step_updates import beam_candidates, burst_updates, logprobs_of, pooled_update
-from jengine.errors import JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
-from jengine.model_config import ModelConfig
-from jengine.observe.compiles import compile_count
+from jengine.models.config import ModelConfig
 from jengine.observe.cost_report import CostReport, cost_report
 from jengine.observe.engines import note_engine
 from jengine.observe.recorder import TraceRecorder
@@ -33,17 +37,13 @@ from jengine.observe.records import StepRecord
 from jengine.observe.step_recorder import StepRecorder
 from jengine.observe.totals import StepTotals
 from jengine.observe.trace import Trace
-from jengine.pooling import Embedder
-from jengine.request import FinishReason, Request
 from jengine.scheduling.forecasts.expectations import Outlook
 from jengine.scheduling.promises.acceptance import REJECTED
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
-from jengine.seeds import prompt_seed
 from jengine.table.ready_programs import ReadyPrograms
 from jengine.text.mask_thread import MASK_SECONDS, MaskThread
-from jengine.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
 
 BATCH_POLL_SECONDS = 0.005
 

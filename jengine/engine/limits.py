@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jengine.errors import InvalidArgument
-from jengine.pooling import Embedder, require_embedder
-from jengine.request import Request
-from jengine.scheduling.options import STRATEGIES, StrategyName
+from jengine.base.errors import InvalidArgument
+from jengine.core.pooling import Embedder, require_embedder
+from jengine.core.request import Request
+from jengine.core.scheduling_options import STRATEGIES, StrategyName
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 
 

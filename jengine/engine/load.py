@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jengine.core.updates import Load
 from jengine.scheduling.scheduler import Scheduler
-from jengine.updates import Load
 
 
 def load_of(scheduler: Scheduler, **engine: Any) -> Load:

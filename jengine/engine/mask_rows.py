@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jengine.errors import JengineError
+from jengine.base.errors import JengineError
 from jengine.scheduling.requests.sequence import Sequence
 
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import jax
 
+from jengine.base.progress import Progress, progress_bar
+from jengine.core.request import SamplingParams
 from jengine.execution.runner import InFlight, Runner
 from jengine.models.cache import paged
-from jengine.observe.progress import Progress, progress_bar
-from jengine.request import SamplingParams
 from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts, SwapCosts
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan, Swaps
 from jengine.scheduling.work import Work, pairs, rows_work

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from jengine.base.display import counted
+from jengine.base.errors import InvalidArgument
+from jengine.base.gguf_file import is_gguf
+from jengine.base.progress import Progress
 from jengine.checkpoints import choose_embedder, has_output_head, kept_format, load, load_calibrated, read_config, resolve
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.folder import CONFIG_FILES, HUB_FILES, WITHOUT_WEIGHTS
 from jengine.checkpoints.in_memory import Tensors, in_memory
-from jengine.config import EngineConfig
-from jengine.display import counted
-from jengine.errors import InvalidArgument
+from jengine.core.config import EngineConfig
+from jengine.core.pooling import Embedder
 from jengine.execution.spec import ExecutionSpec
-from jengine.gguf_file import is_gguf
-from jengine.model_config import ModelConfig
 from jengine.models import Params
-from jengine.observe.progress import Progress
-from jengine.pooling import Embedder
+from jengine.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol, get_args
 
 import msgspec
 
+from jengine.base.errors import InvalidArgument
 from jengine.engine.limits import Limits
-from jengine.errors import InvalidArgument
 from jengine.observe.trace import Trace
 from jengine.profiling.data import ProfileOptions
 from jengine.scheduling.scheduler import Scheduler

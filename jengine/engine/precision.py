@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.execution.program_folder import write_private
 from jengine.execution.spec import cpu_features
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from pallas_kernels.products import product
 
 CACHE_DTYPES = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from jengine.config import EngineConfig
+from jengine.base.progress import Progress
+from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.engine.devices import process_root
 from jengine.engine.measure import measure
@@ -18,7 +19,6 @@ from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import Programs, first_keys, open_cache, program_keys, running
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
-from jengine.observe.progress import Progress
 from jengine.parallel.link import Link
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.ready_programs import ReadyPrograms

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.calibration import check_calibrated
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
 from jengine.engine.devices import Devices
 from jengine.engine.model_source import ModelSource
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.engine.program_set import given_programs
-from jengine.errors import InvalidArgument
 from jengine.execution.batch_invariance import check_batch_invariant
 from jengine.execution.cache_folders import saved_page_counts
 from jengine.execution.kernels import check_attention_backend, decode_refused, kernels_refused
@@ -27,8 +27,8 @@ from jengine.execution.memory import pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.spec import ExecutionSpec
-from jengine.model_config import ModelConfig
 from jengine.models import build
+from jengine.models.config import ModelConfig
 from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
 from pallas_kernels.products import cpu_refused

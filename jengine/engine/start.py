@@ -12,32 +12,32 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jengine.base.compiles import compile_count
+from jengine.base.display import counted
+from jengine.base.errors import InvalidArgument, OutOfMemory
+from jengine.base.progress import Progress, begin
 from jengine.checkpoints import Reranker, read_reranker, read_sampling_defaults, read_text, resolve
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.pooling import Embedder
+from jengine.core.request import SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
-from jengine.display import counted
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
 from jengine.engine.model_source import ModelSource
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
 from jengine.engine.shapes import spec_of, with_pages
-from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_limit
 from jengine.execution.host_store import check_host_memory
 from jengine.execution.memory import claim_gpu_memory
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
-from jengine.model_config import ModelConfig
 from jengine.models.cache import paged
-from jengine.observe.compiles import compile_count
+from jengine.models.config import ModelConfig
 from jengine.observe.engines import engines
-from jengine.observe.progress import Progress, begin
 from jengine.observe.recorder import TraceRecorder
 from jengine.parallel.link import Follower, Leader, Link
-from jengine.pooling import Embedder
-from jengine.request import SamplingParams
-from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.scheduler import Scheduler
 from jengine.text.tokenizer import Tokenizer, has_tokenizer

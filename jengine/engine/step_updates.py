@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jengine.core.updates import BeamsFound, Pooled, ScoredToken, TokenLogprobs, TokenUpdate
 from jengine.execution.runner import StepResult
 from jengine.execution.sampler import SampledLogprobs
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
-from jengine.updates import BeamsFound, Pooled, ScoredToken, TokenLogprobs, TokenUpdate
 
 
 def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenUpdate | Pooled | BeamsFound]:

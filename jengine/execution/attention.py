@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jengine.config import AttentionBackend
+from jengine.core.config import AttentionBackend
 from jengine.execution.batch import Batch
 from jengine.execution.kv_cache import Place, views
 from jengine.models.cache import CacheGroup

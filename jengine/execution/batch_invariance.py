@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.execution.spec import ExecutionSpec
 from pallas_kernels.cpu.kinds import INPUTS
 from pallas_kernels.products import cpu_refused

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jengine.config import AttentionBackend
+from jengine.core.config import AttentionBackend
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache
 from jengine.execution.sampler import Sampled, make_sampler

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.execution.kv_cache import Page
 from jengine.execution.spec import ExecutionSpec
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.execution.kv_cache import views
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.by_layer import at

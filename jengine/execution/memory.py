@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax._src import xla_bridge  # to see whether a backend exists: JAX has no public way
 
-from jengine.config import EngineConfig, parse_bytes
-from jengine.errors import OutOfMemory
+from jengine.base.errors import OutOfMemory
+from jengine.core.config import EngineConfig, parse_bytes
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.by_layer import at

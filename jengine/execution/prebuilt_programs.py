@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jengine.config import EngineConfig
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
+from jengine.core.config import EngineConfig
 from jengine.execution.program_folder import Manifest, UntrustedProgram
 from jengine.execution.program_store import ProgramStore
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
+from jengine.base.progress import Progress, progress_bar
 from jengine.execution.cache_folders import trim
 from jengine.execution.program_folder import MANIFEST, FolderLock, UntrustedProgram, make_private, tidy, touch
 from jengine.execution.program_store import ProgramStore
-from jengine.observe.progress import Progress, progress_bar
 
 log = logging.getLogger("jengine")
 POLL = 0.2  # seconds between checks for programs that another process has compiled

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jengine.base.compiles import announced, retrieval_count
+from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch_invariance import DETERMINISTIC
 from jengine.execution.cache_folders import folder_name
 from jengine.execution.kernels import prepare
@@ -25,8 +27,6 @@ from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.priority import lower_priority
 from jengine.execution.program_cache import Loaded, ProgramCache
 from jengine.execution.spec import ExecutionSpec
-from jengine.observe.compiles import announced, retrieval_count
-from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
 from pallas_kernels.products import using

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch import BatchLayout
 from jengine.execution.burst import pack_burst
 from jengine.execution.kinds import AFTER, BEFORE, FORGET, KINDS, STAGE, TRUNK, Call, Key
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
-from jengine.observe.progress import Progress, progress_bar
 from jengine.parallel.link import Link, SingleProcess
 from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens
 from jengine.table.pages import SWAPS

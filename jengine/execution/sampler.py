@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jengine.core.request import MAX_LOGPROBS
 from jengine.execution.branches import either, if_any
 from jengine.execution.largest import BLOCK, argmax, top_k
 from jengine.execution.logits import add_bias, apply_mask, biasing, early_stops, masking, penalize, penalizing, suppress
@@ -21,7 +22,6 @@ from jengine.execution.truncation import truncate, truncating
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows
-from jengine.request import MAX_LOGPROBS
 from jengine.table.program_table import Variant
 
 

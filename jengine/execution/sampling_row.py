@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jengine.request import DEVICE_STOPS, MAX_LOGIT_BIAS
+from jengine.core.request import DEVICE_STOPS, MAX_LOGIT_BIAS
 from jengine.scheduling.step_plan import SlotReset
 
 # The row's layout: every field is 32 bits wide; lists of ids are padded with -1.

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jengine
-from jengine.config import AttentionBackend
+from jengine.core.config import AttentionBackend
 from jengine.devices.cpu_threads import cpu_threads
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
@@ -28,6 +27,7 @@ from jengine.models.cache import CacheGroup, cache_groups, paged
 from jengine.parallel.mesh import with_shardings
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import ProgramTable, TrunkKey
+from jengine.version import __version__
 from pallas_kernels.fastest import takes
 from pallas_kernels.flashinfer.build import installed_version as flashinfer_version
 from pallas_kernels.products import cpu_refused
@@ -175,7 +175,7 @@ class ExecutionSpec:
             "product_forms": dict(self.product_forms),
             "attention_backend": self.attention_backend,
             "flashinfer": self._flashinfer(device),
-            "jengine": jengine.__version__,
+            "jengine": __version__,
             "source": source_digest(),
             "model": model,
             "dtype": str(np.dtype(self.model.dtype)),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jengine.config import AttentionBackend
+from jengine.core.config import AttentionBackend
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.kv_cache import Cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jengine.display import columns_html
+from jengine.base.display import columns_html
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.errors import InvalidArgument, ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import FOUR_BITS, StoredWeights
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.core.config import FOUR_BITS
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import StoredWeights
 from jengine.models.family import Decoder, Family, TextPart
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES

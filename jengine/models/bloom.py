@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.gpt_neox import GptNeoXAttention
 from jengine.models.layers import Attend, Layer, LayerNorm, Mlp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 
 
 def at(config: ModelConfig, layer: int) -> ModelConfig:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from jengine.model_config import ModelConfig
-from jengine.model_parts import LinearAttention
 from jengine.models.by_layer import at, kv_layer
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import LinearAttention
 
 SIMILAR = 1.25  # if counts of layers differ by less, groups have the larger count: this wastes little and saves a block table
 TOKENS = -1  # in a shape: the number of tokens per page

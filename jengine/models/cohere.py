@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import attention_biases, decoder, full_attention_every, windows_by_layer_types

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import LatentAttention
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import LatentAttention
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder, rope_fields
 from jengine.models.latent_attention import MultiHeadLatentAttention

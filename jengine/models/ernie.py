@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
 from jengine.models.deepseek import DeepseekExperts
 from jengine.models.family import Family, Fields
 from jengine.models.glm import GlmAttention

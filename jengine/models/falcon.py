@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.gpt_neox import GptNeoXAttention
 from jengine.models.hf_config import rope, rope_fields

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, decoder, full_attention_every, rope_by_layer_types, windows_by_layer_types
 from jengine.models.layers import Layer, RMSNorm

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import AltUp, LayerInputs
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import AltUp, LayerInputs
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.gemma4 import OTHER_PARTS, Gemma4, Gemma4Attention, LayerInput, unread
 from jengine.models.hf_config import (

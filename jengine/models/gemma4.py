@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import FullAttention, LayerInputs, RopeScaling
+from jengine.base.errors import ModelError
 from jengine.models.by_layer import at, key_value_rows, kv_layer
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import FullAttention, LayerInputs, RopeScaling
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import (
     attention_biases,

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Block, Layer, Mixer
 from jengine.models.llama import Llama, read_llama

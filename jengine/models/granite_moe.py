@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.granite import Granite, read_granite
 from jengine.models.layers import Block, matrix, param

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jengine.errors import ModelError
-from jengine.model_parts import RopeScaling
+from jengine.base.errors import ModelError
+from jengine.models.config_parts import RopeScaling
 from jengine.models.family import Fields
 
 ROPE_OPTIONS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.model_config import ModelConfig
-from jengine.model_parts import LatentAttention
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import LatentAttention
 from jengine.models.layers import Attend, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.pieces import EVERY, Piece
 from pallas_kernels.qkv import Qkv

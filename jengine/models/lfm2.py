@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import LinearAttention
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import LinearAttention
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder
 from jengine.models.layers import Attend, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense

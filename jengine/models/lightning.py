@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import LinearAttention, ResidualFactors
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import LinearAttention, ResidualFactors
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
 from jengine.models.layers import Attend, Attention, Block, Layer, Mixer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import attention_biases, decoder

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jengine.errors import ModelError
+from jengine.base.errors import ModelError
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import decoder, rope_fields, window_everywhere
 from jengine.models.layers import Attend

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, full_attention_every, rope_by_layer_types, windows_by_layer_types
 from jengine.models.layers import Attention, Layer, RMSNorm, param

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
 from jengine.models.layers import Attention, Layer, LayerNorm, Mlp

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, rope_fields, window_everywhere
 from jengine.models.layers import Block, LayerNorm, dense

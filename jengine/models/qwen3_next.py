@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import LinearAttention
+from jengine.base.errors import ModelError
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import LinearAttention
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, partly_rotated
 from jengine.models.layers import Attend, Block, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jengine.model_config import ModelConfig
-from jengine.model_parts import RopeScaling
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import RopeScaling
 from pallas_kernels.xla import Rotation
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jengine.errors import ModelError
+from jengine.base.errors import ModelError
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import windows_by_layer_types
 from jengine.models.llama import Llama, read_llama

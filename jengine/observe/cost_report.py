@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 
-from jengine.display import columns, columns_html, image_html
+from jengine.base.display import columns, columns_html, image_html
 from jengine.scheduling.costs.host_costs import HostSeconds
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.work import Work

@@ -11,7 +11,7 @@ import weakref
 from array import array
 from pathlib import Path
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.scheduling.requests.sequence import Sequence
 
 VERSION = 1

@@ -8,7 +8,7 @@ from collections import deque
 
 import msgspec
 
-from jengine.observe.compiles import compile_count, compile_seconds
+from jengine.base.compiles import compile_count, compile_seconds
 from jengine.observe.memory import memory
 from jengine.observe.pauses import garbage_pauses
 from jengine.observe.records import EngineFacts, Memory, RequestRecord, StepRecord

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from jengine.display import counted, image_html, table_html
-from jengine.errors import InvalidArgument
+from jengine.base.display import counted, image_html, table_html
+from jengine.base.errors import InvalidArgument
 from jengine.observe.perfetto import trace_events
 from jengine.observe.records import EngineFacts, Memory, Pause, RequestRecord, StepRecord
 from jengine.scheduling.costs.step_costs import StepCosts

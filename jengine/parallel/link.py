@@ -22,7 +22,7 @@ import jax
 import msgspec
 import numpy as np
 
-from jengine.errors import EngineDead, InvalidArgument
+from jengine.base.errors import EngineDead, InvalidArgument
 
 TOKEN = 32  # bytes
 PATIENCE = 300.0  # maximum seconds until all processes have connected

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.parallel.collectives import AXIS
 from pallas_kernels.devices import visible_devices
 from pallas_kernels.int4 import Int4

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jengine.config import EngineConfig
+from jengine.base.errors import InvalidArgument, OutOfMemory
+from jengine.base.progress_log import progress_log
+from jengine.core.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.engine.model_source import ModelSource
 from jengine.engine.shapes import describe
-from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kinds import KINDS, Key
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
@@ -37,7 +38,6 @@ from jengine.execution.programs import (
     running,
 )
 from jengine.execution.spec import ExecutionSpec
-from jengine.observe.progress_log import progress_log
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jengine.config import EngineConfig
-from jengine.errors import JengineError
+from jengine.base.errors import JengineError
+from jengine.core.config import EngineConfig
 
 LEAST_TOKENS = 2048  # of the cache, or max_model_len: less is not worth a start
 BUDGETS = 4096, 2048, 1024, 512  # values of max_num_batched_tokens

@@ -12,17 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jengine.base.errors import OutOfMemory
 from jengine.checkpoints.weights import num_bytes
-from jengine.config import EngineConfig
+from jengine.core.config import FOUR_BITS, EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
-from jengine.errors import OutOfMemory
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.kinds import Key, kind_of
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
 from jengine.execution.programs import program_keys
 from jengine.execution.spec import ExecutionSpec
-from jengine.model_parts import FOUR_BITS
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
 from jengine.planning.ahead_of_time import check_target, describe_for, describe_on, device_limit, largest

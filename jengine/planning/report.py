@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import NamedTuple
 
+from jengine.base.display import columns_html
 from jengine.devices.device_spec import DeviceSpec
-from jengine.display import columns_html
 from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory
 from jengine.execution.spec import ExecutionSpec

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jengine.devices.device_spec import DeviceSpec
-from jengine.model_config import ModelConfig
 from jengine.models.by_layer import at, key_value_rows, kv_layer
 from jengine.models.cache import cache_groups
+from jengine.models.config import ModelConfig
 
 Resource = Literal["memory", "products", "links"]
 ALL_REDUCES = 2  # per layer: after attention, and after the MLP

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.observe.engines import engines
 from jengine.profiling import heap
 from jengine.profiling.counters import Counters

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.profiling.capture import JAX, NOT_ASKED, PROFILE, Capture, read_profiles
 from jengine.profiling.data import Profile, ProfileOptions
 from jengine.profiling.heap import Heap

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from jengine.observe.trace import Trace  # imports numpy

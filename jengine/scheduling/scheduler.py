@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from types import MappingProxyType
 
-from jengine.request import FinishReason, Request
+from jengine.core.request import FinishReason, Request
+from jengine.core.scheduling_options import SchedulingOptions
+from jengine.core.updates import ScoredToken
 from jengine.scheduling.admission.admission import Admission
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.promises.acceptance import Acceptance, expect, note_first
@@ -34,7 +35,6 @@ from jengine.scheduling.work import Work, rows_work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, ProgramTable
 from jengine.table.ready_programs import ReadyPrograms
-from jengine.updates import ScoredToken
 
 NOTHING_FOUND: Mapping[int, ScoredToken] = MappingProxyType({})
 DEFAULTS = SchedulingOptions()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jengine.request import SamplingParams
+from jengine.core.request import SamplingParams
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import BurstKey, SamplerKey, TrunkKey
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.simulation.trace import Trace, make_trace
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id

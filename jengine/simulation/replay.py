@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jengine.observe.progress import progress_bar
-from jengine.request import SamplingParams
+from jengine.base.progress import progress_bar
+from jengine.core.request import SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.registry import PreemptionNeeded

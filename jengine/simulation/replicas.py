@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jengine.request import SamplingParams
+from jengine.core.request import SamplingParams
 from jengine.simulation.outcome import Outcome
 from jengine.simulation.replay import EngineShape, replay
 from jengine.simulation.summary import Targets, in_target

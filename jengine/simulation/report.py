@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jengine.display import counted
-from jengine.errors import InvalidArgument
+from jengine.base.display import counted
+from jengine.base.errors import InvalidArgument
 from jengine.simulation.outcome import Outcome
 from jengine.simulation.summary import RANKS, Summary, Targets
 from jengine.simulation.trace import Trace

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jengine.config import EngineConfig
+from jengine.base.errors import InvalidArgument
+from jengine.core.config import EngineConfig
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
 from jengine.engine.program_set import saved_costs
 from jengine.engine.shapes import describe_engine, host_pages, make_table, num_states, page_buckets
-from jengine.errors import InvalidArgument
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import paged
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.simulation.replay import EngineShape
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.simulation.outcome import Outcome
 from jengine.simulation.trace import Trace
 

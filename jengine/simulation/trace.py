@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 
 OUTPUT_TOKEN = -1  # represents every generated token; no prompt contains it
 

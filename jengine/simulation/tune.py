@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jengine.config import EngineConfig
-from jengine.errors import InvalidArgument, JengineError
-from jengine.request import SamplingParams
+from jengine.base.errors import InvalidArgument, JengineError
+from jengine.core.config import EngineConfig
+from jengine.core.request import SamplingParams
 from jengine.simulation.replay import EngineShape, replay
 from jengine.simulation.summary import Summary, Targets, summarize
 from jengine.simulation.trace import Trace

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jengine.errors import InvalidArgument, JengineError
-from jengine.request import Request, SamplingParams
+from jengine.base.errors import InvalidArgument, JengineError
+from jengine.core.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work, rows_work

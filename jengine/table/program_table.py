@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from jengine.request import SamplingParams
+from jengine.core.request import SamplingParams
 
 Variant = Literal["greedy", "sample", "truncated", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each includes the previous ones

@@ -14,8 +14,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jengine.errors import InvalidArgument, ModelError
-from jengine.gguf_file import is_gguf
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.base.gguf_file import is_gguf
 from jengine.text.tekken import generated_template
 
 MARK = "@end-of-the-message-to-continue@ "  # the space shows whether the template trims messages

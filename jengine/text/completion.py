@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import overload
 
-from jengine.request import CompletionOutput, FinishReason, Logprob, Request
+from jengine.core.request import CompletionOutput, FinishReason, Logprob, Request
+from jengine.core.updates import Beam, TokenLogprobs
 from jengine.text.stop_strings import StopAutomaton, StopStrings
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import Beam, TokenLogprobs
 
 
 class CompletionBuilder:

@@ -10,8 +10,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from jengine.errors import ModelError
-from jengine.gguf_file import GgufFile, open_gguf
+from jengine.base.errors import ModelError
+from jengine.base.gguf_file import GgufFile, open_gguf
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

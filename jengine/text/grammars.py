@@ -17,8 +17,8 @@ from concurrent.futures import Future
 
 import llguidance
 
-from jengine.errors import InvalidArgument
-from jengine.request import StructuredOutputs
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import StructuredOutputs
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from jengine.errors import JengineError
+from jengine.base.errors import JengineError
 
 MASK_SECONDS = 0.2  # of CPU time; nearly all masks take less than a millisecond
 Call = Callable[[], object]

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jengine.errors import JengineError
-from jengine.request import SamplingParams, StructuredOutputs, TokenMask
+from jengine.base.errors import JengineError
+from jengine.core.request import SamplingParams, StructuredOutputs, TokenMask
 from jengine.text.grammars import compile_structure, error_of
 from jengine.text.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from jengine.errors import InvalidArgument, ModelError
-from jengine.gguf_file import is_gguf
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.base.gguf_file import is_gguf
 from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_bytes
 from jengine.text.tekken import read_tekken
 from jengine.text.token_bytes import most_bytes_of_a_token

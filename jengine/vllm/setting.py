@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 
 Kind = Literal["renamed", "no effect", "not supported"]
 EMPTY: tuple[object, ...] = ("", {}, [], (), "{}", "[]")  # values that ask for nothing, as None does

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.vllm.engine_settings import ENGINE
 from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
 from jengine.vllm.server_settings import SERVER

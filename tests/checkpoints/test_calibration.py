@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jengine import cli
+from jengine.base.errors import InvalidArgument
 from jengine.checkpoints import conversion, load, load_calibrated, read_config, read_text, resolve
 from jengine.checkpoints.calibration import _moments
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
-from jengine.errors import InvalidArgument
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer

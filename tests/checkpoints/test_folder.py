@@ -12,10 +12,10 @@ from huggingface_hub.utils import filter_repo_objects
 
 import jengine
 from jengine import SamplingParams
+from jengine.base.errors import ModelError
 from jengine.checkpoints import read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
-from jengine.errors import ModelError
-from jengine.model_parts import RopeScaling
+from jengine.models.config_parts import RopeScaling
 from tests.golden.weights import VARIANTS
 
 

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.base.compiles import compile_count
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.base.gguf_file import KINDS, GgufFile, dequantized, open_gguf
 from jengine.checkpoints import convert, has_output_head, load, read_config, resolve
 from jengine.checkpoints.gguf import ARCHITECTURES, FOUR_BITS, NAMES, _four_bits, _name
 from jengine.checkpoints.hugging_face import model_config
-from jengine.errors import InvalidArgument, ModelError
-from jengine.gguf_file import KINDS, GgufFile, dequantized, open_gguf
 from jengine.models import Params, build
 from jengine.models.rope import rope
-from jengine.observe.compiles import compile_count
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, dequantize, is_quantized

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.hugging_face import model_config
-from jengine.errors import ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import ResidualFactors
 from jengine.models import FAMILIES, build
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import ResidualFactors
 from jengine.models.rope import rope
 from tests.golden.weights import VARIANTS
 

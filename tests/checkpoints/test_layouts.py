@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jengine import LLM, SamplingParams
+from jengine.base.errors import ModelError
 from jengine.checkpoints import load, read_config, resolve
 from jengine.checkpoints.stored import dense
 from jengine.checkpoints.weights import read
-from jengine.errors import ModelError
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer

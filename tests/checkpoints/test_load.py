@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints import load, read_config
-from jengine.errors import ModelError
 from jengine.models import Model, Params, build
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import make_mesh

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
-from jengine.errors import ModelError
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4

@@ -19,9 +19,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from jengine import LLM, SamplingParams, cli
+from jengine.base.errors import InvalidArgument
 from jengine.checkpoints import convert, load, orbax, read_config, resolve
 from jengine.checkpoints.converted import MARK, PARAMS, stored_config, write_config
-from jengine.errors import InvalidArgument
 from jengine.execution.runner import Runner
 from jengine.models import Params, build
 from jengine.models.pieces import Piece

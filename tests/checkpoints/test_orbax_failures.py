@@ -18,9 +18,9 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.base.errors import InvalidArgument, ModelError, OutOfMemory
 from jengine.checkpoints import conversion, convert, load, orbax, read_config
 from jengine.checkpoints.converted import MARK, PARAMS, stored_config
-from jengine.errors import InvalidArgument, ModelError, OutOfMemory
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from tests.golden.weights import write_model

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints import load, pickled, read_config
 from jengine.checkpoints.files import read_tensors
-from jengine.errors import ModelError
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from tests.checkpoints.pickled_models import archive, dictionary, rebuilt

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints import convert, load, read_config
 from jengine.checkpoints.orbax import by_name
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
-from jengine.errors import InvalidArgument, ModelError
-from jengine.model_config import ModelConfig
-from jengine.model_parts import Converted, StoredWeights
 from jengine.models import Model, Params, build
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import Converted, StoredWeights
 from jengine.parallel.mesh import make_mesh
 from jengine.serving.engines import model_engine
 from pallas_kernels.int4 import Int4

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.quantization_config import stored_weights
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
-from jengine.errors import ModelError
-from jengine.model_parts import StoredWeights
 from jengine.models import Params, build
+from jengine.models.config_parts import StoredWeights
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, dequantize, is_quantized

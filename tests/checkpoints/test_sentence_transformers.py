@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.sentence_transformers import Reranker, choose_embedder, read_embedder, read_reranker
-from jengine.errors import ModelError
-from jengine.pooling import Embedder
+from jengine.core.pooling import Embedder
 from tests.golden.embedding_models import write_modules
 
 FLAGS = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}

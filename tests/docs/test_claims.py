@@ -14,7 +14,7 @@ import pytest
 from kernel_facts import AMPERE, AMPERE_CASES
 
 import pallas_kernels
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.execution.kinds import KINDS
 from jengine.table.program_table import ProgramTable

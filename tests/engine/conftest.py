@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jengine import LLM
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from tests.engine.on_demand import on_demand

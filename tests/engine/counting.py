@@ -8,7 +8,7 @@ from typing import Any
 from jengine import AsyncLLM, EngineThread, RequestOutput, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.execution.runner import InFlight, StepResult
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable

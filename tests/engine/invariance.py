@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jengine.core.request import SamplingParams
+from jengine.core.updates import PromptScores, TokenUpdate
 from jengine.engine.engine import Engine
-from jengine.request import SamplingParams
 from jengine.scheduling.step_plan import StepPlan
-from jengine.updates import PromptScores, TokenUpdate
 from tests.engine.running import Work, limit_pages, requests_of
 
 LONGEST = 191  # tokens, prompt and output

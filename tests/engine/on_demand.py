@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import pytest
 
 import pallas_kernels
+from jengine.base.compiles import announced
+from jengine.base.progress import Progress
 from jengine.engine import program_set
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kinds import Key
@@ -26,8 +28,6 @@ from jengine.execution.program_folder import UntrustedProgram
 from jengine.execution.program_store import ProgramStore
 from jengine.execution.programs import CompilerOptions, Programs, lower, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
-from jengine.observe.compiles import announced
-from jengine.observe.progress import Progress
 from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
 from jengine.table.program_table import ProgramTable
 from tests.compiling import QUICK

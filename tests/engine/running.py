@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from benchmarks.restart import restart_scheduler
+from jengine.core.request import Request, SamplingParams, TokenMask
+from jengine.core.updates import PromptScores, TokenUpdate
 from jengine.engine.engine import Engine
 from jengine.execution.runner import Runner
-from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.text.masks import AllOf, AllowedTokens
-from jengine.updates import PromptScores, TokenUpdate
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120, "warm_up": "all"}
 

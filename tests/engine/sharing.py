@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from jengine.core.request import SamplingParams
+from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
 from jengine.execution.kinds import Call, call_kind
 from jengine.execution.runner import Runner
 from jengine.observe.step_recorder import StepRecorder
-from jengine.request import SamplingParams
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.updates import TokenUpdate
 from tests.engine.running import Answer, Work, limit_pages, requests_of, run
 
 LENGTH = 12  # tokens generated

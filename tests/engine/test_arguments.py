@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jengine import EngineConfig, InvalidArgument, SamplingParams
-from jengine.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_SAMPLES
+from jengine.core.request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGPROBS, MAX_SAMPLES
 
 BAD_PARAMS: dict[str, list[Any]] = {
     "n": [0, -1, MAX_SAMPLES + 1, 2.0, "2", None, True],

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, BeamSearchParams, EngineThread, InvalidArgument, SamplingParams
-from jengine.beams import sampling_of
+from jengine.core.beam_outputs import sampling_of
+from jengine.core.request import Request
+from jengine.core.updates import Beam, BeamsFound
 from jengine.engine.engine import Engine
-from jengine.request import Request
-from jengine.updates import Beam, BeamsFound
 from tests.engine.counting import assert_idle
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL

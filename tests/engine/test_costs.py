@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, cli
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine import program_set
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, SamplingParams
-from jengine.request import Request
+from jengine.core.request import Request
+from jengine.core.seeds import prompt_seed
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
-from jengine.seeds import prompt_seed
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 

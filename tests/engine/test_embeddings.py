@@ -13,8 +13,8 @@ import pytest
 from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, PoolingParams, Request, SamplingParams
 from jengine.api.prompts import POOLED
 from jengine.api.reranking import judgement, judging_prompts
+from jengine.core.updates import Pooled, TokenUpdate
 from jengine.engine.engine import Engine
-from jengine.updates import Pooled, TokenUpdate
 from tests.engine.on_demand import on_demand
 from tests.golden import embedding_models
 from tests.golden.embedding_models import SIZE, write_embedder, write_reranker

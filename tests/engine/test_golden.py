@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from jengine.core.request import MAX_LOGPROBS, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
-from jengine.request import MAX_LOGPROBS, SamplingParams
 from tests.engine.running import SMALL, Answer, run
 from tests.golden.weights import VARIANTS, Case, Golden
 

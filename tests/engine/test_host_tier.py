@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from jengine.core.request import SamplingParams
 from jengine.engine.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Worker
-from jengine.request import SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
 from jengine.scheduling.pages.host_tier import HostTier
 from tests.engine.invariance import OPTIONS

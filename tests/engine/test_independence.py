@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from jengine import BeamSearchParams
-from jengine.beams import sampling_of
+from jengine.core.beam_outputs import sampling_of
+from jengine.core.request import Request, SamplingParams
+from jengine.core.updates import BeamsFound, TokenUpdate
 from jengine.engine.engine import Engine
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import SwapCosts
-from jengine.updates import BeamsFound, TokenUpdate
 from tests.engine.running import limit_pages, overlapped_steps, prompts, requests_of, run
 
 LENGTH = 40  # tokens generated

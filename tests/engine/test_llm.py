@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jengine import LLM, InvalidArgument, ModelError, RequestOutput, SamplingParams
+from jengine.core.request import MAX_LOGPROBS, CompletionOutput
 from jengine.execution.programs import program_keys
-from jengine.request import MAX_LOGPROBS, CompletionOutput
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.golden.weights import VARIANTS, uniform, weights

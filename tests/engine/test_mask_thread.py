@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jengine.errors import JengineError
+from jengine.base.errors import JengineError
 from jengine.text.mask_thread import MaskThread
 
 LIMIT = 0.1

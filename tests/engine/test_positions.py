@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from jengine.base.errors import InvalidArgument
 from jengine.engine.engine import Engine
-from jengine.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "opt_125m", "opt_350m", "phi3_longrope_beyond"])

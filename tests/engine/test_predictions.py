@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jengine import LLM, InvalidArgument, SamplingParams
-from jengine.request import Request
+from jengine.core.request import Request
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.forecasts.expectations import hypothetical
 from tests.engine.on_demand import on_demand

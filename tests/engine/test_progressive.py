@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution import programs as programs_module
 from jengine.execution.programs import Built, first_keys
 from jengine.execution.runner import Runner
-from jengine.request import SamplingParams
 from jengine.table.program_table import TrunkKey
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Work, prompts, run
@@ -182,7 +182,7 @@ def test_the_interpreter_ends_in_the_midst_of_it(model: Path, tmp_path: Path) ->
     """The running compilation is finished and saved; no other is started."""
     script = """
 import json, sys, time
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine.start import start_engine
 engine, _ = start_engine(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
 first = engine.load.programs_ready

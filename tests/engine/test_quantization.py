@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jengine.base.errors import InvalidArgument
 from jengine.checkpoints import load, read_config
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.precision import CACHE_DTYPES
-from jengine.errors import InvalidArgument
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
-from jengine.request import SamplingParams
 from tests.engine.running import limit_pages, prompts, run
 from tests.golden.weights import Golden, max_model_len, write_model
 from tests.models.dense import DenseCausal

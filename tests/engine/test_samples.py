@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, InvalidArgument, RequestOutput, SamplingParams
 from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.api.prompts import make_requests
-from jengine.request import MAX_SAMPLES, Request
+from jengine.core.request import MAX_SAMPLES, Request
+from jengine.core.updates import Ended, PromptScores, TokenLogprobs, TokenUpdate
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import Ended, PromptScores, TokenLogprobs, TokenUpdate
 from tests.engine.counting import CountingRunner, assert_idle, collect, counting
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, limit_pages

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jengine.config import EngineConfig
+from jengine.base.errors import InvalidArgument
+from jengine.core.config import EngineConfig
+from jengine.core.request import MASKED_STOPS, MAX_LOGPROBS, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
-from jengine.errors import InvalidArgument
-from jengine.request import MASKED_STOPS, MAX_LOGPROBS, SamplingParams
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, limit_pages, prompts, run
 from tests.golden.weights import write_model

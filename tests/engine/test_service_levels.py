@@ -7,11 +7,11 @@ import time
 import pytest
 
 from benchmarks.restart import restart_scheduler
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import Request, SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
+from jengine.core.updates import Ended, TokenUpdate
 from jengine.engine.engine import Engine
-from jengine.errors import InvalidArgument
-from jengine.request import Request, SamplingParams
-from jengine.scheduling.options import SchedulingOptions
-from jengine.updates import Ended, TokenUpdate
 from tests.engine.running import Estimates
 
 

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from jengine.config import EngineConfig
+from jengine.base.errors import OutOfMemory
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
 from jengine.engine import start
 from jengine.engine.engine import Engine
-from jengine.errors import OutOfMemory
-from jengine.request import Request, SamplingParams
 from jengine.table.program_table import VARIANTS
 from tests.engine.running import SMALL, limit_pages, overlapped_steps, prompts, run
 from tests.golden.weights import write_model
@@ -25,10 +25,10 @@ VOCAB = 96
 
 SECOND_START = """
 import json, sys
-from jengine.observe.compiles import compile_count
+from jengine.base.compiles import compile_count
 before = compile_count()
-from jengine.config import EngineConfig
-from jengine.request import Request, SamplingParams
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
 from jengine.engine.start import start_engine
 engine, started = start_engine(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
 params = SamplingParams(temperature=0.8, top_k=5, seed=3, max_tokens=4, logprobs=2)

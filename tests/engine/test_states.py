@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from jengine.core.request import SamplingParams
 from jengine.engine.engine import Engine
-from jengine.request import SamplingParams
 from jengine.scheduling.requests.policy import victim
 from tests.engine.running import Work, limit_pages, prompts, run
 from tests.engine.sharing import Sharing, cached, params

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from jengine.core.request import SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.shapes import page_buckets
 from jengine.execution.programs import Programs, lower
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Worker
-from jengine.request import SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import TrunkKey
 from tests.compiling import QUICK

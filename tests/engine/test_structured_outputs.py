@@ -12,7 +12,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParams
 from jengine.api.shared_engine import Call
-from jengine.request import Request, TokenMask
+from jengine.core.request import Request, TokenMask
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.masks import make_mask
 from tests.engine.on_demand import on_demand

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, EngineThread, InvalidArgument, SamplingParams
+from jengine.base.interrupts import uninterrupted
 from jengine.engine.operations import ResetPrefixCache
-from jengine.interrupts import uninterrupted
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 

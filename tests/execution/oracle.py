@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from jengine.request import SamplingParams
+from jengine.core.request import SamplingParams
 
 EPS = 1e-5  # of a probability: what float32 sums over a vocabulary may lose
 SMALLEST = float(np.finfo(np.float32).tiny)  # float32 may take less for 0

@@ -9,7 +9,7 @@ import pytest
 
 from jengine import InvalidArgument
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.execution.kernels import prepare
 from jengine.execution.programs import lower

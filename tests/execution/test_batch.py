@@ -7,11 +7,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jengine.core.request import DEVICE_STOPS, SamplingParams
 from jengine.execution.attention import TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling, sampling_of
 from jengine.execution.slots import SlotState, pack_updates, update_slots
-from jengine.request import DEVICE_STOPS, SamplingParams
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.engine.shapes import describe
-from jengine.errors import InvalidArgument
 from jengine.execution.batch import BatchLayout
 from jengine.execution.batch_invariance import why_not_batch_invariant
 from jengine.execution.logits import ALL_ALLOWED, mask_words
@@ -24,8 +26,6 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.collectives import AXIS
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.plan import TargetDevice
-from jengine.request import SamplingParams
-from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.table.program_table import ProgramTable, TrunkKey
 from pallas_kernels.cpu import choice

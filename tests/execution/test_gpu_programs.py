@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.execution.kernels import decode_refused, kernels_refused
 from jengine.execution.programs import UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys

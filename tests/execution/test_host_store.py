@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
-from jengine.errors import InvalidArgument
 from jengine.execution.host_store import check_host_memory
 from jengine.execution.programs import Programs, lower, program_keys
 from jengine.execution.runner import Runner

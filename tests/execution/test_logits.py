@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jengine.core.request import SamplingParams
 from jengine.execution.logits import COUNT_CHUNK, add_bias, apply_mask, count_chunks, count_tokens, mask_words, penalize
 from jengine.execution.sampling_row import pack_sampling, sampling_of
-from jengine.request import SamplingParams
 from jengine.scheduling.step_plan import SlotReset
 from tests.execution.oracle import adjusted
 

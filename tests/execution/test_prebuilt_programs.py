@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from jengine import cli
-from jengine.config import EngineConfig
+from jengine.base.errors import InvalidArgument
+from jengine.core.config import EngineConfig
 from jengine.engine.start import start_engine
-from jengine.errors import InvalidArgument
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms, difference
 from jengine.execution.programs import program_keys
@@ -28,10 +28,10 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 START = """
 import json, sys
-from jengine.observe.compiles import compile_count
+from jengine.base.compiles import compile_count
 before = compile_count()
-from jengine.config import EngineConfig
-from jengine.request import Request, SamplingParams
+from jengine.core.config import EngineConfig
+from jengine.core.request import Request, SamplingParams
 from jengine.engine.start import start_engine
 engine, started = start_engine(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
 params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.execution import cache_folders, program_cache, program_folder
 from jengine.execution import programs as programs_module
 from jengine.execution.cache_folders import DAY, cache_limit, saved_folders, trim

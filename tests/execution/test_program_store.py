@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.base.compiles import retrieval_count
 from jengine.execution import program_folder
 from jengine.execution import programs as programs_module
 from jengine.execution.device_state import ALLOCATE
@@ -22,7 +23,6 @@ from jengine.execution.kinds import Key
 from jengine.execution.kinds.sampler import to_sample
 from jengine.execution.program_folder import LOCK
 from jengine.execution.programs import Programs, open_cache
-from jengine.observe.compiles import retrieval_count
 from jengine.table.program_table import SamplerKey
 from tests.execution.specs import make_spec
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jengine.core.request import MAX_LOGPROBS, SamplingParams
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.sampler import sample, with_logprobs, with_wanted_logprobs
 from jengine.execution.sampling_row import sampling_of
-from jengine.request import MAX_LOGPROBS, SamplingParams
 from tests.execution.test_sampler import GREEDY_ROW, ROWS, VOCAB, Row, compiled, logits_for, stacked
 
 USES: dict[str, Row] = {

@@ -59,7 +59,7 @@ def test_every_module_that_lowering_imports_is_hashed() -> None:
     code = f"import sys, {TRACED}; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith(('jengine.', '{KERNELS}'))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = {Path(file).relative_to(PACKAGES).as_posix() for file in done.stdout.split()}
-    assert {"jengine/request.py", "jengine/config.py", "jengine/models/llama.py", "pallas_kernels/xla.py"} <= imported
+    assert {"jengine/core/request.py", "jengine/core/config.py", "jengine/models/llama.py", "pallas_kernels/xla.py"} <= imported
     assert imported - set(FILES) == set()
 
 
@@ -89,7 +89,7 @@ def test_every_function_that_tracing_calls_is_in_a_hashed_file() -> None:
         events.free_tool_id(tool)
     folders = [f"{PACKAGES / name}/" for name in ("jengine", KERNELS)]
     ours = {Path(file).relative_to(PACKAGES).as_posix() for file in called if file.startswith(tuple(folders))}
-    assert {"jengine/execution/trunk.py", "jengine/execution/sampler.py", "jengine/model_config.py"} <= ours
+    assert {"jengine/execution/trunk.py", "jengine/execution/sampler.py", "jengine/models/config.py"} <= ours
     assert ours - set(FILES) <= {"jengine/execution/kernel_objects.py"}, "it only keeps the code of kernels, which are hashed"
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
 from jengine.devices import device_defaults
 from jengine.table.program_table import ProgramTable
 from pallas_kernels import dispatch, timing, tune, tuning, tuning_cases, xla

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.experts import each_expert
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.stored import Tensor
-from jengine.errors import ModelError
 from jengine.models import build
 from jengine.models.pieces import Piece
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints.hugging_face import model_config
-from jengine.errors import ModelError
 from jengine.execution.kv_cache import abstract_cache, page_bytes, views
-from jengine.model_config import ModelConfig
 from jengine.models.by_layer import at, kv_layer
 from jengine.models.cache import TOKENS, cache_groups, homes, places
+from jengine.models.config import ModelConfig
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.quantized import dequantize, quantize
 from pallas_kernels.xla import page_write

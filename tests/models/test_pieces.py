@@ -12,7 +12,7 @@ import pytest
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.safetensors import Tensor
 from jengine.checkpoints.weights import assemble
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.models.pieces import Piece, apart, grouped, interleaved, qkv_parts
 from tests.golden.weights import VARIANTS
 

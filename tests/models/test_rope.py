@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jengine.checkpoints.hugging_face import model_config
-from jengine.model_config import ModelConfig
+from jengine.models.config import ModelConfig
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.xla import rotate
 from tests.golden.weights import VARIANTS

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from jengine.observe import progress_log
-from jengine.observe.progress_log import duration, progress_line
+from jengine.base import progress_log
+from jengine.base.progress_log import duration, progress_line
 
 
 class Lines(io.StringIO):

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
+from jengine.core.request import Request, SamplingParams
+from jengine.core.scheduling_options import OnLate, SchedulingOptions
 from jengine.explanations.explain import explain
 from jengine.observe.trace import Trace
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Forecast, Job, Machine
-from jengine.scheduling.options import OnLate, SchedulingOptions
 from jengine.scheduling.promises import acceptance
 from jengine.scheduling.promises.acceptance import EFFORT
 from jengine.scheduling.work import Work

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from jengine.core.request import Request, SamplingParams, TokenMask
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.engine import engine as engine_module
 from jengine.engine.engine import Engine
 from jengine.execution.runner import StepResult
 from jengine.observe import pauses, step_recorder
 from jengine.observe.trace import Trace
-from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
-from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey

@@ -16,7 +16,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jengine.checkpoints import load, read_config
-from jengine.config import EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.request import MAX_LOGPROBS, SamplingParams
+from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
@@ -25,9 +27,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.collectives import AXIS, all_gather, all_to_all, own_rows
 from jengine.parallel.mesh import make_mesh, shard_mapped
-from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.table.program_table import SamplerKey
-from jengine.updates import TokenUpdate
 from pallas_kernels.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.compiling import quickly_compiled

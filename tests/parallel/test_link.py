@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jengine.errors import EngineDead
+from jengine.base.errors import EngineDead
 from jengine.execution.kinds import Call
 from jengine.execution.kv_cache import COPIES
 from jengine.execution.slots import UPDATE_WORDS

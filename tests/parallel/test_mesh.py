@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.hugging_face import model_config
-from jengine.errors import InvalidArgument
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh, with_shardings
 from tests.golden.weights import VARIANTS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jengine.config import EngineConfig
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
+from jengine.core.config import EngineConfig
 from jengine.planning.fitting import Fitting, Room, what_fits
 
 GIB = 1 << 30

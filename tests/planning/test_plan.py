@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from jengine import cli
-from jengine.config import EngineConfig
+from jengine.base.errors import InvalidArgument
+from jengine.core.config import EngineConfig
 from jengine.engine.start import start_engine
-from jengine.errors import InvalidArgument
 from jengine.execution import programs, sampler, truncation
 from jengine.execution.device_state import ALLOCATE
 from jengine.execution.kinds import Key

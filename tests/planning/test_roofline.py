@@ -12,8 +12,8 @@ import pytest
 from jengine.checkpoints import read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.devices.device_spec import DeviceSpec, device_spec
-from jengine.model_config import ModelConfig
 from jengine.models import build
+from jengine.models.config import ModelConfig
 from jengine.planning.roofline import (
     Bound,
     Formats,

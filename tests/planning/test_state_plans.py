@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jengine.config import EngineConfig
+from jengine.base.errors import InvalidArgument, OutOfMemory
+from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe_engine
-from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.memory import pages_that_fit
 from jengine.planning.plan import make_plan
 from jengine.planning.report import report

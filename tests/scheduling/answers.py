@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from jengine.request import Request, SamplingParams
-from jengine.updates import Beam, ScoredToken, TokenLogprobs
+from jengine.core.request import Request, SamplingParams
+from jengine.core.updates import Beam, ScoredToken, TokenLogprobs
 from tests.golden.beam_rule import beam_search
 
 VOCAB = 50

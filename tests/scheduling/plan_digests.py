@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jengine.beam_params import BeamSearchParams
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
+from jengine.core.beam_params import BeamSearchParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.work import NO_WORK, Work

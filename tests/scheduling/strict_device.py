@@ -16,17 +16,17 @@ from functools import partial
 
 from msgspec import structs
 
-from jengine.beam_params import BeamSearchParams
-from jengine.beams import sampling_of
-from jengine.request import Request, SamplingParams
-from jengine.scheduling.options import SchedulingOptions
+from jengine.core.beam_outputs import sampling_of
+from jengine.core.beam_params import BeamSearchParams
+from jengine.core.request import Request, SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
+from jengine.core.updates import ScoredToken
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan, Tokens
 from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, sampler_variant
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
-from jengine.updates import ScoredToken
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.host_memory import Content, HostMemory
 from tests.scheduling.plan_checks import check_plan

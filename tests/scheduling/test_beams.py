@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from jengine.beam_params import MAX_BEAM_WIDTH, BeamSearchParams
-from jengine.beams import sampling_of
+from jengine.base.errors import InvalidArgument
+from jengine.core.beam_outputs import sampling_of
+from jengine.core.beam_params import MAX_BEAM_WIDTH, BeamSearchParams
+from jengine.core.request import MAX_LOGPROBS, Request, SamplingParams
 from jengine.engine.limits import Limits
-from jengine.errors import InvalidArgument
-from jengine.request import MAX_LOGPROBS, Request, SamplingParams
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from tests.scheduling.answers import EOS, VOCAB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jengine.request import Request
+from jengine.core.request import Request
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect
 from jengine.scheduling.forecasts.forecast import Job, together
 from jengine.simulation.replay import EngineShape

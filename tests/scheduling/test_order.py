@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.virtual_engine import VirtualEngine
-from jengine.request import Request, SamplingParams
-from jengine.scheduling.options import SchedulingOptions
+from jengine.core.request import Request, SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
 from tests.scheduling.test_promises import Linear

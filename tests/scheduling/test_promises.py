@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.virtual_engine import VirtualEngine
-from jengine.request import Request, SamplingParams
+from jengine.core.request import Request, SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey

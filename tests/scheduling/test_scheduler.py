@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from jengine.errors import InvalidArgument
-from jengine.request import DEVICE_STOPS, MASKED_STOPS, Request, SamplingParams
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import DEVICE_STOPS, MASKED_STOPS, Request, SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits

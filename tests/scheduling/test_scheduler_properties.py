@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jengine.beam_params import BeamSearchParams
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
+from jengine.core.beam_params import BeamSearchParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.work import NO_WORK, Work

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from jengine.beam_params import BeamSearchParams
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
+from jengine.core.beam_params import BeamSearchParams
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.states import SPARSE
 from tests.scheduling.answers import VOCAB

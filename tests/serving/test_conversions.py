@@ -32,7 +32,7 @@ def reals(low: float, high: float, **options: Any) -> SearchStrategy[float]:
 
 
 WITHOUT_STOP = {
-    "n": st.integers(1, jengine.request.MAX_SAMPLES),
+    "n": st.integers(1, jengine.core.request.MAX_SAMPLES),
     "temperature": reals(0.0, 1e6, exclude_min=True),
     "top_k": st.integers(-1, 2**31 - 1),
     "top_p": reals(0.0, 1.0, exclude_min=True),

@@ -38,6 +38,7 @@ from jengine import (
     decode_operation,
     params_of_samples,
 )
+from jengine.core.updates import ScoredToken
 from jengine.engine.operations import WriteProfile
 from jengine.serving import wire
 from jengine.serving.wire import (
@@ -60,7 +61,6 @@ from jengine.serving.wire import (
     frame,
     requests_of,
 )
-from jengine.updates import ScoredToken
 
 WIDE = st.integers(0, 10**30)
 TEXT = st.text(st.characters(), min_size=1, max_size=20)  # lone surrogates too

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
-from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.simulation.replay import EngineShape
 from jengine.simulation.trace import Trace, make_trace

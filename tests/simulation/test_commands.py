@@ -10,7 +10,7 @@ import pytest
 
 from jengine import EngineConfig, cli
 from jengine.commands import tune
-from jengine.scheduling.options import STRATEGIES
+from jengine.core.scheduling_options import STRATEGIES
 from jengine.simulation.setup import Setup
 from jengine.simulation.summary import Targets
 from jengine.simulation.tune import Search

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.simulation.formats import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import Request, SamplingParams
 from jengine.engine.engine import Engine
-from jengine.errors import InvalidArgument
 from jengine.execution.runner import StepResult
 from jengine.observe.recorder import BLOCK, TraceRecorder
-from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.simulation.formats import read_trace

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jengine.errors import InvalidArgument
-from jengine.request import SamplingParams
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import SamplingParams
 from jengine.scheduling.costs.step_costs import Cost
 from jengine.scheduling.work import Work
 from jengine.simulation.replay import replay

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from jengine.errors import ModelError
+from jengine.base.errors import ModelError
 from jengine.text import gguf_tokenizer as read
 from jengine.text.tokenizer import Tokenizer as Loaded
 from jengine.text.tokenizer import has_tokenizer

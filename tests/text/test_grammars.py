@@ -12,8 +12,8 @@ import pytest
 from tokenizers import decoders
 
 from jengine.api.prompts import make_requests
-from jengine.errors import InvalidArgument, JengineError
-from jengine.request import SamplingParams, StructuredOutputs
+from jengine.base.errors import InvalidArgument, JengineError
+from jengine.core.request import SamplingParams, StructuredOutputs
 from jengine.text import grammars, masks
 from jengine.text.grammars import MAX_CHARACTERS, MAX_REFS, MAX_RULES, check_structure, compile_structure, probe_structure
 from jengine.text.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def test_rules_are_counted() -> None:
 LINEAR = """
 import resource
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))  # seconds; a scan in quadratic time would need days
-from jengine.request import StructuredOutputs
+from jengine.core.request import StructuredOutputs
 from jengine.text import grammars
 grammars.MAX_CHARACTERS = 10**8
 for long in ("a" * 10**7, "\\n" * 10**7, "a\\n" * 10**6, " " * 10**7, "a: " * 10**6, "?" * 10**7):

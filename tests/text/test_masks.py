@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jengine.errors import InvalidArgument, JengineError
-from jengine.request import SamplingParams, StructuredOutputs
+from jengine.base.errors import InvalidArgument, JengineError
+from jengine.core.request import SamplingParams, StructuredOutputs
 from jengine.text.masks import AllowedTokens, BadWords, bad_sequences, make_mask
 from jengine.text.tokenizer import Tokenizer
 

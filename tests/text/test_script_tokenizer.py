@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from jengine.api.script_tokenizer import ScriptTokenizer
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints.folder import DEMO
-from jengine.errors import InvalidArgument, ModelError
 from jengine.text.tokenizer import Tokenizer
 
 TEXTS = ["def main():\n    return 1", "x", "", "été 🎉 </s> ok"]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.errors import ModelError
+from jengine.base.errors import ModelError
 from jengine.text.tekken import UNLISTED, read_tekken
 from jengine.text.tokenizer import Tokenizer
 

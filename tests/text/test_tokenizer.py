@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from jengine.errors import InvalidArgument, ModelError
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.text.tokenizer import Tokenizer
 
 TEXTS = ["def fibonacci(n):", "  naïve 你好 🙂\n\ttab", "", " ", "</s> inside", "unseen: Ж ß \x00"]

@@ -6,11 +6,11 @@ import math
 from collections import Counter
 from itertools import chain, islice
 
+from jengine.core.scheduling_options import StrategyName
 from jengine.scheduling.admission.auto_strategy import AutoState, LoadSigns, auto
 from jengine.scheduling.admission.page_forecast import Growth, peak_pages
 from jengine.scheduling.admission.strategies import Decision, Situation, batch_size, latency, throughput
 from jengine.scheduling.costs.predictor import StepPredictor
-from jengine.scheduling.options import StrategyName
 from jengine.scheduling.promises.acceptance import Acceptance
 from jengine.scheduling.prompts.pending import PendingTiles
 from jengine.scheduling.requests.registry import Registry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jengine.scheduling.options import StrategyName
+from jengine.core.scheduling_options import StrategyName
 
 HOLD = 2.0  # seconds for which the load must call for another strategy before it is adopted
 SHORT_PAGES, ENOUGH_PAGES = 0.10, 0.30  # shares of free pages at which the memory strategy begins and ends

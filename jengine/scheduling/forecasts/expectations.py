@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from jengine.request import Request
+from jengine.core.request import Request
 from jengine.scheduling.forecasts.forecast import Job, Machine, Prediction, forecast
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.scheduler import Scheduler

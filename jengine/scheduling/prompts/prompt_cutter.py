@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from jengine.beams import sampling_of
+from jengine.core.beam_outputs import sampling_of
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.pages.block_table import Hit
 from jengine.scheduling.prompts.pending import PendingTiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from jengine.scheduling.options import Batching
+from jengine.core.scheduling_options import Batching
 from jengine.scheduling.requests.sequence import Sequence
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jengine.beam_params import BeamSearchParams
-from jengine.request import FinishReason
-from jengine.updates import Beam, ScoredToken
+from jengine.core.beam_params import BeamSearchParams
+from jengine.core.request import FinishReason
+from jengine.core.updates import Beam, ScoredToken
 
 
 class Path(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Protocol
 
-from jengine.scheduling.options import Policy
+from jengine.core.scheduling_options import Policy
 from jengine.scheduling.requests.sequence import Order, Sequence
 
 by_order = attrgetter("order")

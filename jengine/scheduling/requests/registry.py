@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence as List
 from typing import Protocol
 
-from jengine.errors import InvalidArgument
-from jengine.request import FinishReason, Request
-from jengine.scheduling.options import SchedulingOptions
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import FinishReason, Request
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.requests.batching import Batches
 from jengine.scheduling.requests.beams import Beams

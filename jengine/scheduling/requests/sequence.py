@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jengine.pooling import PooledStates
-from jengine.request import FinishReason, Request
+from jengine.core.pooling import PooledStates
+from jengine.core.request import FinishReason, Request
+from jengine.core.updates import Beam
 from jengine.scheduling.requests.beams import Beams
 from jengine.table.program_table import VARIANTS, sampler_variant
-from jengine.updates import Beam
 
 Order = tuple[int, int, float, int]  # place in the order, see order_of; smaller comes first, no two are equal
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jengine.errors import InvalidArgument
-from jengine.request import DEVICE_STOPS, Request
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import DEVICE_STOPS, Request
 from jengine.table.pages import most_pages
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from jengine.core.updates import ScoredToken
 from jengine.scheduling.requests.beams import Beams, Path
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step.rows import Rows
-from jengine.updates import ScoredToken
 
 
 class BeamSearches(Rule):

@@ -46,9 +46,6 @@ class StoredWeights:
     others: tuple[str, ...] = ()
 
 
-FOUR_BITS = ("int4", "int4_mixed")  # values of the option quantization
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
     """How `jengine convert` quantized a folder's parameters, which are stored as programs take them.

@@ -26,7 +26,7 @@ class InvalidArgument(JengineError, ValueError):
     @classmethod
     def needs_extra(cls, field: str, value: object, extra: str, missing: ImportError | None = None) -> InvalidArgument:
         """A value that needs packages of an extra of jengine. The message has the command that installs them."""
-        from jengine.extras import install_line
+        from jengine.base.extras import install_line
 
         return cls(field, value, f"needs {install_line(extra)}" + ("" if missing is None else f" ({missing})"))
 

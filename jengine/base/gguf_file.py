@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jengine.errors import ModelError
+from jengine.base.errors import ModelError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 
-from jengine.errors import JengineError
+from jengine.base.errors import JengineError
 
 
 def check_process(pid: int) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jengine.request import FinishReason
+from jengine.core.request import FinishReason
 
 
 class TokenLogprobs(NamedTuple):

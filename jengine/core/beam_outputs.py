@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jengine.beam_params import BeamSearchParams
-from jengine.display import answer_html, counted, short
-from jengine.request import FinishReason, Logprob, SamplingParams
+from jengine.base.display import answer_html, counted, short
+from jengine.core.beam_params import BeamSearchParams
+from jengine.core.request import FinishReason, Logprob, SamplingParams
 
 GenerationParams = SamplingParams | BeamSearchParams
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from jengine.checks import check_targets
-from jengine.errors import InvalidArgument
-from jengine.request import Request
+from jengine.base.checks import check_targets
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import Request
 
 MAX_CLIENT = 256  # characters
 

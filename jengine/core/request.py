@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from jengine.beam_params import BeamSearchParams
-from jengine.checks import check_number, check_whole
-from jengine.display import answer_html, counted, short
-from jengine.errors import InvalidArgument
-from jengine.pooling import PoolingParams
+from jengine.base.checks import check_number, check_whole
+from jengine.base.display import answer_html, counted, short
+from jengine.base.errors import InvalidArgument
+from jengine.core.beam_params import BeamSearchParams
+from jengine.core.pooling import PoolingParams
 from jengine.vllm.translate import SAMPLING_SETTINGS, STRUCTURED_SETTINGS, takes, translated, warn
 
 if TYPE_CHECKING:

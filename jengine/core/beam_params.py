@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jengine.checks import check_number, check_whole
-from jengine.errors import InvalidArgument
+from jengine.base.checks import check_number, check_whole
+from jengine.base.errors import InvalidArgument
 
 MAX_BEAM_WIDTH = 10  # a step considers twice as many candidates, and samplers return MAX_LOGPROBS log probabilities
 MAX_LENGTH_PENALTY = 10.0

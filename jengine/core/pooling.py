@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from jengine.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import numpy as np

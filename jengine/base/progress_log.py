@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from jengine.observe.progress import is_seen, progress_bar
+from jengine.base.progress import is_seen, progress_bar
 
 PERIOD = 10.0  # seconds between lines
 

@@ -1,11 +1,10 @@
-"""Validation of numbers given by users, and of options that depend on each other."""
+"""Validation of numbers given by users."""
 
 from __future__ import annotations
 
 import math
 
-from jengine.errors import InvalidArgument
-from jengine.model_parts import FOUR_BITS
+from jengine.base.errors import InvalidArgument
 
 
 def check_whole(name: str, value: object, low: int, high: int | None) -> None:
@@ -28,12 +27,3 @@ def check_targets(ttft_ms: float | None, tpot_ms: float | None) -> None:
     for name, value in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)):
         if value is not None:
             check_number(name, value, 0.0, math.inf, "a finite number of milliseconds above 0", open_low=True)
-
-
-def check_four_bits(quantization: str | None, group_size: int, calibration_data: object) -> None:
-    """EngineConfig's options of weights in four bits."""
-    if group_size not in (32, 64, 128):
-        raise InvalidArgument("quantization_group_size", group_size, "must be 32, 64 or 128")
-    for name, value, default in (("quantization_group_size", group_size, 128), ("calibration_data", calibration_data, None)):
-        if value != default and quantization not in FOUR_BITS:
-            raise InvalidArgument(name, value, "needs quantization=int4 or int4_mixed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jengine.model_parts import (
+from jengine.models.config_parts import (
     AltUp,
     Converted,
     FullAttention,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jengine.checks import check_four_bits, check_number, check_targets, check_whole
-from jengine.errors import InvalidArgument
-from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
+from jengine.base.checks import check_number, check_targets, check_whole
+from jengine.base.errors import InvalidArgument
+from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, takes, value_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -19,6 +19,7 @@ Quantization = Literal["int4", "int4_mixed", "int8", "w8a8", "fp8", "none"]
 CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf"]
 AttentionBackend = Literal["auto", "mosaic", "flashinfer"]
 BURST_STEPS = 8
+FOUR_BITS = ("int4", "int4_mixed")  # values of the option quantization
 
 
 @takes(ENGINE_SETTINGS)
@@ -202,7 +203,7 @@ class EngineConfig:
         if self.quantization not in (None, *get_args(Quantization), *get_args(CheckpointFormat)):
             limit = f"must be None, {', '.join(get_args(Quantization))}{HINTS['quantization']}"
             raise InvalidArgument("quantization", self.quantization, limit)
-        check_four_bits(self.quantization, self.quantization_group_size, self.calibration_data)
+        _check_four_bits(self.quantization, self.quantization_group_size, self.calibration_data)
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8 (e4m3)")
         if self.generation_config not in ("auto", "vllm", None):
@@ -277,3 +278,12 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
     if not amount > 0:
         raise InvalidArgument(name, value, "must be a number of bytes, or text such as 512MiB")
     return int(amount)
+
+
+def _check_four_bits(quantization: str | None, group_size: int, calibration_data: object) -> None:
+    """Raises InvalidArgument unless these options of EngineConfig fit together."""
+    if group_size not in (32, 64, 128):
+        raise InvalidArgument("quantization_group_size", group_size, "must be 32, 64 or 128")
+    for name, value, default in (("quantization_group_size", group_size, 128), ("calibration_data", calibration_data, None)):
+        if value != default and quantization not in FOUR_BITS:
+            raise InvalidArgument(name, value, "needs quantization=int4 or int4_mixed")
