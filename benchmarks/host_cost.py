@@ -51,7 +51,7 @@ try:
 except ImportError:  # an older checkout
     StepClock = None  # type: ignore[assignment,misc]
 try:
-    from jengine.observe.step_recorder import StepRecorder
+    from jengine.insight.recording.step_recorder import StepRecorder
 except ImportError:
     StepRecorder = None  # type: ignore[assignment,misc]
 

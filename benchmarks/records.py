@@ -25,8 +25,8 @@ from benchmarks.machine import save
 from jengine import LLM, SamplingParams
 from jengine.core.request import Request
 from jengine.engine.engine import Engine
-from jengine.observe.pauses import garbage_pauses
-from jengine.observe.step_recorder import StepRecorder
+from jengine.insight.recording.pauses import garbage_pauses
+from jengine.insight.recording.step_recorder import StepRecorder
 
 GOAL = 20.0  # microseconds a step
 

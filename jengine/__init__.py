@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from jengine.engine.limits import Limits
     from jengine.engine.operations import GetTrace, Operation, ResetPrefixCache, SetStrategy, decode_operation
     from jengine.engine.start import Started, follow, start_engine
-    from jengine.explanations.explain import Explanation, Finding, explain
-    from jengine.observe.records import EngineFacts
-    from jengine.observe.totals import StepTotals
-    from jengine.observe.trace import Readers, Trace
-    from jengine.profiling.capture import capture_process, read_profiles
-    from jengine.profiling.data import Profile, ProfileOptions
+    from jengine.insight.explanations.explain import Explanation, Finding, explain
+    from jengine.insight.profiling.capture import capture_process, read_profiles
+    from jengine.insight.profiling.data import Profile, ProfileOptions
+    from jengine.insight.recording.records import EngineFacts
+    from jengine.insight.recording.totals import StepTotals
+    from jengine.insight.recording.trace import Readers, Trace
     from jengine.scheduling.forecasts.forecast import Prediction
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
     from jengine.text.grammars import check_structure, probe_structure
@@ -149,16 +149,16 @@ _MODULES = {
     "jengine.core.config": ("EngineConfig",),
     "jengine.api.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     "jengine.base.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
-    "jengine.explanations.explain": ("Explanation", "Finding", "explain"),
+    "jengine.insight.explanations.explain": ("Explanation", "Finding", "explain"),
     "jengine.base.interrupts": ("uninterrupted",),
     "jengine.engine.limits": ("Limits",),
     "jengine.engine.operations": ("GetTrace", "Operation", "ResetPrefixCache", "SetStrategy", "decode_operation"),
-    "jengine.observe.records": ("EngineFacts",),
-    "jengine.observe.totals": ("StepTotals",),
-    "jengine.observe.trace": ("Readers", "Trace"),
+    "jengine.insight.recording.records": ("EngineFacts",),
+    "jengine.insight.recording.totals": ("StepTotals",),
+    "jengine.insight.recording.trace": ("Readers", "Trace"),
     "jengine.core.pooling": ("Embedder", "PoolingParams"),
-    "jengine.profiling.capture": ("capture_process", "read_profiles"),
-    "jengine.profiling.data": ("Profile", "ProfileOptions"),
+    "jengine.insight.profiling.capture": ("capture_process", "read_profiles"),
+    "jengine.insight.profiling.data": ("Profile", "ProfileOptions"),
     "jengine.api.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
     "jengine.core.request": (
         "CompletionOutput",

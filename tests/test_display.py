@@ -10,7 +10,7 @@ from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, Scor
 from jengine.base import display
 from jengine.base.display import Summary, answer_html, counted, image_html, short, table_html
 from jengine.core.request import CompletionOutput, RequestOutput
-from jengine.observe.trace import Trace
+from jengine.insight.recording.trace import Trace
 from tests.observe.virtual import make_virtual
 
 NASTY = "</pre><script>alert('&')</script> \"quoted\"\n  indented"

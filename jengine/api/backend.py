@@ -12,7 +12,7 @@ from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Load, Update
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
-from jengine.observe.totals import StepTotals
+from jengine.insight.recording.totals import StepTotals
 
 Updates = Sequence[Update]
 Done = Callable[[Any, Exception | None], object]  # takes an operation's answer, or its error

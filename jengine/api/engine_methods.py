@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from jengine.api.backend import Backend, Done
 from jengine.base.errors import JengineError
 from jengine.engine.operations import GetTrace, Operation, ResetPrefixCache, SetStrategy, WriteProfile
-from jengine.explanations.explain import Explanation, explain
-from jengine.observe.cost_report import CostReport
-from jengine.observe.trace import Trace
-from jengine.profiling.data import ProfileOptions
+from jengine.insight.explanations.explain import Explanation, explain
+from jengine.insight.profiling.data import ProfileOptions
+from jengine.insight.recording.cost_report import CostReport
+from jengine.insight.recording.trace import Trace
 
 if TYPE_CHECKING:  # an AsyncLLM over a remote engine needs no jax
     from jengine.api.shared_engine import SharedEngine

@@ -62,7 +62,7 @@ def _costs(options: argparse.Namespace) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
     from jengine.engine.program_set import saved_costs
     from jengine.engine.shapes import describe_engine
-    from jengine.observe.cost_report import cost_report
+    from jengine.insight.recording.cost_report import cost_report
 
     costs = saved_costs(*describe_engine(config))
     if costs is None:

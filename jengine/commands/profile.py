@@ -10,7 +10,7 @@ from pathlib import Path
 from jengine import InvalidArgument, Profile, ProfileOptions
 from jengine.commands.connection import CONNECTION, add_connection, connect
 from jengine.commands.terminal import note, write
-from jengine.profiling.data import SYSTEM_CALLS
+from jengine.insight.profiling.data import SYSTEM_CALLS
 
 ADDRESS = re.compile(r"[^/\s]+:\d+")
 
@@ -60,7 +60,7 @@ def _profile(options: argparse.Namespace) -> int:
             profile, jax = client.profile(wanted)
         profile.target = f"{profile.target} at {target[0]}"
     else:
-        from jengine.profiling.command import profile_command
+        from jengine.insight.profiling.command import profile_command
 
         before = signal.signal(signal.SIGINT, lambda *_: None)  # the signal is for the command, which may end normally
         try:
@@ -78,7 +78,7 @@ def _check_output(output: Path) -> None:
 
 
 def _save(profile: Profile, jax: bytes, output: Path) -> None:
-    from jengine.profiling.report import report_html, summary
+    from jengine.insight.profiling.report import report_html, summary
 
     capture = output.with_suffix(".jax.zip")
     try:

@@ -29,14 +29,14 @@ from jengine.engine.step_updates import beam_candidates, burst_updates, logprobs
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
+from jengine.insight.recording.cost_report import CostReport, cost_report
+from jengine.insight.recording.engines import note_engine
+from jengine.insight.recording.recorder import TraceRecorder
+from jengine.insight.recording.records import StepRecord
+from jengine.insight.recording.step_recorder import StepRecorder
+from jengine.insight.recording.totals import StepTotals
+from jengine.insight.recording.trace import Trace
 from jengine.models.config import ModelConfig
-from jengine.observe.cost_report import CostReport, cost_report
-from jengine.observe.engines import note_engine
-from jengine.observe.recorder import TraceRecorder
-from jengine.observe.records import StepRecord
-from jengine.observe.step_recorder import StepRecorder
-from jengine.observe.totals import StepTotals
-from jengine.observe.trace import Trace
 from jengine.scheduling.forecasts.expectations import Outlook
 from jengine.scheduling.promises.acceptance import REJECTED
 from jengine.scheduling.requests.sequence import Sequence

@@ -16,8 +16,8 @@ import msgspec
 
 from jengine.base.errors import InvalidArgument
 from jengine.engine.limits import Limits
-from jengine.observe.trace import Trace
-from jengine.profiling.data import ProfileOptions
+from jengine.insight.profiling.data import ProfileOptions
+from jengine.insight.recording.trace import Trace
 from jengine.scheduling.scheduler import Scheduler
 
 
@@ -121,7 +121,7 @@ class WriteProfile(Operation[None], frozen=True):
     in_thread = True
 
     def run(self, engine: Running) -> None:
-        from jengine.profiling.capture import capture_process  # imports modules that are rarely needed
+        from jengine.insight.profiling.capture import capture_process  # imports modules that are rarely needed
 
         if self.asking != os.getpid():
             try:

@@ -33,10 +33,10 @@ from jengine.execution.memory import claim_gpu_memory
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
+from jengine.insight.recording.engines import engines
+from jengine.insight.recording.recorder import TraceRecorder
 from jengine.models.cache import paged
 from jengine.models.config import ModelConfig
-from jengine.observe.engines import engines
-from jengine.observe.recorder import TraceRecorder
 from jengine.parallel.link import Follower, Leader, Link
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.scheduler import Scheduler

@@ -15,7 +15,7 @@ from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
 from jengine.execution.kinds import Call, call_kind
 from jengine.execution.runner import Runner
-from jengine.observe.step_recorder import StepRecorder
+from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.scheduling.pages.block_table import GroupPages
 from tests.engine.running import Answer, Work, limit_pages, requests_of, run
 

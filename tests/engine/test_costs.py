@@ -20,7 +20,7 @@ from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import measured_costs
 from jengine.execution.runner import InFlight, StepResult
-from jengine.observe.cost_report import CostReport
+from jengine.insight.recording.cost_report import CostReport
 from jengine.scheduling.costs.step_costs import FIRST, StepCosts
 from jengine.table.program_table import TrunkKey
 from tests.compiling import quickly_compiled

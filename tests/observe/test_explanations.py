@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine.explanations.explain import RULES, explain
-from jengine.explanations.finding import Finding
-from jengine.explanations.window import Window
-from jengine.observe import step_recorder
-from jengine.observe.records import Memory
-from jengine.observe.trace import Readers, Trace
+from jengine.insight.explanations.explain import RULES, explain
+from jengine.insight.explanations.finding import Finding
+from jengine.insight.explanations.window import Window
+from jengine.insight.recording import step_recorder
+from jengine.insight.recording.records import Memory
+from jengine.insight.recording.trace import Readers, Trace
 from jengine.table.program_table import TrunkKey
 from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
 
@@ -52,7 +52,7 @@ def test_a_healthy_engine_is_bound_by_its_device(healthy: Trace) -> None:
 
 
 def test_without_steps() -> None:
-    from jengine.observe.records import EngineFacts
+    from jengine.insight.recording.records import EngineFacts
 
     explanation = explain(Trace.empty(EngineFacts(8, 512, 512, 16, 100)))
     assert explanation.bound == "idle" and str(explanation) == "No steps were recorded."

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.observe import step_recorder
-from jengine.observe.memory import memory
-from jengine.observe.pauses import GarbagePauses, garbage_pauses
-from jengine.observe.records import STAGES, Memory
-from jengine.observe.step_recorder import StepRecorder
-from jengine.observe.totals import TOKENS, StepTotals
+from jengine.insight.recording import step_recorder
+from jengine.insight.recording.memory import memory
+from jengine.insight.recording.pauses import GarbagePauses, garbage_pauses
+from jengine.insight.recording.records import STAGES, Memory
+from jengine.insight.recording.step_recorder import StepRecorder
+from jengine.insight.recording.totals import TOKENS, StepTotals
 from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import OnLate, SchedulingOptions
-from jengine.explanations.explain import explain
-from jengine.observe.trace import Trace
+from jengine.insight.explanations.explain import explain
+from jengine.insight.recording.trace import Trace
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Forecast, Job, Machine
 from jengine.scheduling.promises import acceptance

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from jengine import InvalidArgument
-from jengine.observe import step_recorder
-from jengine.observe.perfetto import LANES, trace_events
-from jengine.observe.records import Memory, Pause
-from jengine.observe.trace import Trace
+from jengine.insight.recording import step_recorder
+from jengine.insight.recording.perfetto import LANES, trace_events
+from jengine.insight.recording.records import Memory, Pause
+from jengine.insight.recording.trace import Trace
 from tests.observe.virtual import MS, TILE, Load, make_virtual
 
 Event = dict[str, Any]

@@ -16,8 +16,8 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.engine import engine as engine_module
 from jengine.engine.engine import Engine
 from jengine.execution.runner import StepResult
-from jengine.observe import pauses, step_recorder
-from jengine.observe.trace import Trace
+from jengine.insight.recording import pauses, step_recorder
+from jengine.insight.recording.trace import Trace
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jengine.observe import step_recorder
-from jengine.observe.records import Memory
-from jengine.profiling.data import ProcessProfile
+from jengine.insight.profiling.data import ProcessProfile
+from jengine.insight.recording import step_recorder
+from jengine.insight.recording.records import Memory
 from tests.observe.virtual import TILE, Load, Virtual, make_virtual
 
 BEGIN, SECONDS = 1000.0, 10.0

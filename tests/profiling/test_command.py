@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jengine import InvalidArgument, ProfileOptions, cli
-from jengine.profiling.command import profile_command
-from jengine.profiling.findings import findings
+from jengine.insight.profiling.command import profile_command
+from jengine.insight.profiling.findings import findings
 
 QUICK = ProfileOptions(jax=False, heap=False, system_calls="off")
 USES = """

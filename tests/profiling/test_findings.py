@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 
-from jengine.profiling.data import CallCount, Collection, Flame, Growth, InterpreterWait, LockWait, ProcessProfile, Profile, SlowCall
-from jengine.profiling.findings import findings
-from jengine.profiling.slow_steps import events, slow_steps, turns
+from jengine.insight.profiling.data import (
+    CallCount,
+    Collection,
+    Flame,
+    Growth,
+    InterpreterWait,
+    LockWait,
+    ProcessProfile,
+    Profile,
+    SlowCall,
+)
+from jengine.insight.profiling.findings import findings
+from jengine.insight.profiling.slow_steps import events, slow_steps, turns
 from tests.observe.virtual import Load
 from tests.profiling.profiles import BEGIN, process, stepping
 

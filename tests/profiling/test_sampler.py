@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from jengine.profiling import heap
-from jengine.profiling.garbage import Collections
-from jengine.profiling.locks import awaited_lock
-from jengine.profiling.proc import call_now
-from jengine.profiling.resident import python_objects, resident_parts
-from jengine.profiling.sampler import Sampler
+from jengine.insight.profiling import heap
+from jengine.insight.profiling.garbage import Collections
+from jengine.insight.profiling.locks import awaited_lock
+from jengine.insight.profiling.proc import call_now
+from jengine.insight.profiling.resident import python_objects, resident_parts
+from jengine.insight.profiling.sampler import Sampler
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -121,7 +121,7 @@ def test_system_calls_now(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     thread = threading.Thread(target=os.read, args=(reading, 1))
     thread.start()
-    from jengine.profiling.proc import call_name
+    from jengine.insight.profiling.proc import call_name
 
     assert thread.native_id is not None
     wait_for(lambda: call_name(call_now(thread.native_id or 0)) == "read")

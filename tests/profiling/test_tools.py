@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jengine.profiling.counters import parse_stat
-from jengine.profiling.jax_capture import longest_operations
-from jengine.profiling.py_spy import parse_raw
-from jengine.profiling.system_calls import parse_perf, parse_strace
+from jengine.insight.profiling.counters import parse_stat
+from jengine.insight.profiling.jax_capture import longest_operations
+from jengine.insight.profiling.py_spy import parse_raw
+from jengine.insight.profiling.system_calls import parse_perf, parse_strace
 
 PERF = """\
      5.640 (12.077 ms): python/13686 write(fd: 3</tmp/log>, buf: 0x7f76dc000ba0, count: 81)          = 81

@@ -18,7 +18,7 @@ import pytest
 
 from jengine import InvalidArgument, Profile, ProfileOptions, SamplingParams, cli, read_profiles
 from jengine.engine.operations import WriteProfile
-from jengine.profiling.findings import findings
+from jengine.insight.profiling.findings import findings
 from jengine.serving.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub

@@ -14,7 +14,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import Request, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.execution.runner import StepResult
-from jengine.observe.recorder import BLOCK, TraceRecorder
+from jengine.insight.recording.recorder import BLOCK, TraceRecorder
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.simulation.formats import read_trace

@@ -1,0 +1,154 @@
+"""Rules about the contents of steps: prompts that delay decoding, small batches, padding."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import fmean
+
+from jengine.insight.explanations.finding import Finding, ms, percent, times
+from jengine.insight.explanations.window import Window
+from jengine.insight.recording.records import RequestRecord, StepRecord
+
+INTERFERENCE = 0.4  # share of decoding time that prompts take
+LONGER = 1.5  # minimum factor by which these steps are longer than without prompts
+GAIN = 1.2  # minimum gain in tokens a second that justifies a larger batch
+FULL = 0.5  # share of steps with the maximum number of sequences
+ALONE = 2.0  # with fewer concurrent requests on average, there is no real batching
+IN_TURN, AT_ONCE = 0.7, 0.1  # share of requests that arrive right after another has ended, and the maximum delay relative to their duration
+FEW_REQUESTS = 5
+PADDED = 0.2  # share of device time
+
+
+def prefill_interference(window: Window) -> Finding | None:
+    """Streams wait while prompts are computed."""
+    if not window.enough:
+        return None
+    decoding = [step for step in window.steps if step.rows]
+    mixed = [step for step in decoding if step.tiles]
+    if not mixed:
+        return None
+
+    def alone(step: StepRecord) -> float:
+        return window.step_seconds(step.trunk.rows, 0, step.work._replace(attended=0)) * step.drift
+
+    extra = sum([max(step.predicted - alone(step), 0.0) for step in mixed])
+    whole = sum([step.device or step.predicted for step in decoding])
+    longer = fmean([step.predicted for step in mixed]) / fmean([alone(step) for step in mixed])
+    if extra < INTERFERENCE * whole or longer < LONGER:
+        return None
+    longest = max(mixed, key=lambda step: step.predicted)
+    half = -(-longest.trunk.tiles // 2)
+    budget = window.facts.max_num_seqs + half * window.costs.table.tile_size
+    less = window.step_seconds(longest.trunk.rows, half, longest.work._replace(attended=longest.work.attended // 2)) * longest.drift
+    return Finding(
+        "prefill_interference",
+        extra / whole,
+        f"prompts take {percent(extra / whole)} of the time in which streams wait for their next tokens",
+        {
+            "steps with prompts beside streams": percent(window.share(mixed)),
+            "such a step": ms(fmean([step.predicted for step in mixed])),
+            "without its prompts": ms(fmean([alone(step) for step in mixed])),
+            "the longest": ms(longest.predicted),
+        },
+        "max_num_batched_tokens",
+        f"{budget} takes half as many tiles into a step; or strategy=latency with tpot_ms lets streams set the pace",
+        f"the longest wait between tokens falls from {ms(longest.predicted)} to {ms(less)}",
+    )
+
+
+def batches_too_small(window: Window) -> Finding | None:
+    """More concurrent sequences would give more tokens a second."""
+    if not window.enough or window.short_of_pages:
+        return None
+    return _too_few_places(window) or _one_after_the_other(window)
+
+
+def _too_few_places(window: Window) -> Finding | None:
+    places = window.facts.max_num_seqs
+    gain = 2 * window.decoding(places) / window.decoding(2 * places)
+    if window.share(window.full) < FULL or gain < GAIN:
+        return None
+    waiting = fmean([step.waiting for step in window.full])
+    return Finding(
+        "batches_too_small",
+        1.0 - 1.0 / gain,
+        f"all {places} places are taken while {waiting:.0f} requests wait, and larger batches would cost little more",
+        {
+            "steps with all places taken": percent(window.share(window.full)),
+            f"a step of {places} rows": ms(window.decoding(places)),
+            f"of {2 * places} rows": ms(window.decoding(2 * places)),
+        },
+        "max_num_seqs",
+        f"{2 * places} sequences at once; the cache must hold them, see num_pages",
+        times(gain),
+    )
+
+
+def _one_after_the_other(window: Window) -> Finding | None:
+    requests = sorted(window.ended, key=lambda request: request.arrival)
+    pairs = list(pairwise(requests))
+    in_turn = [after for before, after in pairs if _right_after(before, after)]
+    if len(requests) < FEW_REQUESTS or window.running > ALONE or len(in_turn) < IN_TURN * len(pairs):
+        return None
+    rows = min(8, window.facts.max_num_seqs)
+    gain = rows * window.decoding(1) / window.decoding(rows)
+    if gain < GAIN:
+        return None
+    return Finding(
+        "batches_too_small",
+        1.0 - 1.0 / gain,
+        f"requests come one after the other: {window.running:.1f} run at once",
+        {
+            "requests that came right after another had ended": percent(len(in_turn) / len(pairs)),
+            "a step of 1 row": ms(window.decoding(1)),
+            f"of {rows} rows": ms(window.decoding(rows)),
+        },
+        "requests at once",
+        "give `generate` a list of prompts, or send requests from several threads or connections",
+        times(gain) + f" with {rows} at once",
+    )
+
+
+def _right_after(before: RequestRecord, after: RequestRecord) -> bool:
+    gap = after.arrival - before.ended
+    return 0.0 <= gap <= AT_ONCE * (before.ended - before.arrival)
+
+
+def padding(window: Window) -> Finding | None:
+    """Programs have more rows or prompt tokens than there is work for."""
+    if not window.enough:
+        return None
+    size, least = window.costs.table.tile_size, window.costs.table.row_buckets[0]
+    rows = tiles = whole = 0.0
+    for step in window.steps:
+        trunk, used = step.trunk, max(step.rows, min(least, step.trunk.rows))
+        seconds = window.costs.base(trunk)
+        whole += seconds * step.steps
+        if used < trunk.rows:
+            rows += max(seconds - window.costs.base(type(trunk)(used, trunk.tiles, trunk.pages)), 0.0) * step.steps
+        if trunk.tiles:
+            bare = window.costs.base(type(trunk)(trunk.rows, 0, trunk.pages))
+            tiles += max(seconds - bare, 0.0) * step.padded_tokens(size) / (trunk.tiles * size)
+    if rows + tiles < PADDED * whole:
+        return None
+    most = max([step.rows for step in window.steps])
+    by_rows = rows >= tiles
+    gain = whole / (whole - (rows if by_rows else tiles))
+    computed = sum([step.rows + step.prompt_tokens for step in window.steps])
+    padded = sum([step.padded_rows + step.padded_tokens(size) for step in window.steps])
+    return Finding(
+        "padding",
+        (rows + tiles) / whole,
+        f"padding takes {percent((rows + tiles) / whole)} of the device's time",
+        {
+            "tokens of steps that are padding": percent(padded / (padded + computed)),
+            "rows' share of the time": percent(rows / whole),
+            "tiles' share of the time": percent(tiles / whole),
+            "most rows in a step": str(most),
+        },
+        "max_num_seqs" if by_rows else "tile_size",
+        f"{max(-(-most // 8) * 8, 8)}: programs have powers of two of rows, up to that number"
+        if by_rows
+        else f"{max(size // 2, 16)}: a prompt's last tile is padded by less",
+        times(gain) + ", at most",
+    )

@@ -1,0 +1,40 @@
+"""Explains an engine's speed. Each rule is a pure function of the records of its recent steps."""
+
+from __future__ import annotations
+
+from jengine.insight.explanations.batches import batches_too_small, padding, prefill_interference
+from jengine.insight.explanations.finding import Explanation, Finding
+from jengine.insight.explanations.loop import compilation, garbage_collection, host, masks, slow_readers
+from jengine.insight.explanations.machine import busy_machine, memory_growth
+from jengine.insight.explanations.pressure import page_pressure, queueing
+from jengine.insight.explanations.window import Window
+from jengine.insight.recording.trace import Trace
+
+__all__ = ["RULES", "Explanation", "Finding", "explain"]
+
+RULES = (
+    host,
+    prefill_interference,
+    page_pressure,
+    batches_too_small,
+    padding,
+    queueing,
+    slow_readers,
+    masks,
+    compilation,
+    garbage_collection,
+    memory_growth,
+    busy_machine,
+)
+BUSY = 0.5  # share of time with work, below which an engine without findings counts as idle
+
+
+def explain(trace: Trace) -> Explanation:
+    """The engine's bottlenecks during this trace, the most expensive first."""
+    window = Window(trace)
+    findings = sorted((found for rule in RULES if (found := rule(window))), key=lambda finding: -finding.share)
+    steps = window.steps
+    elapsed = steps[-1].ended - steps[0].begun if steps else 0.0
+    bound = findings[0].name if findings else "device" if window.busy > BUSY * elapsed else "idle"
+    shares = {stage: seconds / window.busy for stage, seconds in window.spent.items()} if window.busy else {}
+    return Explanation(bound, window.busy, len(steps), shares, tuple(findings))

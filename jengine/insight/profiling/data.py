@@ -1,0 +1,235 @@
+"""A profile of one or several processes. Plain data that can be saved and sent to other processes; findings
+derive from it.
+
+Times are seconds of time.perf_counter(), a single clock for all processes of a machine, as in step records.
+Threads are identified by name. If names are not unique, the thread's id is appended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jengine.base.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from jengine.insight.recording.trace import Trace  # imports numpy
+
+SYSTEM_CALLS = ("auto", "perf", "strace", "proc", "off")  # how system calls are counted
+MAX_SECONDS = 120.0
+
+
+class ProfileOptions(msgspec.Struct, frozen=True):
+    """What a profile measures.
+
+    Args:
+        seconds: duration of the timings. The heap is measured afterwards, for up to five more seconds.
+        heap: whether to compare two snapshots of tracemalloc, which slows allocations.
+        jax: whether to capture with jax.profiler, in processes that use JAX.
+        system_calls: the tool to use. `auto` uses the first that is installed and allowed: `perf trace`,
+            `strace` (which slows the process), or /proc; `off` counts none.
+        rate: samples of the threads' stacks a second.
+
+    Raises:
+        InvalidArgument: a value out of range.
+    """
+
+    seconds: float = 10.0
+    heap: bool = True
+    jax: bool = True
+    system_calls: str = "auto"
+    rate: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.seconds <= MAX_SECONDS:
+            raise InvalidArgument("seconds", self.seconds, f"must be from 0.1 to {MAX_SECONDS:g}")
+        if self.system_calls not in SYSTEM_CALLS:
+            raise InvalidArgument("system_calls", self.system_calls, f"must be one of {', '.join(SYSTEM_CALLS)}")
+        if not 1 <= self.rate <= 1000:
+            raise InvalidArgument("rate", self.rate, "must be from 1 to 1000 samples a second")
+
+    @property
+    def heap_seconds(self) -> float:
+        return min(self.seconds, 5.0) if self.heap else 0.0
+
+
+class Flame(msgspec.Struct, array_like=True):
+    """Samples of a thread by stack: frames as "function (file:line)" from the root, joined by ";"."""
+
+    thread: str
+    stacks: dict[str, int]
+
+    @property
+    def samples(self) -> int:
+        return sum(self.stacks.values())
+
+
+class LockWait(msgspec.Struct, array_like=True):
+    """A wait for a Python lock, as seen by samples.
+
+    Attributes:
+        lock: the expression for the lock, such as "self._lock".
+        where: the waiting frame.
+        holder: the probable holder as "thread, in function (file:line)"; empty if unknown.
+    """
+
+    at: float
+    seconds: float
+    thread: str
+    lock: str
+    where: str
+    holder: str = ""
+
+
+class InterpreterWait(msgspec.Struct, array_like=True):
+    """A thread that woke up and waited for the interpreter's lock (GIL).
+
+    Attributes:
+        holder: the only thread that ran for most of that time; empty if there was none.
+    """
+
+    at: float
+    seconds: float
+    holder: str = ""
+
+
+class Collection(msgspec.Struct, array_like=True):
+    """A garbage collection. It stops all threads of a process."""
+
+    at: float
+    seconds: float
+    generation: int
+    collected: int
+    thread: str
+
+
+class SlowCall(msgspec.Struct, array_like=True):
+    """A system call that took at least a millisecond, or that samples have seen.
+
+    Attributes:
+        where: the calling Python frame; empty if unknown.
+    """
+
+    at: float
+    seconds: float
+    thread: str
+    name: str
+    where: str = ""
+
+
+class CallCount(msgspec.Struct, array_like=True):
+    """System calls of a thread by name.
+
+    Attributes:
+        count: -1 if unknown.
+        where: the Python frame in most samples of the call; empty if there are no samples.
+    """
+
+    thread: str
+    name: str
+    count: int
+    seconds: float
+    where: str = ""
+
+
+class Growth(msgspec.Struct, array_like=True):
+    """Growth of the heap between two snapshots, by the allocating line."""
+
+    where: str
+    bytes: int
+    blocks: int
+
+
+class ProcessProfile(msgspec.Struct, kw_only=True):
+    """The profile of one process.
+
+    Attributes:
+        name: "engine", "server", or the program.
+        begun, ended: period of the timings.
+        busy: the part of it that findings cover: without a command's start before its first step.
+        unix: seconds since 1970 at `begun`.
+        important: names of threads that requests depend on: those that step an engine, and the main thread.
+        sampler: the source of the flames.
+        samples: number of samples; late: total seconds by which samples were late without waiting for a processor.
+        collections: those of at least a tenth of a millisecond; pauses: (count, seconds) of all, by generation.
+        calls_by: the source of system calls: "perf trace", "strace", "/proc"; empty: none.
+        counters: hardware and kernel counters, named as in `perf stat` or /proc.
+        disturbed: (begin, end) of periods disturbed by the profiler itself; steps in them are ignored.
+        memory: resident bytes by part; device: bytes by part on devices with separate memory.
+        heap_seconds: seconds between the two snapshots of `growth`.
+        operations: (name, count, seconds) of JAX's most expensive operations, over all threads.
+        missing: measurements that failed, and the reasons.
+        trace: step records, JSON of jengine.Trace; empty if no engine ran.
+    """
+
+    name: str
+    pid: int
+    command: str
+    begun: float
+    ended: float = 0.0
+    busy: tuple[float, float] = (0.0, 0.0)
+    unix: float = 0.0
+    important: list[str] = []
+    sampler: str = ""
+    flames: list[Flame] = []
+    samples: int = 0
+    late: float = 0.0
+    lock_waits: list[LockWait] = []
+    interpreter_waits: list[InterpreterWait] = []
+    collections: list[Collection] = []
+    pauses: list[tuple[int, float]] = []
+    calls_by: str = ""
+    calls: list[CallCount] = []
+    slow_calls: list[SlowCall] = []
+    counters: dict[str, float] = {}
+    disturbed: list[tuple[float, float]] = []
+    memory: dict[str, int] = {}
+    device: dict[str, int] = {}
+    growth: list[Growth] = []
+    heap_seconds: float = 0.0
+    operations: list[tuple[str, int, float]] = []
+    missing: dict[str, str] = {}
+    trace: bytes = b""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.begun
+
+    @property
+    def busy_seconds(self) -> float:
+        return max(self.busy[1] - self.busy[0], 1e-9)
+
+    @property
+    def steps(self) -> Trace | None:
+        """The step records of that period."""
+        if not self.trace:
+            return None
+        from jengine.insight.recording.trace import Trace
+
+        trace = Trace.from_json(self.trace)
+        trace.steps = [step for step in trace.steps if self.begun <= step.ended <= self.ended]
+        return trace
+
+
+class Profile(msgspec.Struct, kw_only=True):
+    """The result of `jengine profile`.
+
+    Attributes:
+        target: the server's address, or the command.
+        processes: the engine's process comes first.
+    """
+
+    target: str
+    processes: list[ProcessProfile]
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Profile:
+        """Raises InvalidArgument if the data is not a profile."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise InvalidArgument("profile", f"{len(data)} bytes", f"is not a profile of this version of jengine: {error}") from None

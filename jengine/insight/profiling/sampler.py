@@ -1,0 +1,231 @@
+"""A thread that samples all other threads a hundred times a second: their stacks, and the locks and system
+calls they wait in.
+
+It also measures how late it wakes up, as an estimate of any thread's wait for the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+from jengine.insight.profiling.data import Flame, InterpreterWait, LockWait, SlowCall
+from jengine.insight.profiling.locks import awaited_lock, file_call, frame_name, frames, holder, waiting_frame
+from jengine.insight.profiling.proc import FILES, RUNS, UNKNOWN, call_name, call_now, processor
+
+SLACK = 1e-4  # typical seconds by which a timer is late
+NOTED = 1e-3  # minimum seconds of a listed wait for the interpreter's lock
+KEPT = 20_000
+# Duration in milliseconds of a poll call, and the interval of these calls in seconds. They mark the clock in a
+# tracer's output.
+MARK, MARK_SECONDS = 3, 0.5
+DEPTH = 100  # maximum frames of a stack
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A thread that has been at the same place for several samples."""
+
+    thread: str
+    place: tuple[CodeType, int]
+    begun: float
+    lock: str
+    where: str
+    holder: str = ""
+    seen: int = 1
+
+
+class Sampler:
+    """Samples threads.
+
+    Args:
+        rate: samples a second.
+
+    Attributes:
+        native: the system's id of the sampler's thread; own: ids of all threads of the profiler.
+        marked: start times of its poll calls.
+        samples: number of samples so far.
+        late: total seconds by which samples were late without waiting for a processor, thus waiting for the
+            interpreter's lock.
+        calls: number of samples in system calls on files, by thread, call and Python frame.
+        calls_at: number of samples at a Python call that makes such a call, likewise.
+        slow_calls: calls, or consecutive calls from one line, that were seen by two or more consecutive samples.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self._interval = 1.0 / rate
+        self._stop = threading.Event()
+        self._poll: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else lambda milliseconds: None
+        self._thread = threading.Thread(target=self._run, name="profile-sampler", daemon=True)
+        self._stacks: dict[str, Counter[tuple[tuple[CodeType, int], ...]]] = defaultdict(Counter)
+        self._waiting: dict[int, _Waiting] = {}
+        self._in_call: dict[int, SlowCall] = {}
+        self._there: dict[int, threading.Thread] = {}
+        self._names: dict[int, tuple[str, int]] = {}  # name and the system's id of each thread
+        self._seen: dict[str, int] = {}  # all names so far
+        self._ran: dict[int, int] = {}
+        self.native, self.samples, self.late = 0, 0, 0.0
+        self.marked: list[float] = []
+        self.knows_run_queue = self.knows_calls = True
+        self.lock_waits: deque[LockWait] = deque(maxlen=KEPT)
+        self.interpreter_waits: deque[InterpreterWait] = deque(maxlen=KEPT)
+        self.slow_calls: deque[SlowCall] = deque(maxlen=KEPT)
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.calls_at: Counter[tuple[str, str, str]] = Counter()
+        self.own: set[int] = set()
+        self.own_names: set[str] = set()
+        self._hidden: set[threading.Thread] = set()
+
+    def start(self) -> None:
+        """Starts, in a thread that also belongs to the profiler."""
+        self.hide()
+        self._thread.start()
+
+    def hide(self) -> None:
+        """Leaves this thread out of the profile."""
+        self._hidden.add(threading.current_thread())
+        self.own.add(threading.get_native_id())
+        self.own_names.add(threading.current_thread().name)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def interval(self) -> float:
+        return self._interval
+
+    def names(self) -> dict[int, str]:
+        """Names of the threads seen so far, by the system's id."""
+        return {native: name for name, native in self._seen.items()}
+
+    def flames(self) -> list[Flame]:
+        found = []
+        for thread, stacks in self._stacks.items():
+            named: Counter[str] = Counter()
+            for stack, count in stacks.items():
+                named[";".join(frame_name(code, line) for code, line in stack if not code.co_filename.startswith("<frozen"))] += count
+            found.append(Flame(thread, dict(named)))
+        return found
+
+    # --- its thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self.native = threading.get_native_id()
+        self.hide()
+        while not self._stop.is_set():
+            self._mark()
+            before, planned = processor(self.native), time.perf_counter() + self._interval
+            time.sleep(self._interval)
+            now = time.perf_counter()
+            self._note_late(now - planned, before, now)
+            self._sample(now)
+        for waiting in self._waiting.values():
+            self._end(waiting, time.perf_counter())
+        self.slow_calls.extend(call for call in self._in_call.values() if call.seconds > self._interval)
+
+    def _mark(self) -> None:
+        now = time.perf_counter()
+        if not self.marked or now >= self.marked[-1] + MARK_SECONDS:
+            self.marked.append(now)
+            self._poll(MARK)
+
+    def _note_late(self, late: float, before: tuple[int, int], now: float) -> None:
+        """Counts lateness beyond the kernel's delay as a wait for the interpreter's lock."""
+        _, queued = processor(self.native)
+        if queued < 0:
+            self.knows_run_queue = False
+        else:
+            late -= 1e-9 * (queued - before[1])
+        waited = late - SLACK
+        if waited <= 0.0:
+            return
+        self.late += waited
+        if waited >= NOTED:
+            self.interpreter_waits.append(InterpreterWait(now - waited, waited, self._who_ran(waited)))
+
+    def _who_ran(self, waited: float) -> str:
+        """The only thread that ran for most of this wait, since the last sample."""
+        most = [name for name, native in self._names.values() if 1e-9 * (processor(native)[0] - self._ran.get(native, 0)) >= 0.7 * waited]
+        return most[0] if len(most) == 1 else ""
+
+    def _sample(self, now: float) -> None:
+        current = sys._current_frames()
+        self._learn_names()
+        self.samples += 1
+        tops = {ident: top for ident, top in current.items() if ident in self._names}
+        for ident in self._waiting.keys() - tops.keys():  # threads that have ended
+            self._end(self._waiting.pop(ident), now)
+        for ident, top in tops.items():
+            name, native = self._names[ident]
+            stack = tuple([(frame.f_code, frame.f_lineno) for frame, _ in zip(frames(top), range(DEPTH), strict=False)][::-1])
+            self._stacks[name][stack] += 1
+            self._ran[native] = processor(native)[0]
+            self._sample_lock(ident, name, top, tops, now)
+            self._sample_call(ident, name, native, top, now)
+
+    def _learn_names(self) -> None:
+        """Updates the names of current threads. A new thread may reuse the id of one that has ended."""
+        there = {thread.ident: thread for thread in threading.enumerate() if thread.ident is not None and thread not in self._hidden}
+        if there == self._there:
+            return
+        for ident, thread in there.items():
+            if self._there.get(ident) is not thread:
+                name, native = thread.name, thread.native_id or 0
+                if self._seen.setdefault(name, native) != native:
+                    name = f"{name} {native}"
+                    self._seen[name] = native
+                self._names[ident] = name, native
+        for ident in self._names.keys() - there.keys():
+            del self._names[ident]
+        self._there = there
+
+    def _sample_lock(self, ident: int, name: str, top: FrameType, tops: dict[int, FrameType], now: float) -> None:
+        place, known = (top.f_code, top.f_lasti), self._waiting.get(ident)
+        if known is not None and known.place == place:
+            known.seen += 1
+            if not known.holder:
+                known.holder = self._holder(ident, top, known.lock, tops)
+            return
+        if known is not None:
+            del self._waiting[ident]
+            self._end(known, now)
+        if lock := awaited_lock(top):
+            frame = waiting_frame(top)
+            where = frame_name(frame.f_code, frame.f_lineno)
+            self._waiting[ident] = _Waiting(name, place, now, lock, where, self._holder(ident, top, lock, tops))
+
+    def _holder(self, ident: int, top: FrameType, lock: str, tops: dict[int, FrameType]) -> str:
+        return holder(top, lock, [(self._names[other][0], frame) for other, frame in tops.items() if other != ident])
+
+    def _end(self, waiting: _Waiting, now: float) -> None:
+        """Ends a wait. A single sample may have hit a free lock."""
+        if waiting.seen > 1:
+            seconds = now - waiting.begun
+            self.lock_waits.append(LockWait(waiting.begun, seconds, waiting.thread, waiting.lock, waiting.where, waiting.holder))
+
+    def _sample_call(self, ident: int, name: str, native: int, top: FrameType, now: float) -> None:
+        """A short call may have returned, and its thread wait for the interpreter; then the Python call names it."""
+        number, known = call_now(native), self._in_call.get(ident)
+        self.knows_calls = self.knows_calls and number != UNKNOWN
+        call = call_name(number) if number > RUNS else ""
+        seen = call in FILES
+        call = call if seen else file_call(top)
+        where = frame_name(top.f_code, top.f_lineno) if call else ""
+        if known is not None:
+            if known.name == call and known.where == where:
+                known.seconds = now - known.at + self._interval
+            else:
+                del self._in_call[ident]
+                if known.seconds > self._interval:
+                    self.slow_calls.append(known)
+        if call:
+            (self.calls if seen else self.calls_at)[name, call, where] += 1
+            if ident not in self._in_call:
+                self._in_call[ident] = SlowCall(now, self._interval, name, call, where)

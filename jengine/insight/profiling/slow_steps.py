@@ -1,0 +1,149 @@
+"""Finds steps that took much longer than similar ones, and their causes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from jengine.insight.profiling.data import ProcessProfile
+from jengine.insight.profiling.units import duration
+from jengine.insight.recording.perfetto import stage_begins
+from jengine.insight.recording.records import STAGES, StepRecord
+
+FACTOR, EXCESS = 3.0, 0.02  # minimum duration of a slow iteration: factor over, and seconds beyond, the usual duration
+FEWEST = 5  # minimum number of iterations of a program for a usual duration
+EXPLAINS = 0.2  # minimum share of the excess time that a cause must account for
+MOST = 10
+NAMED = 0.1  # minimum share of an iteration for a stage to be named
+
+
+class Turn(NamedTuple):
+    """One iteration of the loop, from one step to the next, without idle time."""
+
+    step: StepRecord
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class Event(NamedTuple):
+    """An event that may have delayed the loop.
+
+    Attributes:
+        kind: collection, lock, call or interpreter, as in the findings.
+        text: its description in the report.
+    """
+
+    kind: str
+    at: float
+    seconds: float
+    text: str
+
+    def within(self, turn: Turn) -> float:
+        """Seconds of it in an iteration."""
+        return max(min(self.at + self.seconds, turn.end) - max(self.at, turn.begin), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SlowStep:
+    """
+    usual: usual seconds of an iteration with the same program.
+    stages: seconds of the iteration by stage of the loop, the longest first.
+    causes: (event, seconds of it in the iteration), the longest first. Empty: no measurement explains it.
+    """
+
+    turn: Turn
+    usual: float
+    stages: dict[str, float]
+    causes: tuple[tuple[Event, float], ...]
+
+    def __str__(self) -> str:
+        head = f"step {self.turn.step.number} ({self.turn.step.name}) took {duration(self.turn.seconds)} instead of {duration(self.usual)}"
+        if not self.causes:
+            return f"{head}: no measurement explains it; {self._parts()}"
+        return f"{head}: " + "; ".join(f"{duration(seconds)} {event.text}" for event, seconds in self.causes[:3])
+
+    def _parts(self) -> str:
+        """The stages that took much of it, and the seconds that belong to none."""
+        least = NAMED * self.turn.seconds
+        known = [f"{duration(seconds)} {stage}" for stage, seconds in self.stages.items() if seconds >= least]
+        parts = [f"of which {', '.join(known)}"] if known else []
+        missing = self.turn.seconds - sum(self.stages.values())
+        return "; ".join([*parts, *([f"{duration(missing)} not accounted for"] if missing >= least else [])])
+
+
+def turns(steps: list[StepRecord]) -> Iterator[Turn]:
+    for step, after in pairwise([*steps, None]):
+        assert step is not None
+        end = step.ended + step.collect + step.text + step.away
+        yield Turn(step, step.begun, end if after is None else min(after.begun, max(end, step.dispatched)))
+
+
+def events(profile: ProcessProfile) -> list[Event]:
+    """Events that may have delayed the loop, in order of time."""
+    important, found = {*profile.important}, list[Event]()
+    for one in profile.collections:
+        text = f"of garbage collection (generation {one.generation}, in thread {one.thread})"
+        found.append(Event("garbage_collection", one.at, one.seconds, text))
+    for wait in profile.lock_waits:
+        if wait.thread in important:
+            by = f", held by {wait.holder}" if wait.holder else ""
+            found.append(Event("lock", wait.at, wait.seconds, f"waiting for the lock {wait.lock} in {wait.where}{by}"))
+    for call in profile.slow_calls:
+        if call.thread in important:
+            where = f" in {call.where}" if call.where else ""
+            found.append(Event("system_calls", call.at, call.seconds, f"in calls of {call.name}{where}"))
+    for late in profile.interpreter_waits:
+        if late.holder and late.holder not in important:
+            found.append(Event("interpreter_lock", late.at, late.seconds, f"in which thread {late.holder} had the interpreter"))
+    return sorted(found, key=lambda event: event.at)
+
+
+def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
+    """The slowest steps, in order of time."""
+    trace = profile.steps
+    if trace is None:
+        return []
+    every = [turn for turn in turns(trace.steps) if not _overlaps(turn, profile.disturbed)]
+    usual = usual_seconds(every)
+    slow = [turn for turn in every if turn.seconds > max(FACTOR * usual(turn), usual(turn) + EXCESS)]
+    slow = sorted(slow, key=lambda turn: usual(turn) - turn.seconds)[:MOST]
+    happened = events(profile)
+    slow.sort(key=lambda turn: turn.begin)
+    return [SlowStep(turn, usual(turn), _stages(turn, trace.steps), _causes(turn, usual(turn), happened)) for turn in slow]
+
+
+def usual_seconds(every: Iterable[Turn]) -> Callable[[Turn], float]:
+    """Usual seconds of an iteration with the same program, or of all iterations if that program ran rarely."""
+    by_program: dict[str, list[float]] = defaultdict(list)
+    for turn in every:
+        by_program[turn.step.name].append(turn.seconds)
+    whole = [seconds for some in by_program.values() for seconds in some]
+    medians = {name: median(some if len(some) >= FEWEST else whole) for name, some in by_program.items()}
+    return lambda turn: medians[turn.step.name]
+
+
+def _causes(turn: Turn, usual: float, happened: list[Event]) -> tuple[tuple[Event, float], ...]:
+    found = [(event, event.within(turn)) for event in happened]
+    long = [(event, seconds) for event, seconds in found if seconds >= EXPLAINS * (turn.seconds - usual)]
+    return tuple(sorted(long, key=lambda one: -one[1]))
+
+
+def _overlaps(turn: Turn, spans: list[tuple[float, float]]) -> bool:
+    return any(begin < turn.end and turn.begin < end for begin, end in spans)
+
+
+def _stages(turn: Turn, steps: list[StepRecord]) -> dict[str, float]:
+    """Seconds of an iteration by stage, of all steps: an iteration dispatches one step and reads the one before."""
+    spent = dict.fromkeys(STAGES, 0.0)
+    for step in steps:
+        for stage, begin in stage_begins(step).items():
+            spent[stage] += max(min(begin + getattr(step, stage), turn.end) - max(begin, turn.begin), 0.0)
+    return dict(sorted(spent.items(), key=lambda one: -one[1]))

@@ -1,0 +1,40 @@
+"""The engines of this process, for observing the process as a whole."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from jengine.insight.recording.step_recorder import StepRecorder  # imports jax
+
+
+class Observed(Protocol):
+    """The interface of an observed engine."""
+
+    records: StepRecorder
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes by use."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether this memory is part of the process's host memory."""
+
+
+_engines: list[weakref.ref[Observed]] = []
+_lock = threading.Lock()
+
+
+def note_engine(engine: Observed) -> None:
+    """Registers a new engine."""
+    with _lock:
+        _engines[:] = [one for one in _engines if one() is not None]
+        _engines.append(weakref.ref(engine))
+
+
+def engines() -> list[Observed]:
+    """Existing engines, in order of creation."""
+    with _lock:
+        return [engine for one in _engines if (engine := one()) is not None]

@@ -1,0 +1,232 @@
+"""Records each step of an engine's loop: its contents, its predicted and its actual duration. Always on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+import msgspec
+
+from jengine.base.compiles import compile_count, compile_seconds
+from jengine.insight.recording.memory import memory
+from jengine.insight.recording.pauses import garbage_pauses
+from jengine.insight.recording.records import EngineFacts, Memory, RequestRecord, StepRecord
+from jengine.insight.recording.totals import StepTotals
+from jengine.insight.recording.trace import Trace
+from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.step_plan import StepPlan
+
+STEPS, REQUESTS = 8192, 4096  # numbers of records kept
+MEMORIES, MEMORY_SECONDS = 1024, 2.0  # number of memory samples kept, and seconds between them
+
+
+class StepRecorder:
+    """The most recent steps and requests, in ring buffers.
+
+    The loop reports when it begins with a step, has dispatched it, has read it, has delivered its updates, and
+    pauses. A record is kept once its step has been read. The times after that are added when the loop begins
+    with the next step.
+
+    Args:
+        overlap: as in Engine.
+        steps, requests: numbers of records to keep.
+
+    Attributes:
+        thread: threading.get_ident() of the last thread that stepped the engine.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, overlap: bool, steps: int = STEPS, requests: int = REQUESTS) -> None:
+        self._scheduler, self._overlap, self._tile_size = scheduler, overlap, scheduler.table.tile_size
+        self.steps: deque[StepRecord] = deque(maxlen=steps)
+        self.requests: deque[RequestRecord] = deque(maxlen=requests)
+        self.memories: deque[Memory] = deque(maxlen=MEMORIES)
+        self._pauses = garbage_pauses()
+        self._number = 0
+        self._begun = self._cpu = 0.0  # of this iteration
+        self._reading = 0.0  # seconds of this iteration in which earlier steps were read and collected
+        self._last: StepRecord | None = None  # the last step that was read, until the loop begins with the next one
+        self._passed_on = self._next_memory = 0.0
+        self._paused = False
+        self._decision: object = None  # of the last step
+        self._totals, self._totalled = StepTotals(), 0  # totals of the steps with smaller numbers
+        self._lock = threading.Lock()  # protects these two
+        self.thread = 0
+
+    # --- called by the loop-----------------------------------------------------------------------------
+
+    def turn(self, now: float) -> None:
+        """The loop begins with the next step."""
+        last, self._last = self._last, None
+        if last is not None and not self._paused:
+            last.away = now - self._passed_on
+        if now >= self._next_memory:
+            self.memories.append(memory(now))
+            self._next_memory = now + MEMORY_SECONDS
+        self._paused = False
+        self._begun, self._reading, self._cpu, self.thread = now, 0.0, time.thread_time(), threading.get_ident()
+
+    def planned(self) -> None:
+        """The scheduler has made its plan."""
+        self._cpu = time.thread_time() - self._cpu
+
+    def dispatched(self, plan: StepPlan, planned: float, started: float, now: float, mask: float = 0.0) -> StepRecord:
+        """A step has been planned, and its programs have been called.
+
+        Args:
+            planned: time at which the plan was made.
+            started: time at which its trunk was called.
+            now: time at which its sampler had been called.
+            mask: seconds to compute its token masks. Before that, the trunk was called and the previous step read.
+        """
+        scheduler, trunk, spans, chunks = self._scheduler, plan.trunk, plan.spans, []
+        rows = len(spans)
+        if trunk.tiles:
+            while rows and spans[rows - 1].tokens is not None:
+                rows -= 1
+                span = spans[rows]
+                chunks.append((span.seq, span.start, span.length))
+        tokens, size = sum([chunk[2] for chunk in chunks]), self._tile_size
+        tiles = sum([-(-chunk[2] // size) for chunk in chunks])
+        decision, blocks, begun = scheduler.admission.decision, scheduler.blocks, self._begun
+        reason = "" if decision is None or decision is self._decision else decision.reason
+        self._decision = decision
+        cached, owned, tier = blocks.cached, blocks.owned, blocks.tier
+        host = scheduler.predictor.costs.host_seconds(len(spans), trunk.tiles)
+        number = self._number
+        self._number += 1
+        return StepRecord(
+            number,
+            trunk,
+            plan.sampler,
+            rows,
+            tiles,
+            tokens,
+            plan.work,
+            tuple(chunks),
+            begun,
+            planned - begun,
+            started - planned,
+            now - started - mask - self._reading,
+            mask,
+            now,
+            plan.seconds,
+            host.plan,
+            host.collect,
+            scheduler.predictor.costs.drift,
+            scheduler.registry.num_running,
+            scheduler.registry.num_waiting,
+            blocks.capacity - owned - cached,
+            cached,
+            owned,
+            scheduler.registry.num_preemptions,
+            scheduler.prefixes.queries,
+            scheduler.prefixes.hits,
+            blocks.evictions,
+            scheduler.prefixes.resumptions,
+            0 if tier is None else tier.spilled,
+            0 if tier is None else tier.fetched,
+            compile_count(),
+            compile_seconds(),
+            self._pauses.seconds,
+            scheduler.admission.strategy,
+            reason,
+            plan.steps,
+            self._cpu,
+        )
+
+    def read(self, record: StepRecord, begun: float, now: float, collected: float, *, waited: bool, device: float) -> None:
+        """A step's tokens were requested, arrived, and were given to their sequences; see StepRecord."""
+        record.wait, record.waited, record.ended = now - begun, waited, now
+        record.collect, record.device = collected - now, device
+        self._reading += collected - begun
+        self._last, self._passed_on = record, collected
+        self.steps.append(record)
+
+    def turned(self, now: float) -> None:
+        """The iteration has ended, and its updates have been delivered."""
+        self._passed_on = now
+
+    def passed_on(self, now: float) -> None:
+        """The iteration's updates have been delivered: text was made, and callers have it."""
+        if self._last is not None:
+            self._last.text, self._passed_on = now - self._passed_on, now
+            if self._paused:
+                self._last = None
+
+    def pause(self) -> None:
+        """Nothing is left to do. The loop's time until its next iteration does not belong to a step."""
+        self._paused = True
+
+    def ended(self, sequence: Sequence, now: float) -> None:
+        """A request has ended."""
+        self.requests.append(request_record(sequence, now))
+
+    # --- thread-safe -----------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Options of the engine."""
+        scheduler = self._scheduler
+        return EngineFacts(
+            max_num_seqs=scheduler.registry.max_num_seqs,
+            max_num_batched_tokens=scheduler.predictor.max_num_batched_tokens,
+            max_model_len=scheduler.limits.max_model_len,
+            page_size=scheduler.blocks.page_size,
+            pages=scheduler.blocks.capacity,
+            overlap=self._overlap,
+            prefix_caching=scheduler.blocks.prefix_caching,
+        )
+
+    def totals(self) -> StepTotals:
+        """Totals over all steps since the start that were read and delivered."""
+        with self._lock:
+            last = self._last
+            records = [*self.steps]
+            if records and records[-1] is last:
+                records.pop()
+            new = records[max(self._totalled - records[0].number, 0) :] if records else []  # numbers are consecutive
+            if new:
+                self._totals, self._totalled = self._totals.plus(new, self._tile_size), new[-1].number + 1
+            resident = self.memories[-1].resident if self.memories else 0
+            pauses = self._pauses
+            return self._totals.of_process(resident, pauses.seconds, [*pauses.counts])
+
+    def trace(self, seconds: float | None = None) -> Trace:
+        """The records of the last `seconds` seconds, or all that are kept."""
+        scheduler, now = self._scheduler, time.perf_counter()
+        held, (running, waiting) = scheduler.blocks.held, scheduler.registry.snapshot()
+        live = [request_record(sequence, pages=held(sequence.number)) for sequence in (*running, *waiting)]
+        trace = Trace(
+            taken=now,
+            unix=time.time(),
+            facts=self.facts,
+            costs=msgspec.Raw(scheduler.predictor.costs.to_json()),
+            steps=[*self.steps],
+            requests=[*self.requests, *live],
+            pauses=[*self._pauses.longest],
+            memories=[*self.memories],
+        )
+        return trace if seconds is None else trace.last(seconds)
+
+
+def request_record(sequence: Sequence, ended: float = 0.0, pages: int = 0) -> RequestRecord:
+    """The record of a request that ended at this time, or is unfinished."""
+    first = sequence.first_token or 0.0
+    output = len(sequence.tokens) - sequence.prompt_len
+    return RequestRecord(
+        request_id=sequence.request_id,
+        number=sequence.number,
+        client=sequence.client,
+        arrival=sequence.arrival,
+        scheduled=sequence.scheduled,
+        first_token=first if output > 0 else 0.0,  # a prediction until it has arrived
+        ended=ended,
+        prompt_tokens=sequence.prompt_len,
+        cached=sequence.num_cached,
+        output_tokens=output,
+        preemptions=sequence.num_preemptions,
+        reason=sequence.finish_reason or "",
+        pages=pages,
+    )
