@@ -25,6 +25,8 @@ from typing import Any
 import jax
 
 from benchmarks.machine import RESULTS, ROOT, save
+from jengine.capacity.planning.compiled import Compiled, compiled
+from jengine.capacity.planning.estimate import CAUSES, Assumptions, Estimate, Step, longer, together
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.devices.device_spec import device_spec
@@ -32,8 +34,6 @@ from jengine.engine.shapes import describe
 from jengine.execution.sources import source_digest
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
-from jengine.planning.compiled import Compiled, compiled
-from jengine.planning.estimate import CAUSES, Assumptions, Estimate, Step, longer, together
 from jengine.table.program_table import SamplerKey, TrunkKey
 from pallas_kernels import ahead_of_time
 from tools.make_model import COMMON, SHAPES

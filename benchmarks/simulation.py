@@ -23,6 +23,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import RESULTS, facts, made_model
+from jengine.capacity.simulation.replay import EngineShape, replay
+from jengine.capacity.simulation.setup import Setup
+from jengine.capacity.simulation.summary import Targets, summarize
+from jengine.capacity.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.tune import Search, values
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate
@@ -32,11 +37,6 @@ from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.work import Work
-from jengine.simulation.replay import EngineShape, replay
-from jengine.simulation.setup import Setup
-from jengine.simulation.summary import Targets, summarize
-from jengine.simulation.trace import Trace, make_trace
-from jengine.simulation.tune import Search, values
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "warm_up": "all"}

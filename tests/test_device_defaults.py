@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.planning.ahead_of_time import describe_on
+from jengine.capacity.planning.plan import make_plan
 from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import CORES, Sizes, sizes
 from jengine.parallel.mesh import make_mesh
-from jengine.planning.ahead_of_time import describe_on
-from jengine.planning.plan import make_plan
 
 LLAMA = EngineConfig(model=str(Path(__file__).parent / "data" / "llama-3.1-8b"), dtype="bfloat16")
 

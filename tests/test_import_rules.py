@@ -29,7 +29,7 @@ RAY = "jengine.ray.serve"  # the service's application, elsewhere
 CLIENT = "jengine.client"  # the network's client, under a name for users
 VLLM = "jengine.vllm"  # plain data: other names of options
 OPEN_TO_ALL = {"jengine", "jengine.__version__"}  # other public names are asked of the module that has them, not of the front door
-SETUP = "jengine.simulation.setup"  # from an engine's options; what it makes is plain data
+SETUP = "jengine.capacity.simulation.setup"  # from an engine's options; what it makes is plain data
 STEP_PLAN = "jengine.scheduling.step_plan"
 
 
@@ -82,7 +82,7 @@ def broken_rules(imports: list[Import]) -> list[str]:
             or (
                 inside(who, "jengine.execution") and inside(what, "jengine.scheduling") and not inside(what, "jengine.scheduling.step_plan")
             )
-            or (inside(who, "jengine.simulation") and who != SETUP and inside(what, "jax", "jaxlib", "flax", "jengine.execution"))
+            or (inside(who, "jengine.capacity.simulation") and who != SETUP and inside(what, "jax", "jaxlib", "flax", "jengine.execution"))
             or (inside(who, "jengine.models") and inside(what, "jengine.execution"))
             or inside(what, "serving")  # a second copy of every class: its name is jengine.serving
             or (inside(who, "pallas_kernels") and inside(what, "jengine"))
@@ -155,7 +155,7 @@ def test_no_import_cycle() -> None:
         ("jengine.scheduling.requests.policy", "def f():\n    from jengine.execution import runner"),
         ("jengine.execution.batch", "from jengine.scheduling import scheduler"),
         ("jengine.execution.batch", "from jengine.scheduling.pages.blocks import BlockManager"),
-        ("jengine.simulation.replay", "def f():\n    from jengine.execution import memory"),
+        ("jengine.capacity.simulation.replay", "def f():\n    from jengine.execution import memory"),
         ("jengine.models.llama", "from jengine.execution.trunk import Trunk"),
         ("pallas_kernels.xla", "from jengine.core.config import EngineConfig"),
         ("jengine.serving.server", "from jengine.engine.engine import Engine"),

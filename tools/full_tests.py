@@ -55,7 +55,7 @@ PARTS = {  # each should take less than an hour on two cores
             "tests/execution/test_gpu_samplers.py",
             "tests/planning",
         ),
-        (KERNELS, "jengine/execution", "jengine/planning"),
+        (KERNELS, "jengine/execution", "jengine/capacity/planning"),
     ),
     "models": Part(("tests/models", "tests/checkpoints", "tests/test_smollm2.py"), MODELS),
     "families": Part(("tests/engine/test_golden.py", "tests/engine/test_quantization.py"), (*MODELS, "jengine/execution")),

@@ -17,6 +17,8 @@ from benchmarks.gpu.llama import FULL, SMALL, Load
 from benchmarks.gpu.model import compiled, random_params
 from benchmarks.gpu.rows import Row, skipped
 from benchmarks.host_cost import Clock
+from jengine.capacity.planning.plan import formats_of
+from jengine.capacity.planning.roofline import decode, prefill
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate
@@ -28,8 +30,6 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
-from jengine.planning.plan import formats_of
-from jengine.planning.roofline import decode, prefill
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
 

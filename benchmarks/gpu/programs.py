@@ -118,8 +118,8 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
 
 def _spec() -> Any:
     """The engine's specification for OPTIONS, with their number of pages."""
+    from jengine.capacity.planning.ahead_of_time import describe_for
     from jengine.core.config import EngineConfig
-    from jengine.planning.ahead_of_time import describe_for
 
     spec = describe_for(EngineConfig.of(str(ROOT / MODEL), OPTIONS), None)
     return dataclasses.replace(spec, num_pages=OPTIONS["num_pages"])

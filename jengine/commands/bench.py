@@ -15,8 +15,8 @@ from jengine.commands.flags import add_engine, engine_fields
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
-    from jengine.bench.endpoints import Endpoint
-    from jengine.bench.workload import BenchRequest
+    from jengine.capacity.bench.endpoints import Endpoint
+    from jengine.capacity.bench.workload import BenchRequest
 
 BACKENDS = ("openai", "openai-chat", "jengine")
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -56,7 +56,7 @@ def _add_dataset(parser: argparse.ArgumentParser, *, prompts: int, prefix: str, 
 
 def _requests(options: argparse.Namespace, tokens: Any) -> list[BenchRequest]:
     """The requests. tokens: how many a text has."""
-    from jengine.bench.workload import random_requests, sharegpt_requests, sharegpt_turns, trace_requests
+    from jengine.capacity.bench.workload import random_requests, sharegpt_requests, sharegpt_turns, trace_requests
 
     count, seed, name, path = options.num_prompts, options.seed, options.dataset_name, options.dataset_path
     if count < 1:
@@ -95,7 +95,7 @@ def _throughput(options: argparse.Namespace) -> None:
     fields = engine_fields(options)
     _check_file("output_json", options.output_json)
     from jengine import LLM
-    from jengine.bench.offline import throughput
+    from jengine.capacity.bench.offline import throughput
 
     show = not options.disable_tqdm
     with LLM(options.model, progress=show, **fields) as llm:
@@ -121,8 +121,8 @@ def _latency(options: argparse.Namespace) -> None:
         if getattr(options, name) < least:
             raise InvalidArgument(name, getattr(options, name), f"must be at least {least}")
     from jengine import LLM
-    from jengine.bench.offline import latency
-    from jengine.bench.workload import random_requests
+    from jengine.capacity.bench.offline import latency
+    from jengine.capacity.bench.workload import random_requests
 
     show = not options.disable_tqdm
     requests = random_requests(options.batch_size, input_len=options.input_len, output_len=options.output_len)
@@ -176,7 +176,7 @@ def _serve(options: argparse.Namespace) -> int:
     saved = options.result_dir / options.result_filename if options.save_result else None
     _check_file("result_filename", saved)
     _check_file("plot", options.plot)
-    from jengine.bench.result import Result
+    from jengine.capacity.bench.result import Result
 
     answers, seconds = asyncio.run(_driven(options))
     result = Result(answers, seconds, goodput, percentiles, metrics)
@@ -192,8 +192,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 async def _driven(options: argparse.Namespace) -> Any:
-    from jengine.bench.drive import drive
-    from jengine.bench.workload import sharegpt_turns, with_arrivals
+    from jengine.capacity.bench.drive import drive
+    from jengine.capacity.bench.workload import sharegpt_turns, with_arrivals
 
     endpoint = _endpoint(options)
     try:
@@ -224,7 +224,7 @@ async def _reached(endpoint: Endpoint, options: argparse.Namespace) -> None:
 
 
 def _endpoint(options: argparse.Namespace) -> Endpoint:
-    from jengine.bench.endpoints import JengineEndpoint, OpenAIEndpoint
+    from jengine.capacity.bench.endpoints import JengineEndpoint, OpenAIEndpoint
 
     given = client_options(options)
     if options.backend == "jengine":
@@ -281,7 +281,7 @@ def _add_sweep(kinds: Any) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> None:
-    from jengine.bench.sweep import read_params, sweep
+    from jengine.capacity.bench.sweep import read_params, sweep
 
     if options.num_runs < 1:
         raise InvalidArgument("num_runs", options.num_runs, "must be at least 1")

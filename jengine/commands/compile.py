@@ -66,7 +66,7 @@ def config_for(options: argparse.Namespace) -> EngineConfig:
 
 def _compile(options: argparse.Namespace) -> None:
     config = config_for(options)
-    from jengine.planning.ahead_of_time import compile_table
+    from jengine.capacity.planning.ahead_of_time import compile_table
 
     done = compile_table(config, options.out, target=options.target, autotune=options.autotune, progress=not options.quiet)
     if options.quiet:

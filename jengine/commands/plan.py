@@ -45,9 +45,9 @@ def _plan(options: argparse.Namespace) -> int:
         raise JengineError("plan needs --target NAME, such as --target h100; or --memory, --bandwidth and --compute; or --costs")
     config = config_for(options)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a plan needs no local GPU
+    from jengine.capacity.planning.plan import make_plan
+    from jengine.capacity.planning.report import report
     from jengine.devices.device_spec import custom_device
-    from jengine.planning.plan import make_plan
-    from jengine.planning.report import report
 
     plan = make_plan(config, custom_device(options.target, *figures), exact=options.exact, progress=not options.quiet)
     write(report(options.model, plan) + "\n")

@@ -16,8 +16,8 @@ from jengine.commands.flags import add_engine, add_model, engine_fields
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
-    from jengine.simulation.summary import Targets
-    from jengine.simulation.trace import Trace
+    from jengine.capacity.simulation.summary import Targets
+    from jengine.capacity.simulation.trace import Trace
 
 SAMPLERS: dict[str, dict[str, Any]] = {  # sampling parameters of all requests, by the sampler that they need
     "greedy": {"temperature": 0.0},
@@ -73,7 +73,7 @@ def trace_from_flags(options: argparse.Namespace) -> Trace:
     """The trace, with the given changes."""
     import numpy as np
 
-    from jengine.simulation.formats import read_trace
+    from jengine.capacity.simulation.formats import read_trace
 
     trace = read_trace(options.trace).scaled(options.rate_scale)
     if options.requests is None:
@@ -85,7 +85,7 @@ def trace_from_flags(options: argparse.Namespace) -> Trace:
 
 def targets_from_flags(options: argparse.Namespace, config: EngineConfig) -> Targets:
     """Targets given to the command, or else the engine's."""
-    from jengine.simulation.summary import Targets
+    from jengine.capacity.simulation.summary import Targets
 
     ttft, tpot = options.target_ttft_ms or config.ttft_ms, options.target_tpot_ms or config.tpot_ms
     return Targets(ttft_ms=ttft, tpot_ms=tpot, share=options.target_share)
@@ -104,13 +104,13 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.replicas == "auto" and not targets.given(trace):
         raise InvalidArgument("replicas", "auto", "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
-    from jengine.simulation.setup import Setup
+    from jengine.capacity.simulation.setup import Setup
 
     shape = Setup.of(config, options.costs).shape()
-    from jengine.simulation.replay import replay
-    from jengine.simulation.replicas import replicas_needed
-    from jengine.simulation.report import report, save_plot
-    from jengine.simulation.summary import summarize
+    from jengine.capacity.simulation.replay import replay
+    from jengine.capacity.simulation.replicas import replicas_needed
+    from jengine.capacity.simulation.report import report, save_plot
+    from jengine.capacity.simulation.summary import summarize
 
     how: dict[str, Any] = {"params": params(options), "progress": not options.quiet}
     if options.replicas == "auto":

@@ -15,7 +15,7 @@ from jengine.commands.simulate import TRACES, add_trace, params, targets_from_fl
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
-    from jengine.simulation.tune import Objective, Tuned
+    from jengine.capacity.simulation.tune import Objective, Tuned
 
 REQUESTS = 2000
 STRATEGIES = {  # comments in the options file
@@ -56,8 +56,8 @@ def _tune(options: argparse.Namespace) -> int:
     targets, trace = targets_from_flags(options, config), trace_from_flags(options)
     objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
-    from jengine.simulation.setup import Setup
-    from jengine.simulation.tune import Search, values
+    from jengine.capacity.simulation.setup import Setup
+    from jengine.capacity.simulation.tune import Search, values
 
     setup = Setup.of(config, options.costs)
     tried = values(config, setup.shape(), targets.given(trace))

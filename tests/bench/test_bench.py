@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jengine import InvalidArgument, JengineError, cli
-from jengine.bench.drive import drive
-from jengine.bench.endpoints import JengineEndpoint, OpenAIEndpoint
-from jengine.bench.result import ClientRecord, Result
-from jengine.bench.sweep import command_with, read_params, sweep
-from jengine.bench.workload import BenchRequest, random_requests, sharegpt_requests, sharegpt_turns, trace_requests, with_arrivals
+from jengine.capacity.bench.drive import drive
+from jengine.capacity.bench.endpoints import JengineEndpoint, OpenAIEndpoint
+from jengine.capacity.bench.result import ClientRecord, Result
+from jengine.capacity.bench.sweep import command_with, read_params, sweep
+from jengine.capacity.bench.workload import BenchRequest, random_requests, sharegpt_requests, sharegpt_turns, trace_requests, with_arrivals
 
 # --- what is asked for ------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks import estimates
+from jengine.capacity.planning.compiled import Compiled
+from jengine.capacity.planning.hlo import parse
 from jengine.execution.memory import ProgramMemory
-from jengine.planning.compiled import Compiled
-from jengine.planning.hlo import parse
 from jengine.table.program_table import TrunkKey
 
 TEXT = "HloModule one\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"

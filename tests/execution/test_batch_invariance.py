@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.planning.plan import TargetDevice
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
@@ -25,7 +26,6 @@ from jengine.execution.sampling_row import sampling_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.collectives import AXIS
 from jengine.parallel.mesh import make_mesh
-from jengine.planning.plan import TargetDevice
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.table.program_table import ProgramTable, TrunkKey
 from pallas_kernels.cpu import choice

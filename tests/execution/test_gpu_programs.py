@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import pytest
 
+from jengine.capacity.planning.compiled import compiled
+from jengine.capacity.planning.hlo import parse
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
@@ -22,8 +24,6 @@ from jengine.execution.kernels import decode_refused, kernels_refused
 from jengine.execution.programs import UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
-from jengine.planning.compiled import compiled
-from jengine.planning.hlo import parse
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time, product_dispatch

@@ -14,12 +14,12 @@ import pytest
 
 from jengine import cli
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.planning.ahead_of_time import compile_table
 from jengine.core.config import EngineConfig
 from jengine.engine.start import start_engine
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms, difference
 from jengine.execution.programs import program_keys
-from jengine.planning.ahead_of_time import compile_table
 from tests.execution.specs import make_spec
 from tests.golden.weights import Golden, write_model
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jengine.capacity.planning.roofline import attention_elements, state_operations
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models import build
 from jengine.models.cache import cache_groups
 from jengine.parallel.mesh import make_mesh
-from jengine.planning.roofline import attention_elements, state_operations
 from tests.golden.weights import write_model
 
 M1 = json.loads((Path(__file__).parent.parent / "data" / "published_models.json").read_text())["MiniMaxAI/MiniMax-M1-80k"]["config"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from jengine.capacity.planning.plan import make_plan
 from jengine.core.config import EngineConfig
-from jengine.planning.plan import make_plan
 from jengine.table.program_table import TrunkKey
 from tests.execution.specs import temporaries_bound
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.planning.fitting import Fitting, Room, what_fits
 from jengine.core.config import EngineConfig
-from jengine.planning.fitting import Fitting, Room, what_fits
 
 GIB = 1 << 30
 

@@ -14,6 +14,11 @@ import pytest
 
 from jengine import cli
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.planning import ahead_of_time
+from jengine.capacity.planning import compiled as planned
+from jengine.capacity.planning.ahead_of_time import compile_table, describe_for, memory_limit
+from jengine.capacity.planning.plan import Plan, formats_of, make_plan
+from jengine.capacity.planning.report import report, tables
 from jengine.core.config import EngineConfig
 from jengine.engine.start import start_engine
 from jengine.execution import programs, sampler, truncation
@@ -22,11 +27,6 @@ from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import Built, memory_of, program_keys, running
-from jengine.planning import ahead_of_time
-from jengine.planning import compiled as planned
-from jengine.planning.ahead_of_time import compile_table, describe_for, memory_limit
-from jengine.planning.plan import Plan, formats_of, make_plan
-from jengine.planning.report import report, tables
 from jengine.table.program_table import SamplerKey, TrunkKey
 from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS, write_model
@@ -146,7 +146,7 @@ def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str],
         made.append(make_plan(*args, **options))
         return made[0]
 
-    monkeypatch.setattr("jengine.planning.plan.make_plan", make)
+    monkeypatch.setattr("jengine.capacity.planning.plan.make_plan", make)
     arguments = [str(tiny), "--target=h200", "--quiet", *(f"--{name.replace('_', '-')}={value}" for name, value in TINY.items())]
     with texts(planned) as written:
         assert cli.main(["plan", *arguments, "--exact"]) == 0

@@ -9,12 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jengine.checkpoints import read_config
-from jengine.checkpoints.hugging_face import model_config
-from jengine.devices.device_spec import DeviceSpec, device_spec
-from jengine.models import build
-from jengine.models.config import ModelConfig
-from jengine.planning.roofline import (
+from jengine.capacity.planning.roofline import (
     Bound,
     Formats,
     Work,
@@ -29,6 +24,11 @@ from jengine.planning.roofline import (
     prefill,
     seen,
 )
+from jengine.checkpoints import read_config
+from jengine.checkpoints.hugging_face import model_config
+from jengine.devices.device_spec import DeviceSpec, device_spec
+from jengine.models import build
+from jengine.models.config import ModelConfig
 from pallas_kernels.ahead_of_time import targets
 from tests.golden.weights import VARIANTS
 

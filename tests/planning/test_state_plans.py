@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from jengine.base.errors import InvalidArgument, OutOfMemory
+from jengine.capacity.planning.plan import make_plan
+from jengine.capacity.planning.report import report
+from jengine.capacity.simulation.setup import Setup
 from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe_engine
 from jengine.execution.memory import pages_that_fit
-from jengine.planning.plan import make_plan
-from jengine.planning.report import report
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.simulation.setup import Setup
 from tests.golden.weights import write_model
 
 MODEL = str(Path(__file__).parent.parent / "data" / "qwen3.6-35b-a3b")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jengine.capacity.simulation.replay import EngineShape
+from jengine.capacity.simulation.times import StepTimes
+from jengine.capacity.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.request import Request
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect
 from jengine.scheduling.forecasts.forecast import Job, together
-from jengine.simulation.replay import EngineShape
-from jengine.simulation.times import StepTimes
-from jengine.simulation.trace import Trace, make_trace
-from jengine.simulation.virtual_engine import VirtualEngine
 from tests.simulation.shapes import make_shape, poisson
 
 

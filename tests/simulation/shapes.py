@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from jengine.capacity.simulation.replay import EngineShape
+from jengine.capacity.simulation.trace import Trace, make_trace
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.simulation.replay import EngineShape
-from jengine.simulation.trace import Trace, make_trace
 from jengine.table.program_table import ProgramTable
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from jengine import EngineConfig, cli
+from jengine.capacity.simulation.setup import Setup
+from jengine.capacity.simulation.summary import Targets
+from jengine.capacity.simulation.tune import Search
 from jengine.commands import tune
 from jengine.core.scheduling_options import STRATEGIES
-from jengine.simulation.setup import Setup
-from jengine.simulation.summary import Targets
-from jengine.simulation.tune import Search
 from tests.simulation.shapes import make_shape, poisson
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jengine.capacity.simulation.replay import EngineShape, replay
+from jengine.capacity.simulation.trace import Trace, make_trace
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.simulation.replay import EngineShape, replay
-from jengine.simulation.trace import Trace, make_trace
 from tests.simulation.shapes import make_shape, poisson
 
 LENGTHS = st.tuples(st.sampled_from([0.0, 0.001, 0.02, 0.3]), st.integers(1, 60), st.integers(1, 60))
@@ -78,8 +78,8 @@ def test_the_scheduler_itself_decides_the_same(monkeypatch, policy):
     shape, trace = make_shape(max_num_seqs=16, tiles=8, policy=policy), poisson(1, 60, rate=300.0)
     trace = dataclasses.replace(trace, clients=["a", "b", "b"] * 20)
     quick = replay(shape, trace, fast_forward=False)
-    monkeypatch.delattr("jengine.simulation.fast_forward.ConstantPredictor.seconds")
-    monkeypatch.setattr("jengine.simulation.fast_forward.FastForward.collect", lambda self, *step: self._scheduler.collect(*step))
+    monkeypatch.delattr("jengine.capacity.simulation.fast_forward.ConstantPredictor.seconds")
+    monkeypatch.setattr("jengine.capacity.simulation.fast_forward.FastForward.collect", lambda self, *step: self._scheduler.collect(*step))
     np.testing.assert_equal(dataclasses.asdict(replay(shape, trace, fast_forward=False)), dataclasses.asdict(quick))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jengine.capacity.simulation.outcome import Outcome
+from jengine.capacity.simulation.replay import EngineShape, replay
+from jengine.capacity.simulation.trace import Trace, make_trace
 from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.scheduling.scheduler import Scheduler
-from jengine.simulation.outcome import Outcome
-from jengine.simulation.replay import EngineShape, replay
-from jengine.simulation.trace import Trace, make_trace
 from tests.simulation.shapes import make_shape, poisson
 from tests.simulation.test_fast_forward import both
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.simulation.formats import read_trace
 from jengine.core.request import Request, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.execution.runner import StepResult
 from jengine.insight.recording.recorder import BLOCK, TraceRecorder
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
-from jengine.simulation.formats import read_trace
 from jengine.table.program_table import ProgramTable
 
 SECRET = [12345] * (2 * BLOCK)

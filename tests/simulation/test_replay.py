@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.simulation.replay import replay
+from jengine.capacity.simulation.replicas import replicas_needed
+from jengine.capacity.simulation.report import bars, report, save_plot
+from jengine.capacity.simulation.summary import Targets, in_target, summarize
+from jengine.capacity.simulation.trace import make_trace
 from jengine.core.request import SamplingParams
 from jengine.scheduling.costs.step_costs import Cost
 from jengine.scheduling.work import Work
-from jengine.simulation.replay import replay
-from jengine.simulation.replicas import replicas_needed
-from jengine.simulation.report import bars, report, save_plot
-from jengine.simulation.summary import Targets, in_target, summarize
-from jengine.simulation.trace import make_trace
 from jengine.table.program_table import TrunkKey
 from tests.simulation.shapes import make_shape, poisson
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
-from jengine.simulation.outcome import Outcome
-from jengine.simulation.summary import RANKS, Summary, Targets
-from jengine.simulation.trace import Trace
+from jengine.capacity.simulation.outcome import Outcome
+from jengine.capacity.simulation.summary import RANKS, Summary, Targets
+from jengine.capacity.simulation.trace import Trace
 
 BARS = " ▁▂▃▄▅▆▇█"
 WIDTH = 60  # characters in a line of bars

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from jengine.capacity.simulation.outcome import Outcome
+from jengine.capacity.simulation.replay import EngineShape, replay
+from jengine.capacity.simulation.summary import Targets, in_target
+from jengine.capacity.simulation.trace import Trace
 from jengine.core.request import SamplingParams
-from jengine.simulation.outcome import Outcome
-from jengine.simulation.replay import EngineShape, replay
-from jengine.simulation.summary import Targets, in_target
-from jengine.simulation.trace import Trace
 
 LONELY = 200  # number of requests tried alone: if these miss their targets, more engines do not help
 APART = 1e6  # seconds between these requests

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from jengine.capacity.planning.hlo import Array, Instruction, Program
 from jengine.devices.device_spec import DeviceSpec
-from jengine.planning.hlo import Array, Instruction, Program
 from pallas_kernels.flashinfer import decode as xqa
 from pallas_kernels.groups import out_per_block
 from pallas_kernels.work_list import LEAST, TILE

@@ -13,6 +13,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jengine.base.errors import OutOfMemory
+from jengine.capacity.planning.ahead_of_time import check_target, describe_for, describe_on, device_limit, largest
+from jengine.capacity.planning.compiled import Compiled, compiled
+from jengine.capacity.planning.estimate import Step
+from jengine.capacity.planning.fitting import MORE_MEMORY, Fitting, Room, what_fits
+from jengine.capacity.planning.report import Plan, Rate
+from jengine.capacity.planning.roofline import Formats, bound, decode, kv_token_bytes, prefill
 from jengine.checkpoints.weights import num_bytes
 from jengine.core.config import FOUR_BITS, EngineConfig
 from jengine.devices.device_defaults import sizes
@@ -24,12 +30,6 @@ from jengine.execution.programs import program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
-from jengine.planning.ahead_of_time import check_target, describe_for, describe_on, device_limit, largest
-from jengine.planning.compiled import Compiled, compiled
-from jengine.planning.estimate import Step
-from jengine.planning.fitting import MORE_MEMORY, Fitting, Room, what_fits
-from jengine.planning.report import Plan, Rate
-from jengine.planning.roofline import Formats, bound, decode, kv_token_bytes, prefill
 from pallas_kernels.quantized import is_quantized
 
 CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len

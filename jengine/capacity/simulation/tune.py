@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jengine.base.errors import InvalidArgument, JengineError
+from jengine.capacity.simulation.replay import EngineShape, replay
+from jengine.capacity.simulation.summary import Summary, Targets, summarize
+from jengine.capacity.simulation.trace import Trace
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
-from jengine.simulation.replay import EngineShape, replay
-from jengine.simulation.summary import Summary, Targets, summarize
-from jengine.simulation.trace import Trace
 
 Objective = Literal["goodput", "latency", "throughput"]
 Changes = dict[str, Any]

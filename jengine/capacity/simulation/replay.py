@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from jengine.base.progress import progress_bar
+from jengine.capacity.simulation.fast_forward import ConstantPredictor
+from jengine.capacity.simulation.outcome import Outcome, joined
+from jengine.capacity.simulation.times import StepTimes
+from jengine.capacity.simulation.trace import Trace
+from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.request import SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.registry import PreemptionNeeded
 from jengine.scheduling.scheduler import Scheduler
-from jengine.simulation.fast_forward import ConstantPredictor
-from jengine.simulation.outcome import Outcome, joined
-from jengine.simulation.times import StepTimes
-from jengine.simulation.trace import Trace
-from jengine.simulation.virtual_engine import VirtualEngine
 from jengine.table.program_table import ProgramTable
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jengine.base.errors import InvalidArgument
-from jengine.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.trace import Trace, make_trace
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id
 AZURE = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}

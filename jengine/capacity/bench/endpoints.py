@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from jengine.base.errors import InvalidArgument, JengineError
-from jengine.bench.workload import BenchRequest
+from jengine.capacity.bench.workload import BenchRequest
 
 HEAD = 1 << 16  # maximum bytes of a line
 

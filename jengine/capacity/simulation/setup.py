@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.simulation.replay import EngineShape
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
@@ -18,7 +19,6 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import paged
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.simulation.replay import EngineShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from jengine.capacity.simulation.trace import OUTPUT_TOKEN
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import NO_WORK, Work
-from jengine.simulation.trace import OUTPUT_TOKEN
 
 
 class ConstantPredictor(StepPredictor):

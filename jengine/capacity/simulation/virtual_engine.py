@@ -10,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from jengine.base.errors import InvalidArgument, JengineError
+from jengine.capacity.simulation.fast_forward import FastForward
+from jengine.capacity.simulation.outcome import Outcome, Sample
+from jengine.capacity.simulation.times import StepTimes
+from jengine.capacity.simulation.trace import OUTPUT_TOKEN, Trace
+from jengine.capacity.simulation.virtual_host import VirtualHost
 from jengine.core.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work, rows_work
-from jengine.simulation.fast_forward import FastForward
-from jengine.simulation.outcome import Outcome, Sample
-from jengine.simulation.times import StepTimes
-from jengine.simulation.trace import OUTPUT_TOKEN, Trace
-from jengine.simulation.virtual_host import VirtualHost
 
 FOREVER = float("inf")
 SHORTEST = 2  # minimum number of steps to run at once

@@ -7,14 +7,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from jengine.capacity.planning.estimate import Estimate, Step, estimate
+from jengine.capacity.planning.hlo import Program, parse
+from jengine.capacity.planning.roofline import experts_met
 from jengine.devices.device_spec import DeviceSpec
 from jengine.execution.kinds import Key
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.programs import UNTUNED, compile_all, memory_of
 from jengine.execution.spec import ExecutionSpec
-from jengine.planning.estimate import Estimate, Step, estimate
-from jengine.planning.hlo import Program, parse
-from jengine.planning.roofline import experts_met
 from jengine.table.program_table import SamplerKey, TrunkKey
 from pallas_kernels.thunks import dumped, dumping
 

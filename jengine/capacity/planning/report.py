@@ -8,13 +8,13 @@ from html import escape
 from typing import NamedTuple
 
 from jengine.base.display import columns_html
+from jengine.capacity.planning.estimate import CAUSES, Assumptions, Estimate
+from jengine.capacity.planning.fitting import Fitting
+from jengine.capacity.planning.roofline import Bound, Formats
 from jengine.devices.device_spec import DeviceSpec
 from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory
 from jengine.execution.spec import ExecutionSpec
-from jengine.planning.estimate import CAUSES, Assumptions, Estimate
-from jengine.planning.fitting import Fitting
-from jengine.planning.roofline import Bound, Formats
 
 GIB = 1 << 30
 LIMITS = {"memory": "memory bandwidth", "products": "matrix rate", "links": "links"}

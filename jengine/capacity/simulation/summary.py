@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jengine.base.errors import InvalidArgument
-from jengine.simulation.outcome import Outcome
-from jengine.simulation.trace import Trace
+from jengine.capacity.simulation.outcome import Outcome
+from jengine.capacity.simulation.trace import Trace
 
 RANKS = (50, 90, 95, 99)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jengine.api.llm import LLM
-from jengine.bench.workload import BenchRequest
+from jengine.capacity.bench.workload import BenchRequest
 from jengine.core.request import SamplingParams
 
 RANKS = (10, 25, 50, 75, 90, 99)

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 from jengine.base.errors import JengineError
-from jengine.bench.endpoints import Endpoint
-from jengine.bench.result import ClientRecord
-from jengine.bench.workload import BenchRequest
+from jengine.capacity.bench.endpoints import Endpoint
+from jengine.capacity.bench.result import ClientRecord
+from jengine.capacity.bench.workload import BenchRequest
 
 ERRORS = (JengineError, OSError, ValueError, KeyError)  # if a server cannot be reached, rejects requests, or sends invalid responses
 
