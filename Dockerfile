@@ -33,5 +33,5 @@ ENV PATH=/opt/jengine/bin:$PATH \
 USER 10001
 VOLUME /cache
 EXPOSE 8000 50051
-HEALTHCHECK --interval=10s --start-period=600s CMD ["python", "-m", "jengine.serving.health_check"]
+HEALTHCHECK --interval=10s --start-period=600s CMD ["python", "-m", "jengine.serving.grpc.health_check"]
 ENTRYPOINT ["jengine", "serve"]

@@ -46,7 +46,7 @@ async def stub(address: str) -> Generate:
 
 
 async def client(address: str) -> Generate:
-    from jengine.serving.client import AsyncClient
+    from jengine.serving.grpc.client import AsyncClient
 
     connected = AsyncClient(address)
 

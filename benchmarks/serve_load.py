@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.machine import save
 from benchmarks.serve_processes import Process, load, mock_server, model_server, profile_file, top_functions, worker
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.metrics import PrometheusMetrics
+from jengine.serving.metrics.server_metrics import PrometheusMetrics
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
 PROMPT, OUTPUT = (16, 128), (16, 128)  # tokens, uniform

@@ -22,7 +22,7 @@ SERVER = """
 import cProfile, json, sys
 from jengine.serving import app
 from jengine.serving.config import ServerConfig
-from jengine.serving.engine_process import EngineProcess
+from jengine.serving.processes.engine_process import EngineProcess
 server, engine, options, profile = json.loads(sys.argv[1])
 run = lambda: app.run(ServerConfig(**server), "model", lambda on_end: EngineProcess(engine, options, on_end))
 if profile:
@@ -72,7 +72,7 @@ class Process:
 def server(
     engine: str, options: dict[str, Any], *, metrics: bool = False, profile: str = "", more: dict[str, Any] | None = None
 ) -> Iterator[tuple[Process, str]]:
-    """A ready server over an engine process (see serving/engines.py), and its address.
+    """A ready server over an engine process (see serving/processes/engines.py), and its address.
 
     `more`: options of ServerConfig. With {"http_port": 0}, the address is followed by a space and the HTTP URL.
     """
@@ -88,13 +88,13 @@ def server(
 
 
 def model_server(config: dict[str, Any], **options: Any) -> AbstractContextManager[tuple[Process, str]]:
-    return server("jengine.serving.engines:model_engine", config, **options)
+    return server("jengine.serving.processes.engines:model_engine", config, **options)
 
 
 def mock_server(step_seconds: float, **options: Any) -> AbstractContextManager[tuple[Process, str]]:
     """A server with a mock engine, whose texts are the demo model's."""
     engine = {"tokenizer_folder": str(ROOT / "jengine" / "demo"), "max_num_seqs": MOCK_SEQS, "pages": 10**6, "seconds": step_seconds}
-    return server("jengine.serving.engines:mock_engine", engine, **options)
+    return server("jengine.serving.processes.engines:mock_engine", engine, **options)
 
 
 @contextmanager

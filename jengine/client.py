@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from jengine.serving.client import AsyncClient, Client, Retries, ServedOutput, ServerError, Usage
+from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServedOutput, ServerError, Usage
 
 __all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "Usage"]

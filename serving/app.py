@@ -16,19 +16,19 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from jengine import InvalidArgument
-from jengine.serving.access import Access
 from jengine.serving.config import PREFIX, ServerConfig
-from jengine.serving.descriptors import allow_descriptors
-from jengine.serving.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
-from jengine.serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
-from jengine.serving.metrics_server import MetricsServer, pages_of
-from jengine.serving.request_log import RequestLog
-from jengine.serving.server import SERVICES, Built, build_server
+from jengine.serving.grpc.descriptors import allow_descriptors
+from jengine.serving.grpc.server import SERVICES, Built, build_server
+from jengine.serving.guards.access import Access
+from jengine.serving.logs.request_log import RequestLog
+from jengine.serving.logs.status_log import write_status
+from jengine.serving.metrics.metrics_server import MetricsServer, pages_of
+from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.processes.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
+from jengine.serving.processes.signals import stop_signal
+from jengine.serving.processes.supervisor import OnEnd, Supervisor
+from jengine.serving.requests.spans import Spans
 from jengine.serving.service_links import service_links
-from jengine.serving.signals import stop_signal
-from jengine.serving.spans import Spans
-from jengine.serving.status_log import write_status
-from jengine.serving.supervisor import OnEnd, Supervisor
 
 if TYPE_CHECKING:
     from jengine.serving.http.app import Parts

@@ -76,7 +76,7 @@ class ServerConfig:
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
         api_key: an API key; every request then needs it, or another one. Set the environment variable, since other users of the
             machine can read flags. For several clients, use api_keys.
-        api_keys: file with the hashes of API keys, as `python -m jengine.serving.security` writes them; every request then needs
+        api_keys: file with the hashes of API keys, as `python -m jengine.serving.guards.security` writes them; every request then needs
             one of these keys. Each key has its own request ids, aborts, limits and cached pages.
         request_log: file to which a line of JSON is appended for each request, without its text; - is stdout.
         otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, which receives a span for

@@ -11,7 +11,7 @@ import pytest
 
 import jengine
 from jengine import AsyncLLM, EngineThread, Tokenizer
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.processes.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 import jengine
 from jengine import AsyncLLM, EngineThread, Tokenizer, cli
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.processes.mock_engine import MockEngine
 
 def make(model, **_):
     return AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, max_num_seqs=8, seconds=0.002)), Tokenizer.load(Path(model)))

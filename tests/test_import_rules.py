@@ -158,14 +158,14 @@ def test_no_import_cycle() -> None:
         ("jengine.capacity.simulation.replay", "def f():\n    from jengine.execution import memory"),
         ("jengine.models.llama", "from jengine.execution.trunk import Trunk"),
         ("pallas_kernels.xla", "from jengine.core.config import EngineConfig"),
-        ("jengine.serving.server", "from jengine.engine.engine import Engine"),
-        ("jengine.serving.server", "import jengine.engine.engine"),
+        ("jengine.serving.grpc.server", "from jengine.engine.engine import Engine"),
+        ("jengine.serving.grpc.server", "import jengine.engine.engine"),
         ("jengine.engine.engine", "from jengine import SamplingParams"),
         ("jengine.commands.serve", "import jengine.serving"),
-        ("jengine.serving.server", "from serving.config import ServerConfig"),
-        ("jengine.engine.engine", "def f():\n    import jengine.serving.server"),
-        ("jengine.commands.chat", "from jengine.serving.client import Client"),
-        ("jengine.commands.generate", "def f():\n    import jengine.serving.client"),
+        ("jengine.serving.grpc.server", "from serving.config import ServerConfig"),
+        ("jengine.engine.engine", "def f():\n    import jengine.serving.grpc.server"),
+        ("jengine.commands.chat", "from jengine.serving.grpc.client import Client"),
+        ("jengine.commands.generate", "def f():\n    import jengine.serving.grpc.client"),
     ],
 )
 def test_each_rule_fires(module: str, source: str) -> None:
@@ -177,9 +177,9 @@ def test_each_rule_fires(module: str, source: str) -> None:
     [
         ("jengine.execution.batch", "from jengine.scheduling.step_plan import StepPlan"),
         ("jengine.execution.batch", "from jengine.scheduling import step_plan"),
-        ("jengine.serving.server", "import jengine\nfrom jengine import LLM, SamplingParams"),
-        ("jengine.client", "from jengine.serving.client import Client"),
-        ("jengine.commands.serve", "def serve():\n    from jengine.serving.server import run"),
+        ("jengine.serving.grpc.server", "import jengine\nfrom jengine import LLM, SamplingParams"),
+        ("jengine.client", "from jengine.serving.grpc.client import Client"),
+        ("jengine.commands.serve", "def serve():\n    from jengine.serving.grpc.server import run"),
         ("jengine.commands.chat", "from jengine import SamplingParams"),
     ],
 )

@@ -13,9 +13,9 @@ import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, StructuredOutputs, cli
 from jengine.checkpoints.folder import kept_format
 from jengine.serving import app
-from jengine.serving.access import Access
 from jengine.serving.config import SERVE_DEFAULTS, ServerConfig
-from jengine.serving.metrics import Metrics
+from jengine.serving.guards.access import Access
+from jengine.serving.metrics.server_metrics import Metrics
 from jengine.vllm import engine_settings, server_settings
 from jengine.vllm.setting import whole_number
 from jengine.vllm.translate import SAMPLING_SETTINGS, SERVE_SETTINGS, STRUCTURED_SETTINGS
@@ -120,7 +120,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
     found: list[tuple[ServerConfig, EngineConfig]] = []
     for name in ("JENGINE_CACHE_DIR",):
         monkeypatch.delenv(name, raising=False)
-    from jengine.serving import engine_process
+    from jengine.serving.processes import engine_process
 
     class Taken:
         def __init__(self, engine: EngineConfig) -> None:

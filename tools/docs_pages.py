@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 from jengine import EngineConfig, Load, SamplingParams
 from jengine.commands.flags import add_fields
 from jengine.serving.config import ServerConfig
-from jengine.serving.metrics import PrometheusMetrics
+from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.vllm import engine_settings, server_settings
 from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
 from jengine.vllm.setting import Setting

@@ -63,7 +63,7 @@ def _serve(options: argparse.Namespace) -> None:
         follow(engine, progress=False)
         return
 
-    from jengine.serving.engine_process import EngineProcess
+    from jengine.serving.processes.engine_process import EngineProcess
 
     first = EngineProcess.of(engine, watchdog_seconds=server.watchdog_seconds)
     first.spawn()  # before the server is imported, since both imports take seconds

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jengine.serving.authentication import Authenticator
-from jengine.serving.client_calls import ClientCalls
+from jengine.serving.calls.errors import Refusal
 from jengine.serving.config import ServerConfig
-from jengine.serving.errors import Refusal
+from jengine.serving.guards.authentication import Authenticator
+from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import ChatService
 from jengine.serving.http.completion_service import CompletionService
@@ -24,8 +24,8 @@ from jengine.serving.http.embedding_service import EmbeddingService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
 from jengine.serving.http.errors import http_error
 from jengine.serving.http.text_service import TextService
-from jengine.serving.metrics import Metrics
-from jengine.serving.service import Shared
+from jengine.serving.metrics.server_metrics import Metrics
+from jengine.serving.requests.service import Shared
 
 
 class Parts(NamedTuple):

@@ -32,7 +32,7 @@ class BadBody(Exception):
 
 
 class HttpCall:
-    """A jengine.serving.call.Call.
+    """A jengine.serving.calls.call.Call.
 
     Attributes:
         status: status of the response; 0 before it.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
+from jengine.serving.calls.portions import Portioned
+from jengine.serving.calls.request_ids import new_id
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import Body
 from jengine.serving.http.logprobs import TokenTexts, chat_logprobs
@@ -13,8 +15,6 @@ from jengine.serving.http.tool_choice import ToolChoice
 from jengine.serving.parsers.events import Event, Parser, Reasoning
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.thoughts import after_reasoning
-from jengine.serving.portions import Portioned
-from jengine.serving.request_ids import new_id
 
 
 class Chat(NamedTuple):

@@ -9,8 +9,8 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from jengine import CompletionOutput, OutputKind, RequestHandle
-from jengine.serving.admission import Place
-from jengine.serving.answers import Answer
+from jengine.serving.calls.portions import Portioned
+from jengine.serving.guards.admission import Place
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import CHAT
 from jengine.serving.http.calls import HttpCall, id_headers
@@ -22,9 +22,9 @@ from jengine.serving.http.plain_tools import shows_tools, with_tools_as_text
 from jengine.serving.http.service import HttpService, check_conversation, level_of, present, stop_reason, tokens_of
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
-from jengine.serving.portions import Portioned
-from jengine.serving.service import Conversation, ParsedRequest
-from jengine.serving.tracking import TrackedRequest
+from jengine.serving.requests.answers import Answer
+from jengine.serving.requests.service import Conversation, ParsedRequest
+from jengine.serving.requests.tracking import TrackedRequest
 
 OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
 

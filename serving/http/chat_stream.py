@@ -7,13 +7,13 @@ from typing import Any
 from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 
 from jengine import CompletionOutput, RequestOutput
+from jengine.serving.calls.portions import Portioned
 from jengine.serving.http import parts, replies
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.service import StreamUsage, present, stop_reason, tokens_of
 from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, joined
-from jengine.serving.portions import Portioned
 
 
 class ChatStream:

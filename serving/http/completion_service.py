@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from openai.types import CompletionUsage
 
 from jengine import AsyncLLM, CompletionOutput, GenerationParams, InvalidArgument, OutputKind, RequestOutput
-from jengine.serving.answers import Answer
+from jengine.serving.calls.portions import Portioned
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import COMPLETION, Body
 from jengine.serving.http.calls import HttpCall, id_headers
@@ -20,8 +20,8 @@ from jengine.serving.http.logprobs import Chain, CompletionLogprobs, Position, T
 from jengine.serving.http.parameters import completion_params
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.service import HttpService, StreamUsage, Tracked, level_of, stop_reason, tokens_of
-from jengine.serving.portions import Portioned
-from jengine.serving.service import ParsedRequest
+from jengine.serving.requests.answers import Answer
+from jengine.serving.requests.service import ParsedRequest
 
 MOST_PROMPTS = 2048  # in a request
 Prompt = str | list[int]

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from starlette.types import Message, Receive, Scope, Send
 
 from jengine import AsyncLLM
-from jengine.serving.client_calls import ClientCalls
+from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
+from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.http.app import Parts, application
-from jengine.serving.metrics import Metrics
-from jengine.serving.model_provider import FixedModel, ModelInfo
-from jengine.serving.service import Shared
+from jengine.serving.metrics.server_metrics import Metrics
+from jengine.serving.requests.service import Shared
 
 
 class Reply(NamedTuple):

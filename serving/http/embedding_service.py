@@ -14,15 +14,15 @@ from openai.types import CompletionUsage, CreateEmbeddingResponse, Embedding
 from pydantic import Field
 
 from jengine import AsyncLLM, RequestOutput, SamplingParams
-from jengine.serving.answers import Answer
-from jengine.serving.errors import Refusal
+from jengine.serving.calls.errors import Refusal
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import EMBEDDING, Body
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import Prompt, listed
 from jengine.serving.http.parts import Parts, array, long_array, with_members
 from jengine.serving.http.service import HttpService, level_of
-from jengine.serving.service import ParsedRequest
+from jengine.serving.requests.answers import Answer
+from jengine.serving.requests.service import ParsedRequest
 
 STATUS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}  # keyed by the reason for an abort
 

@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable
 import grpc
 from starlette.types import Receive, Scope, Send
 
-from jengine.serving.authentication import Authenticator, Rejection
-from jengine.serving.client_calls import ClientCalls
-from jengine.serving.errors import Refusal
+from jengine.serving.calls.errors import Refusal
+from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.guards.authentication import Authenticator, Rejection
+from jengine.serving.guards.client_calls import ClientCalls
+from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.errors import HttpError, http_error
-from jengine.serving.metrics import Metrics
-from jengine.serving.model_provider import ModelProvider
-from jengine.serving.security import current_key
+from jengine.serving.metrics.server_metrics import Metrics
 
 log = logging.getLogger("jengine.serving")
 

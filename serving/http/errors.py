@@ -10,7 +10,7 @@ from grpc import StatusCode
 from openai.types.shared import ErrorObject
 
 from jengine import InvalidArgument
-from jengine.serving.errors import Refusal, refusal
+from jengine.serving.calls.errors import Refusal, refusal
 from jengine.serving.http.calls import BadBody
 
 STATUSES = {

@@ -13,9 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jengine import InvalidArgument
+from jengine.serving.calls.listening import listen, reason
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.connections import Connection, Quota
-from jengine.serving.listening import listen, reason
 
 KEEP_ALIVE = 60  # seconds that an idle connection is kept
 POLL_SECONDS = 0.01

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from jengine import Logprob, Tokenizer
+from jengine.serving.calls.portions import Portioned, width_of
 from jengine.serving.http.parts import Parts, array, long_array, with_members
-from jengine.serving.portions import Portioned, width_of
 
 LOWEST = -9999.0  # in place of -inf, which JSON cannot represent; as in vLLM
 Position = dict[int, Logprob] | None  # by token id, the token itself first; None for a prompt's first token

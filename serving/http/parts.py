@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from jengine.serving.portions import Portioned
+from jengine.serving.calls.portions import Portioned
 
 Parts = list[bytes]  # of a text
 

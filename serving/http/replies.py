@@ -18,8 +18,8 @@ from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel, Field
 
 from jengine import Logprob, RequestOutput
+from jengine.serving.calls.portions import Portioned, width_of
 from jengine.serving.http.parts import Parts, long_array
-from jengine.serving.portions import Portioned, width_of
 
 
 class CompletionChoice(OpenAICompletionChoice):

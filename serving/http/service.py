@@ -11,17 +11,17 @@ import msgspec
 from openai.types import CompletionUsage
 
 from jengine import AsyncLLM, CompletionOutput, InvalidArgument
-from jengine.serving.admission import Place, client_of
-from jengine.serving.bounds import check_priority
-from jengine.serving.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
-from jengine.serving.errors import check_model
+from jengine.serving.calls.errors import check_model
+from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
+from jengine.serving.guards.admission import Place, client_of
+from jengine.serving.guards.bounds import check_priority
 from jengine.serving.http.bodies import Body, Form, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import names_of
 from jengine.serving.parsers.formats import AnswerFormat
-from jengine.serving.service import Service, Shared
-from jengine.serving.tracking import TrackedRequest
+from jengine.serving.requests.service import Service, Shared
+from jengine.serving.requests.tracking import TrackedRequest
 
 Tracked = tuple[TrackedRequest, Place]  # of one prompt
 LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms")

@@ -10,12 +10,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jengine import __version__
-from jengine.serving.bounds import check_admin
+from jengine.serving.guards.bounds import check_admin
 from jengine.serving.http.app import Parts, application, endpoint
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.hosts import OwnHosts
-from jengine.serving.metrics import PrometheusMetrics
-from jengine.serving.metrics_server import pages_of
+from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.metrics.server_metrics import PrometheusMetrics
 
 HTML = b"text/html; charset=utf-8"
 LINKS = {

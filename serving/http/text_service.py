@@ -9,8 +9,8 @@ import msgspec
 from openai.pagination import SyncPage
 
 from jengine import InvalidArgument, Tokenizer
-from jengine.serving.admission import client_of
-from jengine.serving.errors import check_model
+from jengine.serving.calls.errors import check_model
+from jengine.serving.guards.admission import client_of
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import DETOKENIZE, TOKENIZE, Body
 from jengine.serving.http.calls import HttpCall

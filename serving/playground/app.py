@@ -10,13 +10,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jengine.serving.bounds import sees_all_clients
-from jengine.serving.errors import Refusal
+from jengine.serving.calls.errors import Refusal
+from jengine.serving.guards.bounds import sees_all_clients
 from jengine.serving.http.app import Parts, application, endpoint
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.hosts import OwnHosts
-from jengine.serving.metrics_server import MakePage, Pages
+from jengine.serving.metrics.metrics_server import MakePage, Pages
 from jengine.serving.playground.assets import HEADERS, assets
 from jengine.serving.playground.live import LiveFeed
 

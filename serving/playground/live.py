@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from jengine import AsyncLLM, EngineDead, Readers, explain
-from jengine.serving.model_provider import ModelProvider
-from jengine.serving.overload import Busy
+from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.overload import Busy
 from jengine.serving.playground.view import EngineView
 
 INTERVAL = 0.5  # seconds between two events

@@ -19,7 +19,7 @@ from jengine.models import Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import Converted, StoredWeights
 from jengine.parallel.mesh import make_mesh
-from jengine.serving.engines import model_engine
+from jengine.serving.processes.engines import model_engine
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, is_quantized
 from tests.batch_mocks import make_tokenizer

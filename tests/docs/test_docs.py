@@ -25,8 +25,8 @@ import jengine.client
 from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, SamplingParams
 from jengine.checkpoints.in_memory import in_memory
 from jengine.parallel.mesh import with_mesh_size
-from jengine.serving.client import AsyncClient, Client
 from jengine.serving.config import ServerConfig
+from jengine.serving.grpc.client import AsyncClient, Client
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, name_of
 from tests.docs.shell import check, commands
 from tests.serving.conftest import TEMPLATE, serve_mock

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jengine import AsyncLLM, EngineThread, Tokenizer
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.processes.mock_engine import MockEngine
 from tests.batch_mocks import make_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent

@@ -81,7 +81,7 @@ def test_health(model: Path) -> None:
     """A replica reports the failure of its engine."""
     from jengine import AsyncLLM, EngineDead, EngineThread, Tokenizer
     from jengine.ray.serve import Engine, ServeConfig
-    from jengine.serving.mock_engine import MockEngine
+    from jengine.serving.processes.mock_engine import MockEngine
 
     def make(_: object) -> AsyncLLM:
         return AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, fail_at=60, seconds=0.002)), Tokenizer.load(model))

@@ -12,7 +12,7 @@ import pytest
 
 from jengine import AsyncLLM, EngineThread, InvalidArgument, Tokenizer
 from jengine.ray.data import ProcessorConfig, Worker
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.processes.mock_engine import MockEngine
 
 ADDED = {"prompt_token_ids", "num_input_tokens", "generated_text", "generated_tokens", "num_generated_tokens", "finish_reason"}
 

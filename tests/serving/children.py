@@ -11,10 +11,10 @@ from jengine import (
     RequestOutput,
     SamplingParams,
 )
-from jengine.serving.engine_process import EngineProcess
+from jengine.serving.processes.engine_process import EngineProcess
 from tests.serving.leaks import nothing_leaks
 
-MOCK = "jengine.serving.engines:mock_engine"
+MOCK = "jengine.serving.processes.engines:mock_engine"
 PROMPT = "The quick brown fox"
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 

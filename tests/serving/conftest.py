@@ -17,20 +17,19 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
-from jengine.serving import metrics_server
-from jengine.serving.access import Access
+from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.grpc.server import SERVICES, build_server
+from jengine.serving.guards.access import Access
 from jengine.serving.http.app import Parts
 from jengine.serving.http.front import HttpFront
 from jengine.serving.http.small_pages import api
-from jengine.serving.metrics import PrometheusMetrics
-from jengine.serving.metrics_server import pages_of
-from jengine.serving.mock_engine import MockEngine
-from jengine.serving.model_provider import FixedModel, ModelInfo
+from jengine.serving.logs.request_log import RequestLog
+from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.metrics.server_metrics import PrometheusMetrics, metrics_server
 from jengine.serving.playground.app import playground
-from jengine.serving.request_log import RequestLog
-from jengine.serving.server import SERVICES, build_server
+from jengine.serving.processes.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"

@@ -1,4 +1,4 @@
-"""Faulty engines for engine processes: functions as in serving/engines.py, called in the child."""
+"""Faulty engines for engine processes: functions as in serving/processes/engines.py, called in the child."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import jengine
 from jengine import InvalidArgument, Request, Tokenizer
-from jengine.serving.engines import WarmEngine, mock_engine
-from jengine.serving.mock_engine import MockEngine
-from jengine.serving.wire import EngineInfo
+from jengine.serving.processes.engines import WarmEngine, mock_engine
+from jengine.serving.processes.mock_engine import MockEngine
+from jengine.serving.processes.wire import EngineInfo
 
 FACTS = EngineInfo(tokenizer_folder=None, dtype="", devices="")
 

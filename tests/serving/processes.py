@@ -27,7 +27,7 @@ CODE = """
 import json, sys
 from jengine.serving import app
 from jengine.serving.config import ServerConfig
-from jengine.serving.engine_process import EngineProcess
+from jengine.serving.processes.engine_process import EngineProcess
 server, engine, options = json.loads(sys.argv[1])
 config = ServerConfig(**server)
 app.run(config, "mock", lambda on_end: EngineProcess(engine, options, on_end, config.watchdog_seconds))
@@ -107,7 +107,7 @@ def process(command: list[str]) -> Iterator[ServerProcess]:
 
 @contextmanager
 def mock_process(
-    folder: Path, *, engine: str = "jengine.serving.engines:mock_engine", server: dict[str, Any] | None = None, **options: Any
+    folder: Path, *, engine: str = "jengine.serving.processes.engines:mock_engine", server: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[ServerProcess]:
     """A server process with a mock engine with these options; `server`: options of ServerConfig, by default
     without lame-duck time."""

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from jengine.serving.engines import WarmEngine, model_engine
+from jengine.serving.processes.engines import WarmEngine, model_engine
 
 OBJECTS = 400_000  # that the garbage collector has to look at
 LINES, EVERY = 4000, 40  # of the log, and after how many steps

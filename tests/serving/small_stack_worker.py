@@ -3,7 +3,7 @@ tests.serving.small_stack_worker`."""
 
 import sys
 
-from jengine.serving import sandbox_worker
+from jengine.serving.guards import sandbox_worker
 from jengine.text import grammars
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jengine import JengineError
-from jengine.serving.client import Client, ServedOutput
+from jengine.serving.grpc.client import Client, ServedOutput
 from tests.serving.leaks import wait_until
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jengine import InvalidArgument
-from jengine.serving.admission import LONGEST_RETRY, SHORTEST_RETRY, Admission, Place, client_of
+from jengine.serving.calls.model_provider import FixedModel, ModelInfo
+from jengine.serving.calls.overload import Busy
 from jengine.serving.config import ServerConfig
-from jengine.serving.mock_engine import MockEngine
-from jengine.serving.model_provider import FixedModel, ModelInfo
-from jengine.serving.overload import Busy
-from jengine.serving.security import Key, current_key
+from jengine.serving.guards.admission import LONGEST_RETRY, SHORTEST_RETRY, Admission, Place, client_of
+from jengine.serving.guards.security import Key, current_key
+from jengine.serving.processes.mock_engine import MockEngine
 
 RUNNING, WAITING, PER_CLIENT = 3, 4, 5
 
@@ -120,7 +120,7 @@ def test_a_client_is_its_key_or_its_address() -> None:
 
 def test_the_fuller_the_later(monkeypatch: pytest.MonkeyPatch) -> None:
     door, clock = admission(100), [0.0]
-    monkeypatch.setattr("jengine.serving.admission.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jengine.serving.guards.admission.time.monotonic", lambda: clock[0])
     for _ in range(50):  # it learns that a completion takes six seconds
         place = door.place(1, of())
         clock[0] += 6.0
@@ -161,7 +161,7 @@ def test_a_key_has_a_limit_of_its_own() -> None:
 def test_tokens_of_running_requests_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were charged as they came: requests that started together used a minute's tokens several times over."""
     door = admission()
-    monkeypatch.setattr("jengine.serving.admission.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("jengine.serving.guards.admission.time.monotonic", lambda: 0.0)
     with calling_with(Key("anna", tokens_per_minute=60)):
         first, second, third = door.place(1, of()), door.place(2, of()), door.place(1, of())
         first.reserve(10, 40, first=True)
@@ -187,7 +187,7 @@ def test_tokens_of_running_requests_are_reserved(monkeypatch: pytest.MonkeyPatch
 
 def test_tokens_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     door, clock = admission(), [0.0]
-    monkeypatch.setattr("jengine.serving.admission.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jengine.serving.guards.admission.time.monotonic", lambda: clock[0])
     with calling_with(Key("anna", tokens_per_minute=60)):
         with door.place(1, of()) as place:
             place.charge(40)

@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from jengine.serving.client import Client, Retries, ServerError
-from jengine.serving.security import hash_line
+from jengine.serving.grpc.client import Client, Retries, ServerError
+from jengine.serving.guards.security import hash_line
 from tests.serving.certificates import Authority
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import HealthWatch, free_port, mock_process, process, wait_for_server

@@ -13,12 +13,12 @@ import pytest
 
 from benchmarks import attacks
 from jengine import Ended
-from jengine.serving.engine_child import EngineChild
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from jengine.serving.mock_engine import MockEngine
-from jengine.serving.watchdog import Heartbeat
-from jengine.serving.wire import Add, End, Sample
+from jengine.serving.processes.engine_child import EngineChild
+from jengine.serving.processes.mock_engine import MockEngine
+from jengine.serving.processes.watchdog import Heartbeat
+from jengine.serving.processes.wire import Add, End, Sample
 from tests.serving.processes import ServerProcess, mock_process
 
 GRAMMARS = ("schema_of_many_refs", "lark_of_many_rules", "lark_that_looks_short", "long_choice", "schema_of_products")

@@ -18,15 +18,16 @@ import httpx
 import pytest
 
 from jengine import InvalidArgument, Trace
-from jengine.serving import conversions, portions
+from jengine.serving.calls import portions
+from jengine.serving.calls.portions import Portions
+from jengine.serving.calls.request_ids import MAX_REQUEST_ID
 from jengine.serving.generated.inference import grpc_service_pb2 as kserve
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.grpc import conversions
 from jengine.serving.http import bodies
-from jengine.serving.portions import Portions
-from jengine.serving.request_ids import MAX_REQUEST_ID
-from jengine.serving.request_log import MOST_CHARACTERS, RequestLog
-from jengine.serving.tracking import TrackedRequest
+from jengine.serving.logs.request_log import MOST_CHARACTERS, RequestLog
+from jengine.serving.requests.tracking import TrackedRequest
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until
 
@@ -327,7 +328,7 @@ def test_web_pages_under_domain_names_are_rejected_without_keys(server: MockServ
 
 DESCRIPTORS = """
 import resource
-from jengine.serving.descriptors import ENOUGH, allow_descriptors
+from jengine.serving.grpc.descriptors import ENOUGH, allow_descriptors
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 allow_descriptors()

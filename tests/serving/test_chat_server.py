@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jengine import Tokenizer, cli
-from jengine.serving.security import hash_line
+from jengine.serving.guards.security import hash_line
 from tests.serving.certificates import Authority
 from tests.serving.conftest import MakeServer
 from tests.serving.processes import mock_process

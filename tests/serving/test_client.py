@@ -17,11 +17,11 @@ import pytest
 from grpc import _channel
 
 from jengine import InvalidArgument, SamplingParams, Tokenizer
-from jengine.serving.client import AsyncClient, Client, Retries, ServedOutput, ServerError
-from jengine.serving.client_errors import Attempts
-from jengine.serving.errors import Refusal, busy, status_metadata
+from jengine.serving.calls.errors import Refusal, busy, status_metadata
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer, add_GenerateServiceServicer_to_server
+from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServedOutput, ServerError
+from jengine.serving.grpc.client_errors import Attempts
 from tests.serving.conftest import MakeServer
 
 

@@ -16,9 +16,9 @@ from hypothesis.strategies import SearchStrategy
 import jengine
 from jengine import BeamSearchParams, InvalidArgument, SamplingParams, StructuredOutputs
 from jengine.api.chat import ChatOptions
-from jengine.serving import conversions
-from jengine.serving.conversions import NO_LIMIT, from_params, to_params
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.grpc import conversions
+from jengine.serving.grpc.conversions import NO_LIMIT, from_params, to_params
 from tools import make_protos
 
 DEFAULTS = SamplingParams()

@@ -18,9 +18,9 @@ from prometheus_client.registry import CollectorRegistry
 from jengine import StepTotals, cli
 from jengine.serving.app import longest_stop
 from jengine.serving.config import ServerConfig, resolve_config
-from jengine.serving.metrics import PrometheusMetrics
-from jengine.serving.metrics_server import pages_of
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.serving.processes.mock_engine import MockEngine
 
 DEPLOY = Path(__file__).parent.parent.parent / "serving" / "deploy"
 

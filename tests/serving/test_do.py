@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument, Trace
-from jengine.serving.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.security import hash_line
+from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
+from jengine.serving.guards.security import hash_line
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.test_refusals import refused
 
@@ -74,7 +74,7 @@ def test_only_administrators(make_server: MakeServer, tmp_path: Path, monkeypatc
             with pytest.raises(ServerError, match="admin=1"):
                 anna.do(operation)
         assert admin.do("ResetPrefixCache") is True
-    monkeypatch.setattr("jengine.serving.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127."))
+    monkeypatch.setattr("jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127."))
     with make_server() as server, server.stub() as stub:
         code, message, _ = refused(lambda: stub.Do(pb.DoRequest(operation="ResetPrefixCache")))
         assert code is grpc.StatusCode.PERMISSION_DENIED and "the server's machine" in message

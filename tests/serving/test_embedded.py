@@ -11,7 +11,7 @@ from typing import Any
 from jengine import AsyncLLM, EngineThread, Tokenizer
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.embedded import EmbeddedApi
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.processes.mock_engine import MockEngine
 
 
 def within(folder: Path, work: Callable[[AsyncLLM, EmbeddedApi], Awaitable[None]], **options: Any) -> None:

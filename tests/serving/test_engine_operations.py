@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, JengineError, Tokenizer
-from jengine.serving.mock_engine import MockEngine
-from jengine.serving.wire import MAX_FRAME
+from jengine.serving.processes.mock_engine import MockEngine
+from jengine.serving.processes.wire import MAX_FRAME
 from tests.serving.children import LONG, PROMPT, started
 from tests.serving.odd_operations import Add, AnswerOddly, Count, Fail, WaitForFile
 
@@ -78,7 +78,7 @@ def test_a_message_too_large_is_that_operations_error(tokenizer: Tokenizer, monk
     async def uses(llm: AsyncLLM) -> None:
         with pytest.raises(JengineError, match="at most"):
             await llm.do(AnswerOddly(MAX_FRAME))
-        monkeypatch.setattr("jengine.serving.wire.MAX_FRAME", 1000)
+        monkeypatch.setattr("jengine.serving.processes.wire.MAX_FRAME", 1000)
         with pytest.raises(JengineError, match="at most 1000"):
             await llm.do(Fail("x" * 2000))
         assert not llm.backend._open and await llm.do(Add(1, 1)) == [1, 1, 2]  # type: ignore[attr-defined]

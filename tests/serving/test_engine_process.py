@@ -25,9 +25,9 @@ from jengine import (
     SamplingParams,
     Tokenizer,
 )
-from jengine.serving import engine_process
-from jengine.serving.engine_process import EngineProcess
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.processes import engine_process
+from jengine.serving.processes.engine_process import EngineProcess
+from jengine.serving.processes.mock_engine import MockEngine
 from tests.serving.children import LONG, MOCK, PROMPT, collect, started
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 

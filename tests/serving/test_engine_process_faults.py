@@ -23,7 +23,7 @@ from jengine import (
     SamplingParams,
     Tokenizer,
 )
-from jengine.serving.engine_process import EngineProcess
+from jengine.serving.processes.engine_process import EngineProcess
 from tests.serving.children import LONG, MOCK, PROMPT, collect, started
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 
@@ -129,10 +129,10 @@ PARENT = """
 import asyncio, signal, sys
 from pathlib import Path
 from jengine import AsyncLLM, SamplingParams, Tokenizer
-from jengine.serving.engine_process import EngineProcess
+from jengine.serving.processes.engine_process import EngineProcess
 
 async def main():
-    process = EngineProcess("jengine.serving.engines:mock_engine", {"seconds": 0.005})
+    process = EngineProcess("jengine.serving.processes.engines:mock_engine", {"seconds": 0.005})
     process.start()
     llm = AsyncLLM.over(process, Tokenizer.load(Path(sys.argv[1])))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: asyncio.ensure_future(llm.close(drain=60)))
@@ -150,7 +150,7 @@ asyncio.run(main())
 LEAVES = PARENT.replace("    async for output", "    return\n    async for output")
 STARTING = """
 import sys
-from jengine.serving.engine_process import EngineProcess
+from jengine.serving.processes.engine_process import EngineProcess
 
 EngineProcess("tests.serving.faulty_engines:starts_slowly", {"mark": sys.argv[1]}).start()
 """
@@ -209,7 +209,7 @@ def test_a_request_larger_than_a_frame_is_rejected(tokenizer: Tokenizer, monkeyp
                 assert last.outputs[0].token_ids == [7, 7] and alive(process.pid or 0)
 
     with started() as process:
-        monkeypatch.setattr("jengine.serving.wire.MAX_FRAME", 3000)
+        monkeypatch.setattr("jengine.serving.processes.wire.MAX_FRAME", 3000)
         asyncio.run(main())
 
 

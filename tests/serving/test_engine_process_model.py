@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 from jengine import LLM, EngineConfig, RequestOutput, SamplingParams, StructuredOutputs
-from jengine.serving.engine_process import EngineProcess
-from jengine.serving.supervisor import Supervisor
+from jengine.serving.processes.engine_process import EngineProcess
+from jengine.serving.processes.supervisor import Supervisor
 from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL
 from tests.serving.leaks import nothing_leaks

@@ -24,10 +24,10 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from jengine.serving.client import Client
-from jengine.serving.client_errors import retry_seconds
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.grpc.client import Client
+from jengine.serving.grpc.client_errors import retry_seconds
 from tests.serving.leaks import wait_until
 from tests.serving.processes import ServerProcess, mock_process
 

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from jengine import Trace
-from jengine.serving.client import AsyncClient, Client
-from jengine.serving.security import hash_line
+from jengine.serving.grpc.client import AsyncClient, Client
+from jengine.serving.guards.security import hash_line
 from tests.serving import test_fuzz, test_http_fuzz
 from tests.serving.leaks import wait_until
 from tests.serving.processes import ServerProcess, process

@@ -23,9 +23,9 @@ from starlette.applications import Starlette
 from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.guards.security import hash_line
 from jengine.serving.http import calls, connections
 from jengine.serving.http.front import HttpFront
-from jengine.serving.security import hash_line
 from tests.serving.certificates import Authority
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until

@@ -9,7 +9,7 @@ import pytest
 
 from jengine import InvalidArgument, __version__
 from jengine.serving.config import ServerConfig
-from jengine.serving.security import hash_line
+from jengine.serving.guards.security import hash_line
 from tests.serving.conftest import serve_mock
 
 PAGE = "https://chat.example.com"

@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from jengine.serving.security import hash_line
+from jengine.serving.guards.security import hash_line
 from tests.serving.conftest import MakeServer, MockServer, with_key
 from tests.serving.leaks import wait_until
 from tests.serving.test_ends import SMALL_WINDOW, request_of
@@ -267,7 +267,7 @@ def test_wrong_keys_are_logged_sparsely(make_server: MakeServer, keys: Any, capl
     messages = [record.getMessage() for record in caplog.records if record.name == "jengine.serving"]
     assert [message for message in messages if "rejected a call from ipv4:127.0.0.1" in message] == messages[:1]
     [raw] = messages[1:]
-    assert "'raw' in the keys file is the key itself" in raw and "python -m jengine.serving.security" in raw
+    assert "'raw' in the keys file is the key itself" in raw and "python -m jengine.serving.guards.security" in raw
     assert RAW not in caplog.text and "w" * 32 not in caplog.text
 
 

@@ -17,7 +17,7 @@ from jengine import InvalidArgument, SamplingParams, StructuredOutputs
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from jengine.serving.generated.jengine.v1 import generate_pb2
-from jengine.serving.tensors import KINDS, read_inputs, read_request
+from jengine.serving.grpc.tensors import KINDS, read_inputs, read_request
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.test_ends import SMALL_WINDOW
 

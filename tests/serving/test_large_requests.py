@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from benchmarks.large_requests import LARGE, send
-from jengine.serving.client import Client
+from jengine.serving.grpc.client import Client
 from tests.serving.processes import ServerProcess, mock_process
 
 LONGEST_WAIT = 4.0  # seconds; without what this tests, 7 to 45

@@ -19,9 +19,9 @@ from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead
 from jengine.serving.app import ServerApp, longest_stop
-from jengine.serving.client import Client, Retries
+from jengine.serving.calls.errors import DETAILS_KEY, reported
 from jengine.serving.config import ServerConfig
-from jengine.serving.errors import DETAILS_KEY, reported
+from jengine.serving.grpc.client import Client, Retries
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import CODE, HealthWatch, mock_process, process
 from tests.serving.streams import Stream
@@ -110,7 +110,9 @@ os.execv(sys.argv[2], sys.argv[2:])
 @pytest.mark.skipif(sys.platform != "linux", reason="terminals differ")
 def test_a_closed_terminal_drains(tokenizer_folder: Path) -> None:
     ours, theirs = os.openpty()
-    arguments = '[{"port": 0}, "jengine.serving.engines:mock_engine", {"seconds": 0.02, "vocab_size": 501, "tokenizer_folder": "%s"}]'
+    arguments = (
+        '[{"port": 0}, "jengine.serving.processes.engines:mock_engine", {"seconds": 0.02, "vocab_size": 501, "tokenizer_folder": "%s"}]'
+    )
     server_command = [sys.executable, "-c", CODE, arguments % tokenizer_folder]
     with process([sys.executable, "-c", AT_TERMINAL, os.ttyname(theirs), *server_command]) as server:
         os.close(theirs)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jengine import JengineError, Tokenizer
-from jengine.serving.mask_queue import Made, MaskQueue, SharedMasks
-from jengine.serving.wire import Add, Sample, requests_of
+from jengine.serving.processes.mask_queue import Made, MaskQueue, SharedMasks
+from jengine.serving.processes.wire import Add, Sample, requests_of
 from jengine.text import masks
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from jengine import CompletionOutput, EngineDead, Load, RequestOutput, StepTotals
-from jengine.serving.authentication import Authenticator, KeyInterceptor
-from jengine.serving.metric_families import Histogram
-from jengine.serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
-from jengine.serving.metrics_server import pages_of
-from jengine.serving.security import ApiKeys, hash_line
+from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
+from jengine.serving.guards.security import ApiKeys, hash_line
+from jengine.serving.metrics.metric_families import Histogram
+from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 
 LOAD = Load(
     running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1, cached_pages=12, prefix_queries=900,
@@ -97,7 +97,7 @@ def test_the_engine_as_last_heard() -> None:
 
 def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("jengine.serving.metrics.time.monotonic", lambda: now)
+    monkeypatch.setattr("jengine.serving.metrics.server_metrics.time.monotonic", lambda: now)
     metrics = make()
 
     one = metrics.request_started()  # a stream: a token, two together, the last

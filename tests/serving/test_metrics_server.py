@@ -11,9 +11,8 @@ from http import HTTPStatus
 import pytest
 
 from jengine import EngineDead, InvalidArgument, Load
-from jengine.serving import metrics_server
-from jengine.serving.metrics import PrometheusMetrics
-from jengine.serving.metrics_server import LONGEST_HEAD, MOST_CONNECTIONS, MetricsServer, Page, pages_of
+from jengine.serving.metrics.metrics_server import LONGEST_HEAD, MOST_CONNECTIONS, MetricsServer, Page, pages_of
+from jengine.serving.metrics.server_metrics import PrometheusMetrics, metrics_server
 
 
 def no_engine() -> Load:

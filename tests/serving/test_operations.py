@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jengine.serving.client import Client, Retries, ServerError
-from jengine.serving.security import hash_line
+from jengine.serving.grpc.client import Client, Retries, ServerError
+from jengine.serving.guards.security import hash_line
 from tests.serving.certificates import Authority
 from tests.serving.leaks import wait_until
 from tests.serving.processes import ServerProcess, free_port, mock_process

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jengine.serving.security import hash_line
+from jengine.serving.guards.security import hash_line
 from tests.serving.processes import ServerProcess, mock_process, process
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]

@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument, Request
-from jengine.serving.bounds import is_loopback
-from jengine.serving.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.security import Key, current_key, hash_line, salted
+from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
+from jengine.serving.guards.bounds import is_loopback
+from jengine.serving.guards.security import Key, current_key, hash_line, salted
 from tests.serving.conftest import MakeServer, MockServer, with_key
 from tests.serving.leaks import wait_until
 from tests.serving.test_kserve import request_of as kserve_request
@@ -231,7 +231,7 @@ def test_what_this_machine_is(peer: str, local: bool) -> None:
 
 
 def test_without_keys_only_this_machine_may_reset(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jengine.serving.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127."))
+    monkeypatch.setattr("jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127."))
     with make_server() as server, server.stub() as stub:
         code, message, _ = refused(lambda: stub.ResetPrefixCache(pb.ResetPrefixCacheRequest()))
         assert code is grpc.StatusCode.PERMISSION_DENIED and "the server's machine" in message

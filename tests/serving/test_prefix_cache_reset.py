@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from jengine import AsyncLLM, EngineDead, EngineThread, SamplingParams, Tokenizer
-from jengine.serving import engine_process
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.processes import engine_process
+from jengine.serving.processes.mock_engine import MockEngine
 from tests.serving.children import LONG, started
 
 IDS = list(range(1, 50))  # three pages of the mock's, and a token

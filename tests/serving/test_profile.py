@@ -19,10 +19,10 @@ import pytest
 from jengine import InvalidArgument, Profile, ProfileOptions, SamplingParams, cli, read_profiles
 from jengine.engine.operations import WriteProfile
 from jengine.insight.profiling.findings import findings
-from jengine.serving.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from jengine.serving.security import hash_line
+from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
+from jengine.serving.guards.security import hash_line
 from tests.serving.children import started
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until

@@ -15,7 +15,7 @@ from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import AsyncLLM
-from jengine.serving.errors import DETAILS_KEY, LONGEST_MESSAGE
+from jengine.serving.calls.errors import DETAILS_KEY, LONGEST_MESSAGE
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from tests.serving.conftest import TEMPLATE, MakeServer, MockServer, serve_mock

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, JengineError, SamplingParams, Tokenizer
-from jengine.serving.mock_engine import MockEngine
+from jengine.serving.processes.mock_engine import MockEngine
 from jengine.text import stop_strings
 from tests.serving.leaks import wait_until
 

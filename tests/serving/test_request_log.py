@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jengine import InvalidArgument
-from jengine.serving import request_log
-from jengine.serving.request_log import RequestLog
+from jengine.serving.logs import request_log
+from jengine.serving.logs.request_log import RequestLog
 from tests.serving.leaks import wait_until
 
 

@@ -15,9 +15,9 @@ import grpc
 import pytest
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
-from jengine.serving import sandbox as sandboxes
-from jengine.serving.errors import Refusal
-from jengine.serving.sandbox import Sandbox
+from jengine.serving.calls.errors import Refusal
+from jengine.serving.guards import sandbox as sandboxes
+from jengine.serving.guards.sandbox import Sandbox
 from jengine.text import masks
 from tests.serving.children import started
 from tests.serving.conftest import TEMPLATE
@@ -146,7 +146,7 @@ ORPHAN = f"""
 import asyncio, sys
 from pathlib import Path
 from jengine import Tokenizer
-from jengine.serving.sandbox import Sandbox
+from jengine.serving.guards.sandbox import Sandbox
 
 async def main():
     sandbox, tokenizer = Sandbox(), Tokenizer.load(Path(sys.argv[1]))
@@ -167,7 +167,7 @@ def test_workers_die_with_the_server(tokenizer_folder: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, jengine.serving.sandbox_worker; print({'jax', 'grpc', 'transformers', 'llvmlite'} & set(sys.modules))"
+    code = "import sys, jengine.serving.guards.sandbox_worker; print({'jax', 'grpc', 'transformers', 'llvmlite'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -15,10 +15,10 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument
-from jengine.serving.authentication import Authenticator, KeyInterceptor
 from jengine.serving.config import ServerConfig
-from jengine.serving.security import ApiKeys, Key, current_key, hash_line
-from jengine.serving.tls import Tls, warn_of_plaintext
+from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
+from jengine.serving.guards.security import ApiKeys, Key, current_key, hash_line
+from jengine.serving.guards.tls import Tls, warn_of_plaintext
 from tests.serving.certificates import Authority
 
 KEY, OTHER = "k" * 32, "o" * 32
@@ -50,7 +50,7 @@ def test_names_of_keys(keys: Path) -> None:
         (b"", "has no key"),
         (b"\n" + KEY.encode(), "line 2 does not begin with a SHA-256 in hexadecimal digits"),
         (b"\xff", "is not UTF-8 text"),
-        (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m jengine.serving.security NAME` prints"),
+        (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m jengine.serving.guards.security NAME` prints"),
         (
             f"{DIGEST} anna max_stream=3".encode(),
             "line 1: unknown setting 'max_stream'; the settings are max_streams, tokens_per_minute, min_priority, admin",
@@ -100,7 +100,7 @@ def test_a_key_that_was_not_hashed_is_recognized(tmp_path: Path) -> None:
 
 
 def test_lines_are_made_from_stdin() -> None:
-    command = [sys.executable, "-m", "jengine.serving.security", "anna b"]
+    command = [sys.executable, "-m", "jengine.serving.guards.security", "anna b"]
     done = subprocess.run(command, input=f"{KEY}\n", capture_output=True, text=True, check=True)
     assert done.stdout == hash_line(KEY, "anna b") + "\n"
     short = subprocess.run(command, input="password\n", capture_output=True, text=True)

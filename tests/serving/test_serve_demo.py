@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from pydantic import BaseModel
 
 from jengine import LLM, SamplingParams
-from jengine.serving.client import Client, Retries, ServerError
+from jengine.serving.grpc.client import Client, Retries, ServerError
 from tests.compiling import quickly_compiled
 from tests.serving.leaks import wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, process

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from jengine import CompletionOutput, InvalidArgument, RequestOutput
-from jengine.serving.metrics import Metrics
-from jengine.serving.spans import Spans
-from jengine.serving.tracking import RequestTracker
+from jengine.serving.metrics.server_metrics import Metrics
+from jengine.serving.requests.spans import Spans
+from jengine.serving.requests.tracking import RequestTracker
 from tests.extras import of_extra
 
 export = of_extra("dev", "opentelemetry.sdk.trace.export.in_memory_span_exporter")

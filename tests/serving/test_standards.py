@@ -12,11 +12,11 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from jengine import InvalidArgument
+from jengine.serving.calls.model_provider import FixedModel
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.inference import grpc_service_pb2
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.model_provider import FixedModel
-from jengine.serving.server import SERVICES, build_server
+from jengine.serving.grpc.server import SERVICES, build_server
 from tests.serving.conftest import MockServer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # how a client of HTTP/2 begins

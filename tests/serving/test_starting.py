@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from jengine import Load, StepTotals
-from jengine.serving.client import Client, Retries, ServerError
-from jengine.serving.starting import StartProgress
-from jengine.serving.status_log import Sample, line
-from jengine.serving.wire import Starting
+from jengine.serving.grpc.client import Client, Retries, ServerError
+from jengine.serving.logs.status_log import Sample, line
+from jengine.serving.processes.starting import StartProgress
+from jengine.serving.processes.wire import Starting
 from tests.serving.leaks import wait_until
 from tests.serving.processes import free_port, mock_process
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from jengine import EngineDead, InvalidArgument, Load, RequestOutput, SamplingParams
-from jengine.serving.engine_process import EngineProcess
-from jengine.serving.supervisor import BackOff, OnEnd, Supervisor
+from jengine.serving.processes.engine_process import EngineProcess
+from jengine.serving.processes.supervisor import BackOff, OnEnd, Supervisor
 from tests.serving.leaks import nothing_leaks, wait_until
 
-MOCK, FAULTY = "jengine.serving.engines:mock_engine", "tests.serving.faulty_engines:"
+MOCK, FAULTY = "jengine.serving.processes.engines:mock_engine", "tests.serving.faulty_engines:"
 PROMPT = "The quick brown fox"
 SHORT = SamplingParams(max_tokens=5)
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)

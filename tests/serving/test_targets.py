@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument, Request
-from jengine.serving.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.security import hash_line
+from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
+from jengine.serving.guards.security import hash_line
 from tests.serving.conftest import MakeServer, MockServer, with_key
 from tests.serving.test_kserve import request_of as kserve_request
 from tests.serving.test_refusals import refused

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.serving import turns as module
-from jengine.serving.turns import Turns
+from jengine.serving.processes import turns as module
+from jengine.serving.processes.turns import Turns
 
 
 def test_the_client_that_took_least_is_next() -> None:

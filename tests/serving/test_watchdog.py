@@ -19,10 +19,10 @@ import grpc
 import pytest
 
 from jengine import EngineDead, Request
-from jengine.serving import watchdog
-from jengine.serving.client import Client, ServerError
-from jengine.serving.engine_process import EngineProcess
-from jengine.serving.watchdog import IDLE, STARTING, WORKING, Beat, Heartbeat, Patience
+from jengine.serving.grpc.client import Client, ServerError
+from jengine.serving.processes import watchdog
+from jengine.serving.processes.engine_process import EngineProcess
+from jengine.serving.processes.watchdog import IDLE, STARTING, WORKING, Beat, Heartbeat, Patience
 from tests.serving.children import LONG, MOCK
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, mock_process
@@ -281,7 +281,9 @@ def test_a_stopped_engine_does_not_outlive_its_server(tokenizer_folder: Path) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_parent_that_died_before_the_call() -> None:
-    code = "import sys\nfrom jengine.serving.parent_death import die_with_parent\ndie_with_parent(int(sys.argv[1]))\nprint('alive')"
+    code = (
+        "import sys\nfrom jengine.serving.processes.parent_death import die_with_parent\ndie_with_parent(int(sys.argv[1]))\nprint('alive')"
+    )
     for parent, printed in ((os.getpid(), "alive\n"), (1 if os.getpid() != 1 else 2, "")):
         done = subprocess.run([sys.executable, "-c", code, str(parent)], stdout=subprocess.PIPE, text=True, check=False)
         assert (done.stdout, done.returncode) == (printed, 0 if printed else 1)

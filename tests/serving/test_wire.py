@@ -40,8 +40,8 @@ from jengine import (
 )
 from jengine.core.updates import ScoredToken
 from jengine.engine.operations import WriteProfile
-from jengine.serving import wire
-from jengine.serving.wire import (
+from jengine.serving.processes import wire
+from jengine.serving.processes.wire import (
     MAX_FRAME,
     TEXT_FIELDS,
     Add,

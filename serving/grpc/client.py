@@ -1,0 +1,380 @@
+"""Blocking and asyncio clients of jengine's gRPC service."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import msgspec
+
+from jengine import GenerationParams, InvalidArgument, Profile, ProfileOptions, Trace, uninterrupted
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.grpc.client_errors import Attempts, Retries, ServerError, Waiting, exception_of
+from jengine.serving.grpc.client_messages import (
+    Call,
+    Messages,
+    OutputReader,
+    Prompt,
+    ServedOutput,
+    Usage,
+    chat_request,
+    generate_request,
+    sending,
+)
+from jengine.serving.grpc.interruptible import events_of
+
+__all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "Usage"]
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # log probabilities of a long prompt are long
+    ("grpc.keepalive_time_ms", 30_000),  # detects a server that has vanished, however long its answer takes
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # Attempts adds its own pauses
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
+]
+SHORT = 30.0  # seconds for calls that generate nothing
+PROFILE_SECONDS = 90.0
+GRACE = 10.0  # additional seconds after a request's own timeout, for the server to end it
+
+
+class _Connection:
+    """Common parts of both clients."""
+
+    _grpc: Any  # the module that opens channels
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        retries: Retries | None = None,
+    ) -> None:
+        """
+        Args:
+            address: host:port.
+            api_key: sent with every request.
+            tls: use TLS, with the certificate authorities of this machine.
+            tls_ca: PEM file of other authorities to trust; turns TLS on.
+            tls_cert, tls_key: PEM files of the client's own certificate, for mutual TLS.
+            retries: number and duration of retries when the server cannot take a request.
+
+        Raises:
+            InvalidArgument: a file cannot be read.
+        """
+        self.address, self._retries = address, retries or Retries()
+        metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        ca, key, cert = _read("tls_ca", tls_ca), _read("tls_key", tls_key), _read("tls_cert", tls_cert)
+        secured = tls or ca is not None or cert is not None
+        if secured:
+            self._channel = self._grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), CHANNEL_OPTIONS)
+        else:
+            self._channel = self._grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self._stub = GenerateServiceStub(self._channel)
+        self._options = {"metadata": metadata}
+
+
+def _read(field: str, path: str | Path | None) -> bytes | None:
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as wrong:
+        raise InvalidArgument(field, str(path), f"cannot be read: {wrong.strerror}") from None
+
+
+def _profile_request(options: ProfileOptions) -> pb.ProfileRequest:
+    return pb.ProfileRequest(**msgspec.structs.asdict(options))
+
+
+def _do_request(operation: str, arguments: dict[str, Any]) -> pb.DoRequest:
+    with sending("operation", operation):
+        return pb.DoRequest(operation=operation, arguments_json=msgspec.json.encode(arguments).decode())
+
+
+def _profile_seconds(options: ProfileOptions) -> float:
+    """Maximum seconds for a profile, including the time to write the capture."""
+    return 2 * options.seconds + options.heap_seconds + PROFILE_SECONDS
+
+
+def _deadline(request: pb.GenerateRequest | pb.ChatRequest) -> float | None:
+    return request.timeout_seconds + GRACE if request.HasField("timeout_seconds") else None
+
+
+class Client(_Connection):
+    """A blocking client of `jengine serve`. Threads may share one.
+
+    Methods that generate take SamplingParams, or its fields as keywords; methods that chat also take the fields of ChatOptions. All of
+    them take these options:
+
+    - `request_id`: for `abort`. By default the server makes one.
+    - `priority`: lower runs first, if the server's policy is "priority".
+    - `ttft_ms`, `tpot_ms`: latency targets in milliseconds for the first token and for each further one, instead of the server's.
+    - `timeout`: seconds after which the request ends, with finish_reason "abort" and stop_reason "timeout".
+    - `cache_salt`: the request shares cached pages only with requests that have the same salt.
+
+    A request that the server cannot take, because it is full or starting, is retried while nothing of its answer has come.
+
+    Raises:
+        InvalidArgument: a field of the request is wrong.
+        ServerError: the server answered with another error, or could not be reached.
+
+    Examples:
+        >>> with Client("127.0.0.1:50051") as client:
+        ...     for output in client.stream("def fib(n):", temperature=0.0, max_tokens=100):
+        ...         print(output.outputs[0].text, end="")
+    """
+
+    _grpc = grpc
+
+    def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
+        """Complete one prompt."""
+        return self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
+
+    def stream(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> Generator[ServedOutput]:
+        """Complete one prompt and stream the output.
+
+        Each output has the new text, tokens and logprobs of one completion. The last one has no text, but every
+        completion's finish_reason and the usage. Closing the iterator early aborts the request.
+        """
+        return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
+
+    def chat(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
+        """Answer one conversation, with the model's chat template."""
+        return self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
+
+    def chat_stream(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> Generator[ServedOutput]:
+        """Answer one conversation and stream the answer, as `stream`."""
+        return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        with sending("text", text):
+            request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list(self._call(self._stub.Tokenize, request, SHORT).token_ids)
+
+    def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        with sending("token_ids", token_ids):
+            request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return str(self._call(self._stub.Detokenize, request, SHORT).text)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request of this API key, or, on a server without keys, of any client. Returns False if it is unknown or has ended."""
+        return bool(self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT).found)
+
+    def model(self) -> pb.GetModelResponse:
+        """Describe the served model: name, max_model_len, max_num_seqs, dtype, has_chat_template and more."""
+        got: pb.GetModelResponse = self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT)
+        return got
+
+    def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Wait for a server that starts.
+
+        Args:
+            timeout: seconds after which this gives up.
+            progress: called about once a second with what the server does, such as "starting: compiling, 3 of 9 programs,
+                about 4 s left".
+
+        Raises:
+            ServerError: it is not ready in time, or cannot be reached.
+        """
+        self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
+
+    def load(self) -> pb.GetLoadResponse:
+        """Return the server's load: running, waiting, free_pages, pages, cached_pages."""
+        got: pb.GetLoadResponse = self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
+        return got
+
+    def set_strategy(self, strategy: str) -> None:
+        """Change the server's strategy: throughput, latency, memory or auto. Needs the same permission as
+        reset_prefix_cache."""
+        self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    def do(self, operation: str, /, **arguments: Any) -> Any:
+        """Have the engine do an operation by its name, such as `do("SetStrategy", strategy="latency")`. Returns the answer, decoded from
+        JSON. Needs the same permission as reset_prefix_cache.
+
+        Raises:
+            InvalidArgument: there is no such operation, or an argument is unknown or invalid.
+        """
+        return msgspec.json.decode(self._call(self._stub.Do, _do_request(operation, arguments), SHORT).answer_json)
+
+    def trace(self, seconds: float | None = None) -> Trace:
+        """Return the engine's activity in the last `seconds` seconds, or all that is kept, for `jengine.explain`.
+
+        Needs the same permission as reset_prefix_cache.
+        """
+        return Trace.from_json(self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT).trace)
+
+    def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
+        """Profile the server's processes. Returns the profile, and jax.profiler's capture as a zip file.
+
+        Needs the same permission as reset_prefix_cache.
+        """
+        options = options or ProfileOptions()
+        answer = self._call(self._stub.Profile, _profile_request(options), _profile_seconds(options))
+        return Profile.from_json(answer.profile), bytes(answer.jax_capture)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages of all clients. Needs an API key with admin=1, or a server without keys on
+        this machine."""
+        return bool(self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT).done)
+
+    def close(self) -> None:
+        """Close the connection, and end running requests."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None) -> Any:
+        attempts = attempts or Attempts(self._retries)
+        while True:
+            try:
+                return method(request, timeout=deadline, **self._options)
+            except grpc.RpcError as error:
+                pause = attempts.pause(error)
+                if pause is None:
+                    raise exception_of(error, request) from None
+            time.sleep(pause)
+
+    def _whole(self, method: Callable[..., Any], request: Any) -> ServedOutput:
+        return OutputReader(request).whole(self._call(method, request, _deadline(request)))
+
+    def _news(self, method: Callable[..., Any], request: Any) -> Generator[ServedOutput]:
+        attempts = Attempts(self._retries)
+        while True:
+            reader, begun, call = OutputReader(request), False, None
+            try:
+                with uninterrupted():  # Ctrl-C between gRPC's count of calls and the thread that serves them would stall the channel
+                    call = method(request, timeout=_deadline(request), **self._options)
+                for event in events_of(call):
+                    if (news := reader.news(event)) is not None:
+                        begun = True
+                        yield news
+                return
+            except grpc.RpcError as error:
+                pause = None if begun else attempts.pause(error)
+                if pause is None:
+                    raise exception_of(error, request) from None
+            finally:
+                if call is not None:
+                    with uninterrupted():
+                        call.cancel()
+            time.sleep(pause)
+
+
+class AsyncClient(_Connection):
+    """A client for asyncio event loops, with the methods and options of Client."""
+
+    _grpc = grpc.aio
+
+    async def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
+        return await self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
+
+    def stream(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> AsyncGenerator[ServedOutput]:
+        return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
+
+    async def chat(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
+        return await self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
+
+    def chat_stream(
+        self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
+    ) -> AsyncGenerator[ServedOutput]:
+        return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        with sending("text", text):
+            request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list((await self._call(self._stub.Tokenize, request, SHORT)).token_ids)
+
+    async def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        with sending("token_ids", token_ids):
+            request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return str((await self._call(self._stub.Detokenize, request, SHORT)).text)
+
+    async def abort(self, request_id: str) -> bool:
+        return bool((await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT)).found)
+
+    async def model(self) -> pb.GetModelResponse:
+        got: pb.GetModelResponse = await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT)
+        return got
+
+    async def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
+        await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
+
+    async def load(self) -> pb.GetLoadResponse:
+        got: pb.GetLoadResponse = await self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
+        return got
+
+    async def set_strategy(self, strategy: str) -> None:
+        await self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    async def do(self, operation: str, /, **arguments: Any) -> Any:
+        return msgspec.json.decode((await self._call(self._stub.Do, _do_request(operation, arguments), SHORT)).answer_json)
+
+    async def trace(self, seconds: float | None = None) -> Trace:
+        return Trace.from_json((await self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
+
+    async def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
+        options = options or ProfileOptions()
+        answer = await self._call(self._stub.Profile, _profile_request(options), _profile_seconds(options))
+        return Profile.from_json(answer.profile), bytes(answer.jax_capture)
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool((await self._call(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT)).done)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(
+        self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None
+    ) -> Any:
+        attempts = attempts or Attempts(self._retries)
+        while True:
+            try:
+                return await method(request, timeout=deadline, **self._options)
+            except grpc.RpcError as error:
+                pause = attempts.pause(error)
+                if pause is None:
+                    raise exception_of(error, request) from None
+            await asyncio.sleep(pause)
+
+    async def _whole(self, method: Callable[..., Any], request: Any) -> ServedOutput:
+        return OutputReader(request).whole(await self._call(method, request, _deadline(request)))
+
+    async def _news(self, method: Callable[..., Any], request: Any) -> AsyncGenerator[ServedOutput]:
+        attempts = Attempts(self._retries)
+        while True:
+            reader, begun = OutputReader(request), False
+            call = method(request, timeout=_deadline(request), **self._options)
+            try:
+                async for event in call:
+                    if (news := reader.news(event)) is not None:
+                        begun = True
+                        yield news
+                return
+            except grpc.RpcError as error:
+                pause = None if begun else attempts.pause(error)
+                if pause is None:
+                    raise exception_of(error, request) from None
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause)

@@ -1,0 +1,324 @@
+"""Converts between protobuf messages and jengine's plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jengine import (
+    BeamSearchParams,
+    CompletionOutput,
+    GenerationParams,
+    InvalidArgument,
+    Load,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputs,
+    check_entries,
+)
+from jengine.serving.calls.portions import Portioned, width_of
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+
+NO_LIMIT = 2**31 - 1  # as max_tokens: represents None, since an unset field means the default
+REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+    "error": pb.FINISH_REASON_ERROR,
+}
+MAX_MESSAGES = 4096  # in a conversation
+MAX_TOOLS_BYTES = 2**20  # of tools, and of a template's variables; templates write these in Python
+MOST_TOKENS = 1000  # in a message; with MAX_LOGPROBS each, about 600 kB
+# fields of SamplingParams that beam searches also have
+BEAM_FIELDS = ("max_tokens", "ignore_eos", "temperature", "include_stop_str_in_output")
+DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
+
+# --- sampling parameters --------------------------------------------------------------------------
+
+
+def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -> GenerationParams:
+    """Parameters from the set fields; other fields are taken from `default` or SamplingParams(). See also `with_beams`.
+
+    Raises:
+        InvalidArgument: naming the field.
+    """
+    given: dict[str, Any] = {}
+    for field, value in proto.ListFields():
+        name = field.name
+        if not isinstance(value, int | float | pb.StructuredOutputs):
+            check_entries(name, len(value))  # before they are copied
+        if name == "structured_outputs":
+            value = _structured(value)
+        elif name == "logit_bias":
+            value = dict(value)
+        elif name == "max_tokens" and value == NO_LIMIT:
+            value = None
+        elif not isinstance(value, int | float):
+            value = list(value)
+        given[name] = value
+    return with_beams(given, SamplingParams() if default is None else default)
+
+
+def with_beams(given: dict[str, Any], default: SamplingParams) -> GenerationParams:
+    """Parameters from the given fields; other fields are taken from `default`.
+
+    With use_beam_search, returns BeamSearchParams: `n` is the width, fields that they lack must have neutral
+    values, and only max_tokens has its default from `default`.
+
+    Raises:
+        InvalidArgument: naming the field.
+    """
+    given = dict(given)
+    searches, penalty = given.pop("use_beam_search", False), given.pop("length_penalty", None)
+    if not searches:
+        if penalty is not None:
+            raise InvalidArgument("length_penalty", penalty, "needs use_beam_search")
+        return default.clone(**given)
+    given = {"max_tokens": default.max_tokens, **given}
+    fields = {name: given.pop(name) for name in BEAM_FIELDS if name in given}
+    width = given.pop("n", 1)
+    for name, value in given.items():
+        if value != DEFAULTS.get(name):
+            raise InvalidArgument(name, value, f"must not be set with use_beam_search; {', '.join(('n', *BEAM_FIELDS))} may")
+    if penalty is not None:
+        fields["length_penalty"] = penalty
+    try:
+        return BeamSearchParams(beam_width=width, **fields)
+    except InvalidArgument as wrong:
+        raise wrong if wrong.field != "beam_width" else InvalidArgument("n", width, wrong.limit) from None
+
+
+def from_params(params: GenerationParams, fields: Collection[str] | None = None) -> pb.SamplingParams:
+    """All fields, or the named ones, since the server's model may have other defaults.
+
+    Empty lists and None stay unset: no model's defaults replace them, and the protocol cannot express them.
+
+    Raises:
+        InvalidArgument: a field cannot hold its value.
+    """
+    proto = pb.SamplingParams()
+    if isinstance(params, BeamSearchParams):
+        for name in (*BEAM_FIELDS, "length_penalty", "n"):
+            with _sending(name, getattr(params, name)):
+                setattr(proto, name, getattr(params, name))
+        proto.use_beam_search = True
+        return proto
+    for name in DEFAULTS if fields is None else fields:
+        value = getattr(params, name)
+        if value == () or (value is None and name != "max_tokens"):
+            continue
+        with _sending(name, value):
+            if name == "structured_outputs":
+                _set_structured(proto.structured_outputs, value)
+            elif name == "logit_bias":
+                proto.logit_bias.update(value)
+            elif name == "seed":
+                proto.seed = value - 2**64 if value >= 2**63 else value
+            elif name == "max_tokens":
+                proto.max_tokens = NO_LIMIT if value is None else value
+            elif isinstance(value, tuple):
+                getattr(proto, name).extend(value)
+            else:
+                setattr(proto, name, value)
+    return proto
+
+
+@contextmanager
+def _sending(name: str, value: object) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as wrong:
+        raise InvalidArgument(name, value, f"cannot be sent: {wrong}") from None
+
+
+def _structured(proto: pb.StructuredOutputs) -> StructuredOutputs:
+    kind = proto.WhichOneof("kind")
+    if kind is None:
+        return StructuredOutputs()  # rejected, with the reason
+    value: Any = list(proto.choice.texts) if kind == "choice" else getattr(proto, kind)
+    return StructuredOutputs(**{str(kind): value})
+
+
+def _set_structured(proto: pb.StructuredOutputs, value: StructuredOutputs) -> None:
+    if value.json is not None:
+        proto.json = value.json if isinstance(value.json, str) else json.dumps(value.json)
+    elif value.regex is not None:
+        proto.regex = value.regex
+    elif value.choice is not None:
+        proto.choice.texts.extend(value.choice)
+    elif value.grammar is not None:
+        proto.grammar = value.grammar
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def check_messages(messages: Sequence[pb.ChatMessage]) -> None:
+    """Raises InvalidArgument if there are more than MAX_MESSAGES, before they are processed."""
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+
+
+def to_messages(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
+    """Messages for AsyncLLM.chat, with the set fields only.
+
+    Raises:
+        InvalidArgument: tool calls that are not JSON.
+    """
+    out = []
+    for i, message in enumerate(messages):
+        given = {field.name: value for field, value in message.ListFields()}
+        if "tool_calls_json" in given:
+            given["tool_calls"] = _json(f"messages[{i}].tool_calls_json", given.pop("tool_calls_json"), list)
+        out.append(given)
+    return out
+
+
+def to_options(options: pb.ChatOptions) -> dict[str, Any]:
+    """ChatOptions with the set fields only.
+
+    Raises:
+        InvalidArgument: invalid JSON, JSON of another type, or more than MAX_TOOLS_BYTES.
+    """
+    given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        if f"{name}_json" in given:
+            given[name] = _json(f"options.{name}_json", given.pop(f"{name}_json"), kind)
+    return given
+
+
+def _json(where: str, text: str, kind: type) -> Any:
+    if len(text) > MAX_TOOLS_BYTES:
+        raise InvalidArgument(where, f"{len(text)} characters", f"at most {MAX_TOOLS_BYTES}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise InvalidArgument(where, text, f"must be JSON: {'an array' if kind is list else 'an object'}")
+    return value
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+async def response(output: RequestOutput, model: str, portioned: Portioned) -> pb.GenerateResponse:
+    """A complete finished output."""
+    whole = pb.GenerateResponse(
+        request_id=output.request_id,
+        model=model,
+        usage=usage(output, sum(len(completion.token_ids) for completion in output.outputs)),
+        timings=timings(output),
+    )
+    for completion in output.outputs:
+        part = whole.completions.add(
+            index=completion.index, text=completion.text, token_ids=completion.token_ids, ending=ending(completion)
+        )
+        await _add_logprobs(part.logprobs, completion.logprobs, portioned)
+    await _add_logprobs(whole.prompt_logprobs, output.prompt_logprobs, portioned)
+    return whole
+
+
+def started(request_id: str, model: str) -> pb.GenerateStreamResponse:
+    return pb.GenerateStreamResponse(started=pb.Started(request_id=request_id, model=model))
+
+
+def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
+    """Messages for the new part of a completion, as in AsyncLLM's output_kind="delta".
+
+    One message, or several if tokens of a slow reader have accumulated, each far below the 4 MB that clients
+    accept by default.
+    """
+    text, ids, chosen = completion.text, completion.token_ids, completion.logprobs
+    if not (text or ids):
+        return
+    for start in range(0, len(ids) or 1, MOST_TOKENS):
+        end = start + MOST_TOKENS
+        news = {"index": completion.index, "text": "" if start else text, "token_ids": ids[start:end]}
+        if chosen:
+            news["logprobs"] = logprobs(chosen[start:end])
+        yield pb.GenerateStreamResponse(delta=news)  # built around the delta, since passing a pb.Delta would copy it
+
+
+async def finished(
+    output: RequestOutput, completion_tokens: int, prompt_logprobs: list[dict[int, Logprob] | None] | None, portioned: Portioned
+) -> pb.GenerateStreamResponse:
+    """The end of a stream; of its last output, only what is not counted in tokens."""
+    end = pb.Finished(
+        endings=[ending(completion) for completion in output.outputs],
+        usage=usage(output, completion_tokens),
+        timings=timings(output),
+    )
+    await _add_logprobs(end.prompt_logprobs, prompt_logprobs, portioned)
+    return pb.GenerateStreamResponse(finished=end)
+
+
+def ending(completion: CompletionOutput) -> pb.Ending:
+    end = pb.Ending(index=completion.index, finish_reason=REASONS[completion.finish_reason])  # type: ignore[index]
+    if isinstance(completion.stop_reason, str):
+        end.stop_text = completion.stop_reason
+    elif completion.stop_reason is not None:
+        end.stop_token_id = completion.stop_reason
+    if completion.cumulative_logprob is not None:
+        end.cumulative_logprob = completion.cumulative_logprob
+    return end
+
+
+def usage(output: RequestOutput, completion_tokens: int) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=len(output.prompt_token_ids),
+        completion_tokens=completion_tokens,
+        cached_prompt_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def load(now: Load, counters: bool) -> pb.GetLoadResponse:
+    """`counters`: whether to include those of the prefix cache."""
+    proto = pb.GetLoadResponse(
+        running=now.running,
+        waiting=now.waiting,
+        free_pages=now.free_pages,
+        pages=now.pages,
+        preemptions=now.preemptions,
+        cached_pages=now.cached_pages,
+        strategy=now.strategy,
+        targets_met=now.targets_met,
+        targets_missed=now.targets_missed,
+        targets_rejected=now.targets_rejected,
+        first_token_seconds=now.first_token_seconds,
+        programs_ready=now.programs_ready,
+        programs=now.programs,
+    )
+    if counters:
+        proto.prefix_queries, proto.prefix_hits, proto.evictions = now.prefix_queries, now.prefix_hits, now.evictions
+        proto.hit_pages.update(zip(now.cache_groups, now.hit_pages, strict=True))
+    return proto
+
+
+def timings(output: RequestOutput) -> pb.Timings:
+    metrics = output.metrics
+    first = None if metrics.first_token is None else metrics.first_token - metrics.arrival
+    total = 0.0 if metrics.finished is None else metrics.finished - metrics.arrival
+    return pb.Timings(first_token_seconds=first, total_seconds=total, preemptions=metrics.preemptions)
+
+
+async def _add_logprobs(to: Any, positions: Sequence[dict[int, Logprob] | None] | None, portioned: Portioned) -> None:
+    """Adds positions in portions, and lets other requests run in between."""
+    async for part in portioned.slices(positions or (), width_of(positions or ())):
+        to.extend(logprobs(part))
+
+
+def logprobs(positions: Iterable[Mapping[int, Logprob] | None] | None) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            entries=[
+                pb.Logprob(token_id=token, logprob=entry.logprob, rank=entry.rank, decoded_token=entry.decoded_token or "")
+                for token, entry in (position or {}).items()
+            ]
+        )
+        for position in positions or ()
+    ]

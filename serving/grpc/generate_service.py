@@ -1,0 +1,251 @@
+"""jengine.v1.GenerateService: text, conversations and tokens over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import grpc
+import msgspec
+
+from jengine import (
+    AsyncLLM,
+    GenerationParams,
+    OutputKind,
+    ProfileOptions,
+    RequestHandle,
+    TokensPrompt,
+    __version__,
+    capture_process,
+    decode_operation,
+    read_profiles,
+)
+from jengine import Profile as TakenProfile
+from jengine.serving.calls.errors import check_model, reported
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
+from jengine.serving.grpc import conversions
+from jengine.serving.guards.admission import Place, client_of
+from jengine.serving.guards.bounds import check_admin, check_priority, sees_all_clients
+from jengine.serving.guards.security import scoped
+from jengine.serving.requests.answers import Answer, PatientWriter, abandon
+from jengine.serving.requests.service import Conversation, ParsedRequest, Service
+from jengine.serving.requests.tracking import TrackedRequest
+
+log = logging.getLogger("jengine.serving")
+
+Prompted = pb.GenerateRequest | pb.ChatRequest
+
+
+class GenerateService(Service, GenerateServiceServicer):
+    """jengine's own service."""
+
+    # --- generation -------------------------------------------------------------------------------
+
+    @reported
+    async def Generate(self, request: Prompted, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
+        with self._tracker.track(_method(request, ""), request.request_id, context) as tracked:
+            return await self._whole(request, context, tracked)
+
+    @reported
+    async def GenerateStream(self, request: Prompted, context: grpc.aio.ServicerContext) -> None:
+        with self._tracker.track(_method(request, "Stream"), request.request_id, context) as tracked:
+            await self._streamed(request, context, tracked)
+
+    async def _whole(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> pb.GenerateResponse:
+        llm, params = self._admit(request, context)
+        with self._admission.place(params.n, context) as place:
+            tracked.place = place
+            handle = await self._queue(llm, request, params, "final", context, tracked.request_id, place)
+            with Answer(handle, tracked) as answer:
+                return await conversions.response(await answer.next(), self._models.info.name, self._shared.portions.answer())
+
+    async def _streamed(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> None:
+        llm, params = self._admit(request, context)
+        with self._admission.place(params.n, context) as place:
+            tracked.place = place
+            handle = await self._queue(llm, request, params, "delta", context, tracked.request_id, place)
+            with Answer(handle, tracked, self._pace) as answer:
+                write = PatientWriter(context.write, context.peer, self._write_timeout, partial(abandon, handle, place)).write
+                await write(conversions.started(tracked.request_id, self._models.info.name))
+                output = await answer.next()
+                prompt_logprobs, tokens = output.prompt_logprobs, 0
+                while True:
+                    for completion in output.outputs:
+                        tokens += len(completion.token_ids)
+                        for delta in conversions.deltas(completion):
+                            await write(delta)
+                    if output.finished:
+                        break
+                    output = await answer.next()
+                await write(await conversions.finished(output, tokens, prompt_logprobs, self._shared.portions.answer()))
+
+    Chat, ChatStream = Generate, GenerateStream
+
+    def _admit(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, GenerationParams]:
+        self._admission.stream(context)
+        check_model(request.model, self._models)
+        if isinstance(request, pb.ChatRequest):
+            conversions.check_messages(request.messages)
+        llm = self._models.llm
+        params = self._bounds.params(conversions.to_params(request.sampling_params, llm.get_default_sampling_params()))
+        check_priority(request.priority)
+        return llm, params
+
+    async def _queue(
+        self,
+        llm: AsyncLLM,
+        request: Prompted,
+        params: GenerationParams,
+        kind: OutputKind,
+        context: grpc.aio.ServicerContext,
+        request_id: str,
+        place: Place,
+    ) -> RequestHandle:
+        """Validates and queues a request."""
+        prompt: Callable[[], str | list[int] | TokensPrompt] = partial(self._prompt_of, request)
+        if isinstance(request, pb.ChatRequest):
+            template = request.options.chat_template if request.options.HasField("chat_template") else None
+            rendered = await self._render(llm, partial(_conversation_of, request), template, request.ByteSize(), context)
+            prompt = lambda: rendered  # noqa: E731
+        parsed = ParsedRequest(
+            params,
+            prompt,
+            request.ByteSize(),
+            request.cache_salt if request.HasField("cache_salt") else None,
+            request.priority,
+            request.timeout_seconds if request.HasField("timeout_seconds") else None,
+            request.ttft_ms if request.HasField("ttft_ms") else None,
+            request.tpot_ms if request.HasField("tpot_ms") else None,
+        )
+        return await self._submit(llm, parsed, kind, context, request_id, place)
+
+    def _prompt_of(self, request: pb.GenerateRequest) -> str | list[int]:
+        if request.WhichOneof("prompt") != "token_ids":
+            return str(request.text)
+        self._check_ids("prompt_token_ids", len(request.token_ids.ids))
+        return list(request.token_ids.ids)
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    @reported
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        return pb.AbortResponse(found=await self._models.llm.abort(scoped(request.request_id)))
+
+    @reported
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        self._admission.stream(context)
+        check_model(request.model, self._models)
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        tokenizer = self._models.llm.tokenizer
+
+        def tokenize() -> pb.TokenizeResponse:
+            return pb.TokenizeResponse(token_ids=tokenizer.encode(request.text, special))
+
+        answer: pb.TokenizeResponse = await self._text_work.run(client_of(context), request.ByteSize(), tokenize)
+        return answer
+
+    @reported
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+        self._admission.stream(context)
+        check_model(request.model, self._models)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        self._check_ids("token_ids", len(request.token_ids))
+        tokenizer = self._models.llm.tokenizer
+
+        def detokenize() -> pb.DetokenizeResponse:
+            return pb.DetokenizeResponse(text=tokenizer.decode_unlocked(list(request.token_ids), skip))
+
+        answer: pb.DetokenizeResponse = await self._text_work.run(client_of(context), request.ByteSize(), detokenize)
+        return answer
+
+    @reported
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+        info = self._models.info
+        limits, room = info.limits, info.limits.sequence
+        return pb.GetModelResponse(
+            name=info.name,
+            max_model_len=room.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=limits.eos_token_ids,
+            dtype=info.dtype,
+            quantization=info.quantization,
+            devices=info.devices,
+            mesh=info.mesh,
+            page_size=room.page_size,
+            pages=room.pages,
+            has_chat_template=info.has_chat_template,
+            jengine_version=__version__,
+        )
+
+    @reported
+    async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+        return conversions.load(self._models.llm.load, counters=sees_all_clients())
+
+    @reported
+    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext) -> pb.ResetPrefixCacheResponse:
+        check_admin(context.peer())
+        done = await self._models.llm.reset_prefix_cache()
+        log.info("%s has reset the prefix cache", client_of(context))
+        return pb.ResetPrefixCacheResponse(done=done)
+
+    @reported
+    async def SetStrategy(self, request: pb.SetStrategyRequest, context: grpc.aio.ServicerContext) -> pb.SetStrategyResponse:
+        check_admin(context.peer())
+        self._models.llm.set_strategy(request.strategy)
+        log.info("%s has set the strategy to %s", client_of(context), request.strategy)
+        return pb.SetStrategyResponse()
+
+    @reported
+    async def Do(self, request: pb.DoRequest, context: grpc.aio.ServicerContext) -> pb.DoResponse:
+        check_admin(context.peer())
+        operation = decode_operation(request.operation, request.arguments_json or "{}", remote=True)
+        log.info("%s has the engine do %s", client_of(context), request.operation)
+        answer = await asyncio.to_thread(msgspec.json.encode, await self._models.llm.do(operation))
+        return pb.DoResponse(answer_json=answer.decode())
+
+    @reported
+    async def GetTrace(self, request: pb.GetTraceRequest, context: grpc.aio.ServicerContext) -> pb.GetTraceResponse:
+        check_admin(context.peer())
+        trace = await self._models.llm.trace(request.seconds if request.HasField("seconds") else None)
+        trace.readers = self._pace.readers()
+        return pb.GetTraceResponse(trace=await asyncio.to_thread(trace.to_json))
+
+    @reported
+    async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileResponse:
+        check_admin(context.peer())
+        options = ProfileOptions(**{field.name: value for field, value in request.ListFields()})
+        log.info("%s takes a profile of %g s", client_of(context), options.seconds)
+        ended = threading.Event()
+        taking = asyncio.ensure_future(self._profiled(options, ended))
+        taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # there may be no one left to read it
+        try:
+            profile, jax = await asyncio.shield(taking)
+        finally:
+            ended.set()  # the caller has disconnected, or the server is stopping
+        return pb.ProfileResponse(profile=await asyncio.to_thread(profile.to_json), jax_capture=jax)
+
+    async def _profiled(self, options: ProfileOptions, ended: threading.Event) -> tuple[TakenProfile, bytes]:
+        """Profiles the engine's process and this one at the same time; this one at most until `ended`."""
+        with tempfile.TemporaryDirectory() as name:
+            engine, server = Path(name) / "engine", Path(name) / "server"
+            both = self._models.llm.profile(options, engine), asyncio.to_thread(capture_process, "server", options, server, ended.wait)
+            for failed in await asyncio.gather(*both, return_exceptions=True):
+                if failed is not None:
+                    raise failed
+            return await asyncio.to_thread(read_profiles, self._models.info.name, (engine, server), self._pace.readers())
+
+
+def _method(request: Prompted, stream: str) -> str:
+    """The RPC's name: Chat and Generate share a handler."""
+    return ("Chat" if isinstance(request, pb.ChatRequest) else "Generate") + stream
+
+
+def _conversation_of(request: pb.ChatRequest) -> Conversation:
+    return conversions.to_messages(request.messages), conversions.to_options(request.options)

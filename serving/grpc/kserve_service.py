@@ -1,0 +1,198 @@
+"""inference.GRPCInferenceService: the open inference protocol (KServe v2), for its clients. Text in, text out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
+from jengine.serving.calls.errors import Refusal, check_model, checked, not_found, refusal, reported
+from jengine.serving.calls.overload import Busy, SlowReader
+from jengine.serving.calls.request_ids import MAX_REQUEST_ID, new_id
+from jengine.serving.generated.inference import grpc_service_pb2 as pb
+from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
+from jengine.serving.grpc import tensors
+from jengine.serving.grpc.tensors import OUTPUTS, read_request, write_texts
+from jengine.serving.guards.admission import Place
+from jengine.serving.guards.bounds import check_priority
+from jengine.serving.requests.answers import Answer, PatientWriter, abandon
+from jengine.serving.requests.service import ParsedRequest, Service, Shared
+from jengine.serving.requests.tracking import TrackedRequest
+
+VERSION = "1"
+MOST_AT_ONCE = 64  # concurrent requests in one stream; the next is read when one of them has ended
+
+
+class KserveService(Service, GRPCInferenceServiceServicer):
+    """The open inference protocol's service."""
+
+    def __init__(self, shared: Shared, health: health.aio.HealthServicer) -> None:
+        super().__init__(shared)
+        self._health = health
+
+    # --- what is here -----------------------------------------------------------------------------
+
+    @reported
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: grpc.aio.ServicerContext) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    @reported
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: grpc.aio.ServicerContext) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=await self._ready(context))
+
+    @reported
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext) -> pb.ModelReadyResponse:
+        ready = await self._ready(context)
+        return pb.ModelReadyResponse(ready=ready and request.name in ("", self._models.info.name) and request.version in ("", VERSION))
+
+    @reported
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: grpc.aio.ServicerContext) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="jengine", version=__version__)
+
+    @reported
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: grpc.aio.ServicerContext) -> pb.ModelMetadataResponse:
+        self._check_model(request.name, request.version)
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=self._models.info.name,
+            versions=[VERSION],
+            platform="jengine",
+            inputs=[tensor(name="text_input", datatype="BYTES", shape=[1])],
+            outputs=[tensor(name=name, datatype="BYTES", shape=[-1]) for name in OUTPUTS],
+        )
+
+    # --- generation -------------------------------------------------------------------------------
+
+    @reported
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
+        with self._tracker.track("ModelInfer", request.id, context) as tracked:
+            self._admission.stream(context)
+            parsed = self._read(request)
+            llm = self._models.llm
+            with (
+                self._admission.place(parsed.params.n, context) as tracked.place,
+                Answer(await self._queue(llm, parsed, "final", context, tracked.place), tracked) as answer,
+            ):
+                output = await answer.next()
+                return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
+
+    @reported
+    async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.aio.ServicerContext) -> None:
+        self._admission.stream(context)
+        stream = _Stream(context.write, context.peer, self._write_timeout)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for request in requests:
+                    await stream.sequence.acquire()
+                    tasks.create_task(self._answer_in(stream, request, context))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _answer_in(self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> None:
+        """Request errors are reported in the stream, which continues."""
+        shown_id = "" if isinstance(request, bytes) else request.id
+        try:
+            with self._tracker.track("ModelStreamInfer", shown_id, context) as tracked:
+                await self._stream_one(stream, request, context, tracked)
+        except (JengineError, Refusal, Busy, SlowReader) as error:
+            if stream.stalled:
+                raise
+            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=shown_id[:MAX_REQUEST_ID]))
+        finally:
+            stream.sequence.release()
+
+    async def _stream_one(
+        self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext, tracked: TrackedRequest
+    ) -> None:
+        parsed, llm = self._read(request), self._models.llm
+        with self._admission.place(parsed.params.n, context) as tracked.place:
+            handle = await self._queue(llm, parsed, "delta", context, tracked.place)
+            with Answer(handle, tracked, self._pace) as answer, stream.freeing(handle.request_id, partial(abandon, handle, tracked.place)):
+                ended, tokens = False, 0
+                while not ended:
+                    output = await answer.next()
+                    ended, tokens = output.finished, tokens + sum(len(completion.token_ids) for completion in output.outputs)
+                    if ended or any(completion.text for completion in output.outputs):
+                        await stream.write(infer_response=self._response(request, output, tokens))
+
+    async def _queue(
+        self, llm: AsyncLLM, read: tensors.TensorRequest, kind: OutputKind, context: grpc.aio.ServicerContext, place: Place
+    ) -> RequestHandle:
+        """Validates and queues a request."""
+        more = read.cache_salt, read.priority, read.timeout, read.ttft_ms, read.tpot_ms
+        parsed = ParsedRequest(read.params, lambda: read.text, read.bytes, *more)
+        return await self._submit(llm, parsed, kind, context, new_id(), place)
+
+    def _read(self, request: pb.ModelInferRequest) -> tensors.TensorRequest:
+        checked(request)
+        self._check_model(request.model_name, request.model_version)
+        parsed = read_request(request, self._models.llm.get_default_sampling_params())
+        check_priority(parsed.priority)
+        return parsed._replace(params=self._bounds.params(parsed.params))
+
+    def _response(self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int) -> pb.ModelInferResponse:
+        """The content of this output; `tokens`: number generated so far."""
+        response = pb.ModelInferResponse(model_name=self._models.info.name, model_version=VERSION, id=request.id)
+        response.parameters["triton_final_response"].bool_param = output.finished
+        if output.finished:
+            response.parameters["prompt_tokens"].int64_param = len(output.prompt_token_ids)
+            response.parameters["completion_tokens"].int64_param = tokens
+            response.parameters["cached_prompt_tokens"].int64_param = output.num_cached_tokens or 0
+        texts: dict[str, list[str]] = {
+            "text_output": [completion.text for completion in output.outputs],
+            "finish_reason": [completion.finish_reason or "" for completion in output.outputs],
+        }
+        for name in [requested.name for requested in request.outputs] or OUTPUTS:
+            write_texts(response, name, texts[name], raw=bool(request.raw_input_contents))
+        return response
+
+    def _check_model(self, name: str, version: str) -> None:
+        check_model(name, self._models)
+        if version not in ("", VERSION):
+            raise not_found("model version", version, f"there is one version: {VERSION}")
+
+    async def _ready(self, context: grpc.aio.ServicerContext) -> bool:
+        response = await self._health.Check(HealthCheckRequest(), context)
+        return bool(response.status == HealthCheckResponse.SERVING)
+
+
+class _Stream:
+    """A stream of several requests: sends their responses one after the other, and tracks their resources.
+
+    Attributes:
+        room: limits concurrent requests.
+        stalled: whether the client failed to read in time.
+    """
+
+    def __init__(self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], write_timeout: float) -> None:
+        self.sequence, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
+        self._writer = PatientWriter(write, peer, write_timeout, self._stall)
+        self._turn = asyncio.Lock()
+        self._held: dict[str, Callable[[], None]] = {}  # functions that free requests, by id
+
+    async def write(self, **fields: Any) -> None:
+        async with self._turn:
+            await self._writer.write(pb.ModelStreamInferResponse(**fields))
+
+    @contextmanager
+    def freeing(self, request_id: str, free: Callable[[], None]) -> Iterator[None]:
+        """A context in which the request's resources are freed if the client does not read."""
+        self._held[request_id] = free
+        if self.stalled:
+            free()
+        try:
+            yield
+        finally:
+            del self._held[request_id]
+
+    def _stall(self) -> None:
+        self.stalled = True
+        for free in self._held.values():
+            free()

@@ -1,0 +1,231 @@
+"""Admission control: bounds waiting work, in total and per client. Belongs to one event loop; never blocks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from jengine import InvalidArgument
+from jengine.serving.calls.call import Call
+from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.overload import Busy
+from jengine.serving.config import ServerConfig
+from jengine.serving.guards.security import current_key
+from jengine.serving.guards.token_bucket import TokenBucket
+
+SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
+WORK_TOKENS = 1000  # tokens charged for a second of a key's work outside the engine's steps: the compilation of a grammar
+
+
+class Admission:
+    """Counts running and waiting completions in total and per client, and each client's streams, log probabilities
+    and tokens a minute.
+
+    Attributes:
+        taken: number of running and waiting completions.
+    """
+
+    def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
+        self._models, self._waiting, self._per_client = models, config.max_waiting, config.max_streams_per_client
+        self._most_logprobs = config.max_answer_logprobs
+        self.taken = 0
+        self._streams: Counter[str] = Counter()  # by client
+        self._completions: Counter[str] = Counter()
+        self._scored: Counter[str] = Counter()  # log probabilities of the prompts in a client's answers
+        self._buckets: dict[str, TokenBucket] = {}  # of keys with a token limit
+        self._seconds = SHORTEST_RETRY  # recent duration of a completion
+
+    @property
+    def _running(self) -> int:
+        return self._models.info.limits.max_num_seqs
+
+    def stream(self, call: Call) -> None:
+        """Counts one more stream of this client until its last message has been sent.
+
+        Raises:
+            Busy: the client has too many streams.
+        """
+        client, limit = client_of(call), self._client_limit()
+        if self._streams.get(client, 0) >= limit:
+            raise Busy(f"this client has {limit} streams, the maximum", self._retry_seconds(), "client_streams")
+        self._streams[client] += 1
+        call.add_done_callback(lambda _: _take(self._streams, client, 1))
+
+    def check(self, n: int, field: str = "n") -> None:
+        """Checks that the client may ever have `n` completions.
+
+        Raises:
+            InvalidArgument: it may not; names the field that requests them.
+        """
+        places, limit = self._running + self._waiting, self._client_limit()
+        if n > limit:
+            raise InvalidArgument(field, n, f"at most {limit}, the maximum of concurrent completions per client")
+        if n > places:
+            raise InvalidArgument(field, n, f"at most {places}: {self._running} running and {self._waiting} waiting")
+
+    def place(self, n: int, call: Call) -> Place:
+        """Reserves places for the completions of a request's only prompt. Raises as `places`."""
+        return self.places(1, n, call)[0]
+
+    def places(self, prompts: int, n: int, call: Call, field: str = "prompt") -> list[Place]:
+        """Reserves places for n completions of each of a request's prompts: for all of them, or for none.
+
+        Args:
+            field: the field of the request that holds the prompts.
+
+        Raises:
+            Busy: too many completions wait, the client has too many, or its tokens of this minute are used up.
+            InvalidArgument: so many completions are never possible.
+        """
+        count = prompts * n
+        self.check(count, "n" if prompts == 1 else field)
+        places, client, limit = self._running + self._waiting, client_of(call), self._client_limit()
+        bucket = self._bucket(client)
+        _check_tokens(bucket)
+        if self._completions.get(client, 0) + count > limit:
+            has = f"this client has {self._completions[client]} completions; the maximum is {limit}"
+            raise Busy(has, self._retry_seconds(), "client_streams")
+        if self.taken + count > places:
+            raise Busy(f"{self._waiting} requests are waiting; the queue is full", self._retry_seconds(), "queue_full")
+        self.taken += count
+        self._completions[client] += count
+        request = _Request()
+        return [Place(self, client, n, bucket, request) for _ in range(prompts)]
+
+    def hold(self, client: str, prompt: int, output: int, request: _Request) -> None:
+        """Counts log probabilities of an answer. Raises as Place.hold."""
+        most = self._most_logprobs
+        held = request.logprobs + prompt + output
+        if held > most:
+            field = "prompt_logprobs" if prompt > output else "logprobs"
+            raise InvalidArgument(field, f"{held} values in the answer", f"at most {most} on this server (max_answer_logprobs)")
+        if self._scored.get(client, 0) + prompt > most:
+            has = f"the answers to this client hold {self._scored[client]} log probabilities of prompts; the maximum is {most}"
+            raise Busy(has, self._retry_seconds(), "client_logprobs")
+        request.logprobs = held
+        self._scored[client] += prompt
+
+    def leave(self, client: str, n: int, scored: int, seconds: float) -> None:
+        """Records that a client's completions have ended after this many seconds."""
+        self.taken -= n
+        _take(self._completions, client, n)
+        _take(self._scored, client, scored)
+        self._seconds += 0.1 * (seconds - self._seconds)
+
+    def charge_work(self, client: str, seconds: float) -> None:
+        """Charges the calling client processor time spent outside the engine's steps, as WORK_TOKENS tokens a second."""
+        if (bucket := self._bucket(client)) is not None:
+            bucket.charge(seconds * WORK_TOKENS, time.monotonic())
+
+    def _client_limit(self) -> int:
+        """Maximum number of streams, and of completions, for the calling client."""
+        key = current_key.get()
+        return self._per_client if key is None or key.max_streams is None else key.max_streams
+
+    def _bucket(self, client: str) -> TokenBucket | None:
+        key, now = current_key.get(), time.monotonic()
+        if key is None or key.tokens_per_minute is None:
+            self._buckets.pop(client, None)
+            return None
+        bucket = self._buckets.setdefault(client, TokenBucket(key.tokens_per_minute, now))
+        if bucket.per_minute != key.tokens_per_minute:  # the keys have been reloaded
+            bucket.resize(key.tokens_per_minute, now)
+        return bucket
+
+    def _retry_seconds(self) -> float:
+        """Seconds until about half of the queue has started, so that not all rejected clients find it full again."""
+        rounds = max(self.taken - self._running, 0) / self._running
+        return min(max(self._seconds * rounds / 2, SHORTEST_RETRY), LONGEST_RETRY)
+
+
+class _Request:
+    """A request, which has a Place for each of its prompts."""
+
+    logprobs = 0  # of its answer
+
+
+class Place:
+    """The places of a prompt, returned by `Admission.places`. `release` may be called repeatedly."""
+
+    def __init__(self, admission: Admission, client: str, n: int, bucket: TokenBucket | None, request: _Request) -> None:
+        self._admission, self._client, self._n, self._since = admission, client, n, time.monotonic()
+        self._bucket, self._charged, self._reserved, self._request, self._scored = bucket, 0, 0, request, 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether tokens are charged."""
+        return self._bucket is not None
+
+    def reserve(self, prompt: int, output: int, first: bool) -> None:
+        """Reserves the tokens that the prompt and its completions may use, before the engine works on them.
+
+        Args:
+            output: maximum tokens of each completion.
+            first: whether this is the request's first prompt. The budget is not checked again for the others.
+
+        Raises:
+            Busy: the client's running requests may use all its tokens.
+        """
+        if self._bucket is None:
+            return
+        if first:
+            _check_tokens(self._bucket)
+        tokens = prompt + self._n * output
+        self._reserved += tokens
+        self._bucket.reserved += tokens
+
+    def charge(self, tokens: int) -> None:
+        """Reports the request's total tokens so far, including the prompt."""
+        if self._bucket is not None and tokens > self._charged:
+            self._bucket.charge(tokens - self._charged, time.monotonic())
+            self._unreserve(tokens - self._charged)
+            self._charged = tokens
+
+    def _unreserve(self, tokens: int) -> None:
+        tokens = min(tokens, self._reserved)
+        self._reserved -= tokens
+        if self._bucket is not None:
+            self._bucket.reserved -= tokens
+
+    def hold(self, prompt: int, output: int) -> None:
+        """Reserves room in the request's answer for log probabilities of its prompt and of its output, until the release.
+
+        Raises:
+            InvalidArgument: more than an answer may hold.
+            Busy: the client's other answers hold too many of prompts.
+        """
+        self._admission.hold(self._client, prompt, output, self._request)
+        self._scored += prompt
+
+    def release(self) -> None:
+        if self._n:
+            n, self._n = self._n, 0
+            self._unreserve(self._reserved)
+            self._admission.leave(self._client, n, self._scored, time.monotonic() - self._since)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _check_tokens(bucket: TokenBucket | None) -> None:
+    """Raises Busy if a client's tokens of this minute are used up, or reserved by its running requests."""
+    if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
+        how = "its running requests may use the rest" if bucket.reserved else "has used them"
+        limited = f"this client may use {bucket.per_minute} tokens a minute, and {how}; try again in {seconds:.1f} s"
+        raise Busy(limited, seconds, "tokens_per_minute")
+
+
+def _take(counts: Counter[str], client: str, n: int) -> None:
+    """Adds to a counter, removing clients whose count becomes zero."""
+    counts[client] -= n
+    if not counts[client]:  # also if it was missing
+        del counts[client]
+
+
+def client_of(call: Call) -> str:
+    """The name of the client's key or, without keys, its address without the port."""
+    key = current_key.get()
+    return f"key {key.name}" if key is not None else str(call.peer()).rpartition(":")[0]

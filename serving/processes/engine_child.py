@@ -1,0 +1,241 @@
+"""The engine process: only a step loop. Its server is at the other end of an inherited socket.
+
+The main thread steps the engine and sends updates. A second thread reads orders, so that parsing them does not
+delay steps, and the server's death is noticed even during a long compilation; the process then exits
+immediately. A third thread creates token masks, which may take a second, so that other requests can proceed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import json
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from jengine import (
+    BeamsFound,
+    Ended,
+    InvalidArgument,
+    JengineError,
+    Pooled,
+    PromptScores,
+    Request,
+    Steps,
+    StepTotals,
+    Tokenizer,
+    TokenUpdate,
+    Updates,
+    decode_operation,
+    run_engine,
+    run_operation,
+)
+from jengine.serving.processes.mask_queue import Made, MaskQueue
+from jengine.serving.processes.watchdog import Heartbeat
+from jengine.serving.processes.wire import (
+    RECEIVE,
+    TOTALS_SECONDS,
+    Add,
+    Answered,
+    Batch,
+    Configure,
+    Do,
+    End,
+    Frames,
+    Message,
+    Order,
+    Quit,
+    Ready,
+    Starting,
+    failed,
+    frame,
+    has_masks,
+    requests_of,
+)
+
+REPORT_SECONDS = 0.2  # between two reports of the same work during the start
+
+
+def _WAKE() -> None:
+    """Not an order: wakes the loop to check for news."""
+
+
+class EngineChild:
+    """An engine that receives its orders from a socket."""
+
+    def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
+        self._server, self._heartbeat = server, heartbeat
+        self._frames: Frames[Order] = Frames(Order)
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # functions to call in the loop; None ends it
+        self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
+        self._tokenizer: Tokenizer | None = None
+        self._masks = MaskQueue(lambda: self._tokenizer, self._masked)
+        self._engine: Steps
+        self._told: object = None  # the last load sent to the server
+        self._totals, self._totals_at = StepTotals(), 0.0  # the last totals sent to the server, and the time
+        self._working_on, self._reported_at = "", 0.0  # the start's last reported work, and the time
+
+    def run(self) -> None:
+        """Starts the engine, and steps it until the server sends Quit."""
+        threading.Thread(target=self._read, name="orders", daemon=True).start()
+        self._masks.start()
+        configure = self._configured.get()
+        module, _, function = configure.engine.partition(":")
+        make = getattr(import_module(module), function)
+        watching = {"report": self._report_start} if "report" in inspect.signature(make).parameters else {}
+        self._engine, self._tokenizer, info = make(**json.loads(configure.options), **watching)
+        gc.collect()
+        gc.freeze()  # excludes objects of the start from garbage collection
+        self._told = self._engine.load
+        self._heartbeat.ready(info.longest_step)
+        self._send(Ready(self._engine.limits, self._engine.load, info))
+        run_engine(self._engine, self._take_orders, self._deliver)
+
+    def _report_start(self, work: str, unit: str, done: int, total: int) -> None:
+        """Sends the start's progress, a few times a second. Called in the loop's thread."""
+        now = time.monotonic()
+        if work != self._working_on or done == total or now >= self._reported_at + REPORT_SECONDS:
+            self._working_on, self._reported_at = work, now
+            self._send(Starting(work, unit, done, total))
+
+    # --- the loop's thread -----------------------------------------------------------------------
+
+    def _take_orders(self, wait: bool) -> bool:
+        while True:
+            self._heartbeat.turn()
+            if self._inbox.empty():
+                untold = wait and self._engine.totals().steps != self._totals.steps
+                if untold or self._engine.load != self._told:  # a request was removed, or is waiting: no tokens report this
+                    self._deliver((), totals=untold)
+                if not wait:
+                    return True
+            with self._heartbeat.idle():
+                order = self._next_order()
+            if order is _WAKE:
+                continue
+            if order is None:
+                return False
+            order()
+            wait = not self._engine.has_work
+
+    def _next_order(self) -> Callable[[], object] | None:
+        """Waits for an order, at most a second while programs become ready, to report these to the server."""
+        load = self._engine.load
+        try:
+            return self._inbox.get(timeout=None if load.programs_ready == load.programs else 1.0)
+        except queue.Empty:
+            return _WAKE
+
+    def _deliver(self, updates: Updates, totals: bool = False) -> None:
+        now = time.monotonic()
+        if totals := totals or now >= self._totals_at + TOTALS_SECONDS:
+            self._totals, self._totals_at = self._engine.totals(), now
+        self._told = load = self._engine.load
+        tokens = [update for update in updates if isinstance(update, TokenUpdate)]
+        scores = [update for update in updates if isinstance(update, PromptScores)]
+        pooled = [update for update in updates if isinstance(update, Pooled)]
+        beams = [update for update in updates if isinstance(update, BeamsFound)]
+        ended = [update for update in updates if isinstance(update, Ended)]
+        self._send(Batch(tokens, scores, pooled, beams, ended, load, self._totals if totals else None))
+
+    def _add(self, requests: list[Request]) -> None:
+        try:
+            self._engine.add(*requests)
+        except InvalidArgument as error:
+            self._refuse([request.request_id for request in requests], error)
+        except Exception as error:  # a dead engine would end all other requests, and might receive this one again
+            traceback.print_exc()
+            for request in requests:
+                self._engine.end(request.request_id, "error")
+            self._refuse([request.request_id for request in requests], error)
+
+    def _refuse(self, request_ids: list[str], error: Exception) -> None:
+        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids])
+
+    def _answer(self, number: int, answer: Any, error: Exception | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            answered = frame(Answered(number, msgspec.json.encode(answer)))
+        except Exception as wrong:  # in the operation; or its answer is too large, or JSON cannot represent it
+            if not isinstance(wrong, JengineError):
+                traceback.print_exception(wrong)
+            answered = frame(Answered(number, error=failed(wrong)))
+        self._server.sendall(answered)
+
+    def _send(self, message: Message) -> None:
+        self._server.sendall(frame(message))
+
+    # --- the orders' thread ----------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            while data := self._server.recv(RECEIVE):
+                for order in self._frames.take(data):
+                    self._pass_on(order)
+        except ConnectionError:
+            pass
+        except Exception:  # a fault here or in the server: no one would continue to read
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)  # the server has gone
+
+    def _pass_on(self, order: Order) -> None:
+        match order:
+            case Configure():
+                self._configured.put(order)
+            case Add() if has_masks(order):
+                self._masks.put(order)
+            case Add():
+                self._inbox.put(self._adding(order))
+            case End(ended):
+                if not self._masks.end(ended.request_id):
+                    self._inbox.put(lambda: self._engine.end(*ended))
+            case Do(number, name, arguments):
+                run_operation(self._engine, decode_operation(name, arguments), self._inbox.put, partial(self._answer, number))
+            case Quit():
+                self._inbox.put(None)
+
+    def _masked(self, made: Made) -> None:
+        """Called by the masks' thread."""
+        if isinstance(made, tuple):
+            self._inbox.put(lambda: self._refuse(*made))
+        elif made:
+            self._inbox.put(lambda: self._add(made))
+
+    def _adding(self, order: Add) -> Callable[[], object]:
+        try:
+            requests = requests_of(order, self._tokenizer)
+        except Exception as error:  # of one prompt; llguidance raises its own errors
+            request_ids, why = [sample.request_id for sample in order.samples], error
+            return lambda: self._refuse(request_ids, why)
+        return lambda: self._add(requests)
+
+
+def run(server: socket.socket, heartbeat: Heartbeat) -> int:
+    """Runs an engine process, after engine_main. Returns the exit code.
+
+    The socket is never closed: the server notices the end of this process by the end of the stream.
+    """
+    try:
+        EngineChild(server, heartbeat).run()
+        return 0
+    except ConnectionError:  # the server has gone
+        return 0
+    except Exception as error:
+        if not isinstance(error, JengineError):
+            traceback.print_exc()
+        with contextlib.suppress(ConnectionError):
+            server.sendall(frame(failed(error)))
+        return 1

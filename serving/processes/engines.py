@@ -1,0 +1,70 @@
+"""Functions that create the engines that an engine process can run, named in `wire.Configure`."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jengine import EngineConfig, SamplingParams, Steps, Tokenizer
+from jengine.serving.processes.tokenizers import load_tokenizer, prepared
+from jengine.serving.processes.wire import EngineInfo
+
+
+class WarmEngine(NamedTuple):
+    """A warmed-up engine, and the tokenizer for its requests' masks. Without a tokenizer there are no masks."""
+
+    engine: Steps
+    tokenizer: Tokenizer | None
+    info: EngineInfo
+
+
+def model_engine(report: Callable[[str, str, int, int], None] | None = None, **options: Any) -> WarmEngine:
+    """An engine with a model; the options are EngineConfig's. Progress bars are shown if stderr is a terminal.
+
+    Args:
+        report: gets the start's progress; see jengine.base.progress.Report.
+
+    Raises:
+        InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.
+    """
+    gc.disable()  # what imports create stays, so looking for garbage among it would only take time
+    try:
+        from jengine import start_engine  # imports jax, which the mock does not need
+    finally:
+        gc.enable()
+
+    config = EngineConfig(**options)
+    engine, started = start_engine(config, progress=report or True)
+    tokenizer = prepared(started.require_tokenizer())
+    info = EngineInfo(
+        tokenizer_folder=str(started.tokenizer_folder),
+        chat_template=None if config.chat_template is None else tokenizer.chat_templates["default"].source,
+        dtype=started.dtype,
+        quantization=started.quantization,
+        devices=started.devices,
+        mesh={"tensor": config.tensor_parallel_size},
+        programs_compiled=started.programs_compiled,
+        programs_loaded=started.programs_loaded,
+        seconds=started.seconds,
+        sampling_defaults=_changed(started.default_sampling_params),
+        longest_step=started.longest_step,
+        stream_interval=config.stream_interval,
+    )
+    return WarmEngine(engine, tokenizer, info)
+
+
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from SamplingParams' own defaults."""
+    plain = dataclasses.asdict(SamplingParams())
+    return {name: value for name, value in dataclasses.asdict(params).items() if value != plain[name]}
+
+
+def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> WarmEngine:
+    """A MockEngine with these options. The folder is that of its server's tokenizer."""
+    from jengine.serving.processes.mock_engine import MockEngine
+
+    tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))
+    return WarmEngine(MockEngine(**options), tokenizer, EngineInfo(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"))

@@ -1,0 +1,210 @@
+"""Common parts of all services, for any protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from jengine import (
+    MAX_CLIENT,
+    AsyncLLM,
+    GenerationParams,
+    InvalidArgument,
+    OutputKind,
+    PreparedPrompt,
+    RequestHandle,
+    SamplingParams,
+    TokensPrompt,
+    chat_prompt,
+)
+from jengine.serving.calls.call import Call
+from jengine.serving.calls.errors import in_use
+from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.portions import Portions
+from jengine.serving.config import ServerConfig
+from jengine.serving.guards.admission import Admission, Place, client_of
+from jengine.serving.guards.bounds import RequestBounds
+from jengine.serving.guards.sandbox import Sandbox
+from jengine.serving.guards.security import salted, scoped
+from jengine.serving.logs.request_log import RequestLog
+from jengine.serving.metrics.server_metrics import Metrics
+from jengine.serving.requests.pace import Pace
+from jengine.serving.requests.spans import Spans
+from jengine.serving.requests.text_work import TextWork
+from jengine.serving.requests.tracking import RequestTracker
+
+Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and ChatOptions
+
+UNKNOWN_TOKENS = 256  # reserved for a completion without max_tokens
+
+
+class Shared(NamedTuple):
+    """Parts of a server that services share.
+
+    Attributes:
+        sandbox: checks grammars, and renders clients' chat templates.
+        text_work: tokenizes long texts.
+        portions: of large answers.
+        write_timeout: seconds in which a client must read each message of a stream.
+        client_chat_templates: whether clients may send chat templates.
+    """
+
+    models: ModelProvider
+    admission: Admission
+    tracker: RequestTracker
+    bounds: RequestBounds
+    sandbox: Sandbox
+    text_work: TextWork
+    pace: Pace
+    portions: Portions
+    write_timeout: float
+    client_chat_templates: bool
+
+    @classmethod
+    def of(
+        cls,
+        config: ServerConfig,
+        models: ModelProvider,
+        metrics: Metrics,
+        request_log: RequestLog | None = None,
+        spans: Spans | None = None,
+    ) -> Shared:
+        """Must be called in the server's event loop. Close the sandbox after the server has stopped."""
+        admission = Admission(config, models)
+        return cls(
+            models,
+            admission,
+            RequestTracker(metrics, request_log, spans),
+            RequestBounds.of(config),
+            Sandbox(charge=admission.charge_work),
+            TextWork(),
+            Pace(),
+            Portions(),
+            config.write_timeout,
+            config.client_chat_templates,
+        )
+
+
+class ParsedRequest(NamedTuple):
+    """A parsed request.
+
+    Attributes:
+        prompt: called once, in a thread if the request is long.
+        bytes: size of the request.
+        embedding: arguments of AsyncLLM.prepare_embedding, for an embedding instead of tokens.
+        repeats: whether the answer repeats the prompt, for each completion.
+    """
+
+    params: GenerationParams
+    prompt: Callable[[], str | list[int] | TokensPrompt]
+    bytes: int
+    cache_salt: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    embedding: dict[str, Any] | None = None
+    repeats: bool = False
+
+
+class Service:
+    """Base class of services. Every method may fail with the statuses of jengine.serving.calls.errors."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._models, self._admission, self._tracker, self._bounds = shared.models, shared.admission, shared.tracker, shared.bounds
+        self._sandbox, self._text_work, self._pace, self._write_timeout = (
+            shared.sandbox,
+            shared.text_work,
+            shared.pace,
+            shared.write_timeout,
+        )
+
+    async def _submit(
+        self, llm: AsyncLLM, parsed: ParsedRequest, kind: OutputKind, call: Call, request_id: str, place: Place, *, first: bool = True
+    ) -> RequestHandle:
+        """Validates and queues a prompt. Slow work runs in threads, dangerous work in the sandbox's processes.
+
+        Args:
+            first: whether this is the request's first prompt; its grammar is checked once.
+        """
+        client, params = client_of(call), parsed.params
+        salt = salted(parsed.cache_salt)  # computed here, since threads do not know the key
+        if first:
+            await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
+        else:
+            await asyncio.sleep(0)  # lets other requests run between the prompts of a long list
+
+        def prepare() -> PreparedPrompt:
+            given: Any = parsed.prompt()
+            if not isinstance(given, dict):
+                given = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
+            prompt: Any = {**given, "cache_salt": salt}
+            return llm.prepare(prompt, params) if parsed.embedding is None else llm.prepare_embedding(prompt, **parsed.embedding)
+
+        prepared = await self._text_work.run(client, parsed.bytes, prepare)
+        prompt_tokens = len(prepared.requests[0].prompt_token_ids)
+        place.hold(*_logprobs(parsed, prompt_tokens, self._max_model_len))
+        place.reserve(prompt_tokens, _output_tokens(parsed, prompt_tokens, self._max_model_len), first)
+        timeout = self._bounds.timeout(parsed.timeout)
+        try:
+            return llm.submit(
+                prepared,
+                request_id=scoped(request_id),
+                priority=parsed.priority,
+                ttft_ms=parsed.ttft_ms,
+                tpot_ms=parsed.tpot_ms,
+                client=client[:MAX_CLIENT],
+                timeout=timeout,
+                output_kind=kind,
+            )
+        except InvalidArgument as wrong:
+            raise wrong if wrong.field != "request_id" else in_use(request_id, wrong.limit) from None
+
+    async def _render(self, llm: AsyncLLM, read: Callable[[], Conversation], template: str | None, size: int, call: Call) -> TokensPrompt:
+        """Renders a conversation's prompt.
+
+        Args:
+            read: returns the conversation; called in a thread if the request, of `size` bytes, is long.
+            template: the client's template, which is also among the options.
+        """
+        client = client_of(call)
+        work = partial(self._text_work.run, client, size)
+        if template is None:
+            return await work(partial(self._render_here, llm, read))
+        if not self._shared.client_chat_templates:
+            raise InvalidArgument("chat_template", template, "this server does not accept templates from clients")
+        messages, options = await work(read)
+        return {"prompt_token_ids": await self._sandbox.render(client, messages, options, llm.tokenizer)}
+
+    def _render_here(self, llm: AsyncLLM, read: Callable[[], Conversation]) -> TokensPrompt:
+        messages, options = read()
+        return chat_prompt(llm.tokenizer, messages, max_model_len=self._max_model_len, **options)
+
+    @property
+    def _max_model_len(self) -> int:
+        return self._models.info.limits.sequence.max_model_len
+
+    def _check_ids(self, field: str, count: int) -> None:
+        """Checks the number of ids before they are copied."""
+        if count > self._max_model_len:
+            raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {self._max_model_len}")
+
+
+def _output_tokens(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> int:
+    """Tokens to reserve for each completion from a key's tokens a minute."""
+    most = UNKNOWN_TOKENS if parsed.params.max_tokens is None else parsed.params.max_tokens
+    return 0 if parsed.embedding is not None else min(most, max_model_len - prompt_tokens)
+
+
+def _logprobs(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> tuple[int, int]:
+    """The most log probabilities of the prompt and of the output in the answer. A repeated prompt token counts as one."""
+    params = parsed.params
+    if parsed.embedding is not None or not isinstance(params, SamplingParams):
+        return 0, 0
+    each = parsed.repeats + (0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs)
+    room = max_model_len - prompt_tokens
+    tokens = 0 if params.logprobs is None else room if params.max_tokens is None else min(params.max_tokens, room)
+    return params.n * each * prompt_tokens, params.n * tokens * (1 + (params.logprobs or 0))

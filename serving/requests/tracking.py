@@ -1,0 +1,141 @@
+"""Follows each request from arrival to end, for metrics, the request log and the client's rate limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+
+from jengine import RequestOutput
+from jengine.serving.calls.call import Call, interruption
+from jengine.serving.calls.errors import Refusal, refusal
+from jengine.serving.calls.request_ids import MAX_REQUEST_ID, check_request_id, new_id
+from jengine.serving.guards.admission import Place
+from jengine.serving.guards.security import current_key
+from jengine.serving.logs.request_log import RequestLog
+from jengine.serving.metrics.server_metrics import Metrics, RequestWatch
+from jengine.serving.requests.spans import Spans
+
+
+class TrackedRequest:
+    """One request.
+
+    Attributes:
+        request_id: the client's id.
+        place: set once it has one.
+        output: the live output, set once it is queued.
+    """
+
+    def __init__(self, method: str, request_id: str, metrics: Metrics) -> None:
+        key = current_key.get()
+        self.method, self.request_id, self.key = method, request_id, "" if key is None else key.name
+        self.place: Place | None = None
+        self.output: RequestOutput | None = None
+        self.began, self.arrived = time.monotonic(), datetime.now(UTC)
+        self._metrics = metrics
+        self._watch: RequestWatch | None = None
+
+    def queued(self, output: RequestOutput | None) -> None:
+        """It has been validated, and waits or runs. Without an output, it has already ended."""
+        self.output, self._watch = output, self._metrics.request_started()
+        self._charge()
+
+    def tokens(self, news: RequestOutput) -> None:
+        """An output with new content only (output_kind delta or final)."""
+        assert self._watch is not None
+        self._watch.tokens(news)
+        self._charge()
+
+    def over(self) -> None:
+        """It has ended or was aborted."""
+        if self._watch is not None:
+            self._charge()
+            self._watch.ended()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return 0 if self.output is None else len(self.output.prompt_token_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far, in all completions."""
+        return 0 if self.output is None else sum(len(completion.token_ids) for completion in self.output.outputs)
+
+    def _charge(self) -> None:
+        if self.place is not None and self.place.limited:
+            self.place.charge(self.prompt_tokens + self.output_tokens)
+
+    def entry(self, refused: Refusal | None, status: str) -> dict[str, Any]:
+        """Its line in the request log. Times are seconds since its arrival."""
+        output = self.output
+        times = None if output is None else output.metrics
+        entry: dict[str, Any] = {
+            "time": self.arrived.isoformat(timespec="milliseconds"),
+            "id": self.request_id,
+            "key": self.key or None,
+            "method": self.method,
+            "status": status,
+            "cause": None if refused is None else refused.cause,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": 0 if output is None else output.num_cached_tokens or 0,
+            "output_tokens": self.output_tokens,
+            "queue_seconds": None if times is None or times.scheduled is None else round(times.scheduled - self.began, 6),
+            "first_token_seconds": None if times is None or times.first_token is None else round(times.first_token - self.began, 6),
+            "total_seconds": round(time.monotonic() - self.began, 6),
+            "finish_reasons": [] if output is None else [completion.finish_reason for completion in output.outputs],
+        }
+        return entry
+
+
+class RequestTracker:
+    """Receives reports on requests."""
+
+    def __init__(self, metrics: Metrics, request_log: RequestLog | None, spans: Spans | None = None) -> None:
+        self._metrics, self._request_log, self._spans = metrics, request_log, spans
+        self._unfinished: set[TrackedRequest] = set()
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of all unfinished requests: prompts, and tokens generated so far."""
+        return sum(request.prompt_tokens + request.output_tokens for request in self._unfinished)
+
+    @contextmanager
+    def track(self, method: str, request_id: str, call: Call, part: int = 0) -> Iterator[TrackedRequest]:
+        """A context in which a request is answered. An exception that leaves it is the request's failure.
+
+        Args:
+            request_id: the client's; empty for a new one.
+            part: index of a prompt in the request; each prompt after the first has its own id.
+
+        Raises:
+            Refusal: the id is too long.
+        """
+        shown = request_id[:MAX_REQUEST_ID] or new_id()
+        request = TrackedRequest(method, f"{shown}-{part}" if part else shown, self._metrics)
+        refused: Refusal | None = None
+        status = "OK"
+        self._unfinished.add(request)
+        try:
+            check_request_id(request_id)
+            yield request
+        except (asyncio.CancelledError, grpc.aio.BaseError):
+            status = interruption(call).name
+            raise
+        except Exception as error:
+            refused = refusal(error)
+            status = refused.code.name
+            raise
+        finally:
+            self._unfinished.discard(request)
+            if refused is not None and request.output is None:
+                self._metrics.rejected(refused.cause, request.key)
+            self._metrics.request_over(request.key, status, request.prompt_tokens, request.output_tokens)
+            if self._request_log is not None:
+                self._request_log.write(request.entry(refused, status))
+            if self._spans is not None:
+                self._spans.over(request, status, call)
