@@ -21,6 +21,7 @@ GENERATED = ROOT / "serving" / "generated"
 MAX_LINES = 400
 MAX_OBJECT_LINES = 500  # of a class with its bases
 MAX_CHAIN = 3  # classes from the most derived to the last base of ours
+ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity")  # packages of packages, among which there is no circle either
 COMMANDS = ("jengine.cli", "jengine.commands", "jengine.ray")  # users of the library, as others are, that come with it
 SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these of the network
 BATCH = "jengine.commands.batch_openai"  # answers requests as the service does
@@ -102,7 +103,7 @@ def broken_rules(imports: list[Import]) -> list[str]:
 def node_of(name: str, modules: dict[str, str]) -> str:
     """The node of a module, or of a name in it: its package within jengine (jengine.text of jengine.text.tokenizer), else the module."""
     if inside(name, "jengine"):
-        return ".".join(name.split(".")[:2])
+        return ".".join(name.split(".")[: 3 if inside(name, *ROOFS) else 2])
     return name if name in modules or "." not in name else node_of(name.rpartition(".")[0], modules)
 
 

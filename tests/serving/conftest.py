@@ -26,8 +26,9 @@ from jengine.serving.http.app import Parts
 from jengine.serving.http.front import HttpFront
 from jengine.serving.http.small_pages import api
 from jengine.serving.logs.request_log import RequestLog
+from jengine.serving.metrics import metrics_server
 from jengine.serving.metrics.metrics_server import pages_of
-from jengine.serving.metrics.server_metrics import PrometheusMetrics, metrics_server
+from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.serving.playground.app import playground
 from jengine.serving.processes.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write

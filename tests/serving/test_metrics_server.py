@@ -11,8 +11,9 @@ from http import HTTPStatus
 import pytest
 
 from jengine import EngineDead, InvalidArgument, Load
+from jengine.serving.metrics import metrics_server
 from jengine.serving.metrics.metrics_server import LONGEST_HEAD, MOST_CONNECTIONS, MetricsServer, Page, pages_of
-from jengine.serving.metrics.server_metrics import PrometheusMetrics, metrics_server
+from jengine.serving.metrics.server_metrics import PrometheusMetrics
 
 
 def no_engine() -> Load:
