@@ -40,7 +40,8 @@ def make_scheduler(num_pages: int) -> Scheduler:
         max_num_batched_tokens=budget,
         max_model_len=2 * TOKENS,
         prefix_caching=True,
-        costs=StepCosts(table, slopes=Slopes(0.0, 0.0, 0.0)),  # free attention, so that a prompt takes one step
+        # free attention, so that a prompt takes one step
+        costs=StepCosts(table, slopes=Slopes(0.0, 0.0, 0.0)),
     )
 
 
@@ -69,7 +70,9 @@ def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
 def admit(rounds: int) -> dict[str, list[float]]:
     """Microseconds a page, by part: for cold prompts, for equal prompts, and for releasing their pages."""
     rng = np.random.default_rng(0)
-    took: dict[str, list[float]] = {name: [] for name in ("cold: schedule", "cold: pack", "hit: schedule", "hit: pack", "finish")}
+    took: dict[str, list[float]] = {
+        name: [] for name in ("cold: schedule", "cold: pack", "hit: schedule", "hit: pack", "finish")
+    }
     scheduler = make_scheduler(4 * PAGES)  # from the fourth round on, pages are evicted
     for i in range(rounds):
         prompt = rng.integers(2, 32000, TOKENS).tolist()
@@ -100,7 +103,12 @@ def wait(rounds: int) -> dict[str, list[float]]:
         if i:
             scheduler.abort("waits")
         took["alone"] += [step(scheduler)[0] for _ in range(4)]
-        add(scheduler, "waits", prompt[: SHARED * PAGE_SIZE] + rng.integers(2, 32000, TOKENS - SHARED * PAGE_SIZE).tolist(), 16)
+        add(
+            scheduler,
+            "waits",
+            prompt[: SHARED * PAGE_SIZE] + rng.integers(2, 32000, TOKENS - SHARED * PAGE_SIZE).tolist(),
+            16,
+        )
         took["waiting"] += [step(scheduler)[0] for _ in range(8)]
         assert scheduler.registry.num_waiting == 1
     return took
@@ -116,5 +124,8 @@ def measure(rounds: int) -> dict[str, Any]:
     print("\nschedule with one row, microseconds\n")
     for name, value in steps.items():
         print(f"{name:28}{value:8.1f}")
-    print(f"\nwhile a prompt waits: {steps['waiting'] - steps['alone']:.0f} us a step more; the goal is {GOAL:.0f}")
+    print(
+        f"\nwhile a prompt waits: {steps['waiting'] - steps['alone']:.0f} us a step more; the goal is"
+        f" {GOAL:.0f}"
+    )
     return {"pages": PAGES, "microseconds_a_page": pages, "microseconds_a_step": steps, "goal": GOAL}

@@ -1,11 +1,12 @@
-"""How much longer other clients wait during an attack, on loopback with a server of the demo model or a mock engine.
+"""How much longer other clients wait during an attack, on loopback with a server of the demo model or a mock
+engine.
 
     python -m benchmarks.attacks [--attacks NAME ...] [--seconds 10] [--mock] [--list]
 
-A probe calls GetLoad, and another one generates eight tokens, in loops: first alone, then while a client sends
-the attack's requests one after the other. Results: the probes' waiting times (99th percentile and maximum), and
-the responses to the attacker. An attack is a function, registered by name, that returns the request for a
-number (requests may differ).
+A probe calls GetLoad, and another one generates eight tokens, in loops: first alone, then while a client
+sends the attack's requests one after the other. Results: the probes' waiting times (99th percentile and
+maximum), and the responses to the attacker. An attack is a function, registered by name, that returns the
+request for a number (requests may differ).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServi
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
 LIMIT = 0.25  # seconds by which an attack may increase the longest wait
-REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "OK")  # allowed responses to an attacker
+# allowed responses to an attacker
+REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "OK")
 Attack = Callable[[int], AnyRequest]
 ATTACKS: dict[str, Attack] = {}
 
@@ -51,8 +53,9 @@ def request(**params: Any) -> pb.GenerateRequest:
 
 @attack
 def ordinary_samples(i: int) -> pb.GenerateRequest:
-    """Not an attack: the maximum number of completions in a request, more than there are slots. Later requests
-    wait for a slot."""
+    """Not an attack: the maximum number of completions in a request, more than there are slots. Later
+    requests wait for a slot.
+    """
     return request(n=64, temperature=1.0, seed=i)
 
 
@@ -63,7 +66,8 @@ def ordinary_samples(i: int) -> pb.GenerateRequest:
 def schema_of_many_refs(i: int) -> pb.GenerateRequest:
     """A chain; used to overflow the stack."""
     defs: dict[str, Any] = {
-        f"d{j}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{j + 1}"}}, "required": ["x"]} for j in range(999)
+        f"d{j}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{j + 1}"}}, "required": ["x"]}
+        for j in range(999)
     }
     schema = {"$ref": "#/$defs/d0", "$defs": {**defs, "d999": {"const": i}}}
     return request(structured_outputs=pb.StructuredOutputs(json=json.dumps(schema)))
@@ -103,14 +107,24 @@ def long_choice(i: int) -> pb.GenerateRequest:
 @attack
 def schema_of_products(i: int) -> pb.GenerateRequest:
     """allOf of anyOf."""
-    parts = [{"anyOf": [{"type": "object", "properties": {f"k{a}_{b}_{i}": {"type": "integer"}}} for b in range(4)]} for a in range(6)]
+    parts = [
+        {
+            "anyOf": [
+                {"type": "object", "properties": {f"k{a}_{b}_{i}": {"type": "integer"}}} for b in range(4)
+            ]
+        }
+        for a in range(6)
+    ]
     return request(structured_outputs=pb.StructuredOutputs(json=json.dumps({"allOf": parts})))
 
 
 @attack
 def endless_template(i: int) -> pb.ChatRequest:
     """S14: a template that runs for hours. Needs a server that accepts clients' templates."""
-    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% if b < 0 %}x{% endif %}{% endfor %}{% endfor %}" + str(i)
+    template = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% if b < 0 %}x{% endif %}{% endfor %}{%"
+        " endfor %}" + str(i)
+    )
     options = pb.ChatOptions(chat_template=template)
     return pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="Hello")], options=options)
 
@@ -141,7 +155,11 @@ class Probe:
     def end(self) -> dict[str, float]:
         self._stop.set()
         self._thread.join()
-        return {"calls": len(self.waits), "p99": round(float(np.percentile(self.waits, 99)), 4), "longest": round(max(self.waits), 4)}
+        return {
+            "calls": len(self.waits),
+            "p99": round(float(np.percentile(self.waits, 99)), 4),
+            "longest": round(max(self.waits), 4),
+        }
 
 
 @contextmanager
@@ -150,21 +168,30 @@ def stub(address: str) -> Any:
         yield GenerateServiceStub(channel)
 
 
-def watch(address: str, seconds: float, attacks: Attack | None, first: int) -> tuple[dict[str, Any], Counter[str]]:
+def watch(
+    address: str, seconds: float, attacks: Attack | None, first: int
+) -> tuple[dict[str, Any], Counter[str]]:
     """The probes' waits during an attack, or without one."""
     answers: Counter[str] = Counter()
     if attacks is not None:
         attacks(first)  # work that is done once holds the interpreter's lock, which the probes need
     with stub(address) as one, stub(address) as other, grpc.insecure_channel(address) as attacker:
-        short = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8, ignore_eos=True))
-        probes = {"GetLoad": Probe(lambda: one.GetLoad(pb.GetLoadRequest())), "Generate": Probe(lambda: other.Generate(short))}
+        short = pb.GenerateRequest(
+            text="def f(", sampling_params=pb.SamplingParams(max_tokens=8, ignore_eos=True)
+        )
+        probes = {
+            "GetLoad": Probe(lambda: one.GetLoad(pb.GetLoadRequest())),
+            "Generate": Probe(lambda: other.Generate(short)),
+        }
         until, i = time.monotonic() + seconds, first
         while attacks is None and time.monotonic() < until:
             time.sleep(0.05)
         while attacks is not None and time.monotonic() < until:
             try:
                 answer = send(attacker, attacks(i))
-                reasons = {pb.FinishReason.Name(c.ending.finish_reason) for c in getattr(answer, "completions", ())}
+                reasons = {
+                    pb.FinishReason.Name(c.ending.finish_reason) for c in getattr(answer, "completions", ())
+                }
                 answers["OK " + ",".join(sorted(reasons)).replace("FINISH_REASON_", "").lower()] += 1
             except grpc.RpcError as error:
                 answers[error.code().name] += 1
@@ -186,7 +213,10 @@ def main() -> None:
     with mock_server(0.001, more=wide) if options.mock else model_server(MODEL, more=wide) as (_, address):
         watch(address, 2.0, None, 0)  # the first steps of a process are slower
         usual, _ = watch(address, options.seconds, None, 0)
-        print(f"\nseconds: 99th percentile, longest\n{'':28}{'GetLoad':>16}{'Generate':>16}   answers to the attacker")
+        print(
+            f"\nseconds: 99th percentile, longest\n{'':28}{'GetLoad':>16}{'Generate':>16}   answers to the"
+            " attacker"
+        )
         show("(none)", usual, Counter())
         results = {}
         for name in options.attacks:
@@ -198,12 +228,20 @@ def main() -> None:
             if max(added.values()) > LIMIT or bad:
                 print(f"   MISSED: {added} {bad}")
     if not options.mock:
-        save("attacks", {"seconds": options.seconds, "limit_seconds": LIMIT, "without": usual, "attacks": results})
+        save(
+            "attacks",
+            {"seconds": options.seconds, "limit_seconds": LIMIT, "without": usual, "attacks": results},
+        )
 
 
 def show(name: str, waits: dict[str, Any], answers: Counter[str]) -> None:
-    cells = "".join(f"{waits[probe]['p99']:9.3f}{waits[probe]['longest']:7.3f}" for probe in ("GetLoad", "Generate"))
-    print(f"{name:28}{cells}   {', '.join(f'{count} {answer}' for answer, count in answers.items())}", flush=True)
+    cells = "".join(
+        f"{waits[probe]['p99']:9.3f}{waits[probe]['longest']:7.3f}" for probe in ("GetLoad", "Generate")
+    )
+    print(
+        f"{name:28}{cells}   {', '.join(f'{count} {answer}' for answer, count in answers.items())}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

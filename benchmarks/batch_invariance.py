@@ -28,7 +28,14 @@ LONGEST = 640  # tokens
 
 def config_of(model: str, arm: str, **options: Any) -> EngineConfig:
     return EngineConfig.of(
-        model, {"batch_invariant": ARMS[arm], "max_model_len": LONGEST, "warm_up": "all", "enable_prefix_caching": False, **options}
+        model,
+        {
+            "batch_invariant": ARMS[arm],
+            "max_model_len": LONGEST,
+            "warm_up": "all",
+            "enable_prefix_caching": False,
+            **options,
+        },
     )
 
 
@@ -49,7 +56,9 @@ def throughput(model: str, dtype: str, count: int, rounds: int) -> dict[str, Any
     """Output tokens a second of each arm in its fastest round, and of a single request."""
     engines = {arm: started(model, arm, dtype) for arm in ARMS}
     vocab = engines["default"][0].model.vocab_size
-    work = [Work(item.prompt, min(item.output, 96), min(item.generated, 96)) for item in make_work(count, vocab)]
+    work = [
+        Work(item.prompt, min(item.output, 96), min(item.generated, 96)) for item in make_work(count, vocab)
+    ]
     alone = [Work(work[0].prompt[:64], 48, 48)]
     took: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     facts: dict[str, Any] = {}
@@ -87,7 +96,9 @@ def starts(model: str, dtype: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="demo", help="demo, a shape of tools/make_model.py such as 134m, or a folder")
+    parser.add_argument(
+        "--model", default="demo", help="demo, a shape of tools/make_model.py such as 134m, or a folder"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=2)

@@ -60,7 +60,9 @@ class Record:
 
 
 class RecordingRunner:
-    """A runner that records each step. A step's time is from when the device could start it until its tokens arrived."""
+    """A runner that records each step. A step's time is from when the device could start it until its tokens
+    arrived.
+    """
 
     def __init__(self, inner: Runner, table: ProgramTable) -> None:
         self.record = Record()
@@ -88,7 +90,10 @@ class RecordingRunner:
 def make_work(count: int, vocab: int) -> list[Work]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(*PROMPT, count, endpoint=True), rng.integers(*OUTPUT, count, endpoint=True)
-    return [Work(rng.integers(2, vocab, prompt).tolist(), int(output), int(output)) for prompt, output in zip(*lengths, strict=True)]
+    return [
+        Work(rng.integers(2, vocab, prompt).tolist(), int(output), int(output))
+        for prompt, output in zip(*lengths, strict=True)
+    ]
 
 
 def drain(engine: Engine, work: Iterable[Work]) -> None:
@@ -119,7 +124,11 @@ def groups(work: list[Work]) -> list[list[Work]]:
     return [work[i : i + MAX_NUM_SEQS] for i in range(0, len(work), MAX_NUM_SEQS)]
 
 
-ARMS: dict[str, Callable[[Engine, list[Work]], None]] = {"continuous": continuous, "static": static, "padded": padded}
+ARMS: dict[str, Callable[[Engine, list[Work]], None]] = {
+    "continuous": continuous,
+    "static": static,
+    "padded": padded,
+}
 
 
 def measure(engine: Engine, runner: RecordingRunner, arm: str, work: list[Work]) -> Record:
@@ -132,7 +141,11 @@ def measure(engine: Engine, runner: RecordingRunner, arm: str, work: list[Work])
 
 def summary(record: Record, tokens: int) -> dict[str, Any]:
     programs = {
-        name: {"steps": len(took), "mean_ms": round(1e3 * statistics.mean(took), 1), "share": round(sum(took) / record.whole, 3)}
+        name: {
+            "steps": len(took),
+            "mean_ms": round(1e3 * statistics.mean(took), 1),
+            "share": round(sum(took) / record.whole, 3),
+        }
         for name, took in sorted(record.by_program().items(), key=lambda item: -sum(item[1]))
     }
     return {
@@ -148,17 +161,22 @@ def summary(record: Record, tokens: int) -> dict[str, Any]:
 
 def show(arm: str, facts: dict[str, Any]) -> None:
     print(
-        f"\n{arm}: {facts['output_tokens_per_second']} output tokens/s, {facts['output_tokens']} in {facts['seconds']:.1f} s; "
-        f"{facts['steps']} steps, {facts['mean_decode_rows']} of {MAX_NUM_SEQS} rows decoding, {facts['padding_share']:.1%} padding"
+        f"\n{arm}: {facts['output_tokens_per_second']} output tokens/s, {facts['output_tokens']} in"
+        f" {facts['seconds']:.1f} s; {facts['steps']} steps, {facts['mean_decode_rows']} of {MAX_NUM_SEQS}"
+        f" rows decoding, {facts['padding_share']:.1%} padding"
     )
     for name, program in facts["programs"].items():
-        print(f"    {name:40}{program['steps']:6} steps{program['mean_ms']:9.1f} ms each{program['share']:8.1%} of the time")
+        print(
+            f"    {name:40}{program['steps']:6} steps{program['mean_ms']:9.1f} ms each{program['share']:8.1%}"
+            " of the time"
+        )
 
 
 def even_seconds(records: dict[str, Record]) -> dict[str, float]:
     """Each arm's seconds if every program always took its median time over all arms.
 
-    Other load on the machine slows the arms at random. This figure only depends on the programs that were run.
+    Other load on the machine slows the arms at random. This figure only depends on the programs that were
+    run.
     """
     pooled: dict[str, list[float]] = defaultdict(list)
     for record in records.values():
@@ -176,7 +194,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the demo model, nothing saved")
     options = parser.parse_args()
     model = options.model or ("demo" if options.quick else str(made_model("134m")))
-    config = EngineConfig.of(model, {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": PROMPT[1] + OUTPUT[1], "dtype": options.dtype})
+    config = EngineConfig.of(
+        model, {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": PROMPT[1] + OUTPUT[1], "dtype": options.dtype}
+    )
     engine, _ = start_engine(config)
     inner = engine.runner
     assert isinstance(inner, Runner)
@@ -197,11 +217,21 @@ def main() -> None:
             "measured": round(records[arm].whole / records["continuous"].whole, 2),
             "even": round(even[arm] / even["continuous"], 2),
         }
-        print(f"\ncontinuous / {arm}: {ratios[arm]['measured']}; with one time for each program: {ratios[arm]['even']}", end="")
+        print(
+            f"\ncontinuous / {arm}: {ratios[arm]['measured']}; with one time for each program:"
+            f" {ratios[arm]['even']}",
+            end="",
+        )
     print(f"; the goal is {GOAL}")
     if not options.quick:
-        facts = {"model": options.model or "134m", "dtype": str(inner.spec.model.dtype), "max_num_seqs": MAX_NUM_SEQS}
-        save("batching", {**facts, "requests": options.requests, "ratios": ratios, "goal": GOAL, "arms": arms})
+        facts = {
+            "model": options.model or "134m",
+            "dtype": str(inner.spec.model.dtype),
+            "max_num_seqs": MAX_NUM_SEQS,
+        }
+        save(
+            "batching", {**facts, "requests": options.requests, "ratios": ratios, "goal": GOAL, "arms": arms}
+        )
 
 
 if __name__ == "__main__":

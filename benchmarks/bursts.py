@@ -4,8 +4,8 @@
 
 One engine with `num_scheduler_steps=8` and one set of programs. Its scheduler uses single steps, bursts, and
 "auto" in turn, once in each round. Rows decode 129 tokens each, without stop tokens. Then a request with a
-prompt of 64 tokens arrives while 7 others decode, at a random moment of a step or burst; the time to its first
-token counts. With "auto", no burst begins while a request waits.
+prompt of 64 tokens arrives while 7 others decode, at a random moment of a step or burst; the time to its
+first token counts. With "auto", no burst begins while a request waits.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ WAYS: tuple[int | str, ...] = (1, 8, "auto")
 
 class Bench:
     def __init__(self, model: str) -> None:
-        config = EngineConfig.of(model, {"max_num_seqs": ROWS[-1], "max_model_len": 1024, "num_scheduler_steps": 8, "warm_up": "all"})
+        config = EngineConfig.of(
+            model,
+            {"max_num_seqs": ROWS[-1], "max_model_len": 1024, "num_scheduler_steps": 8, "warm_up": "all"},
+        )
         self.engine, _ = start_engine(config)
         self.rng, self.names = np.random.default_rng(0), iter(range(1_000_000))
 
     def use(self, way: int | str) -> None:
         """Programs for bursts stay compiled; a table without bursts causes single steps."""
         scheduler = self.engine.scheduler
-        table, options = replace(scheduler.table, steps=1 if way == 1 else 8), replace(scheduler.options, num_scheduler_steps=way)
+        table, options = (
+            replace(scheduler.table, steps=1 if way == 1 else 8),
+            replace(scheduler.options, num_scheduler_steps=way),
+        )
         restart_scheduler(self.engine, table=table, options=options)
 
     def add(self, prompt: int, tokens: int) -> str:
@@ -69,7 +75,9 @@ class Bench:
             for _ in range(moment.randrange(4, 12)):
                 self.engine.step()
             name, start = self.add(PROMPT, 2), time.perf_counter()
-            while not any(isinstance(update, TokenUpdate) and update.request_id == name for update in self.engine.step()):
+            while not any(
+                isinstance(update, TokenUpdate) and update.request_id == name for update in self.engine.step()
+            ):
                 pass
             times.append(1e3 * (time.perf_counter() - start))
         for name in beside:
@@ -89,12 +97,21 @@ def measured(bench: Bench, rounds: int) -> dict[str, Any]:
                 speeds[str(way)][rows].append(bench.throughput(rows))
             first[str(way)] += bench.first_tokens()
     return {
-        "tokens_per_second": {way: {rows: round(statistics.median(found)) for rows, found in by.items()} for way, by in speeds.items()},
-        "ratio": {
-            way: {rows: round(statistics.median(np.divide(by[rows], speeds["1"][rows]).tolist()), 2) for rows in ROWS}
+        "tokens_per_second": {
+            way: {rows: round(statistics.median(found)) for rows, found in by.items()}
             for way, by in speeds.items()
         },
-        "first_token_ms": {way: {"median": percentile(found, 50), "p90": percentile(found, 90)} for way, found in first.items()},
+        "ratio": {
+            way: {
+                rows: round(statistics.median(np.divide(by[rows], speeds["1"][rows]).tolist()), 2)
+                for rows in ROWS
+            }
+            for way, by in speeds.items()
+        },
+        "first_token_ms": {
+            way: {"median": percentile(found, 50), "p90": percentile(found, 90)}
+            for way, found in first.items()
+        },
     }
 
 
@@ -110,7 +127,10 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     for model in ["demo"] if options.quick else options.models:
-        results[model] = measured(Bench(model if model == "demo" else str(made_model(model))), 1 if options.quick else options.rounds)
+        results[model] = measured(
+            Bench(model if model == "demo" else str(made_model(model))),
+            1 if options.quick else options.rounds,
+        )
         print(model, *[f"    {name}: {found}" for name, found in results[model].items()], sep="\n")
     if not options.quick:
         save("bursts", results)

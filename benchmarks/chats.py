@@ -1,4 +1,5 @@
-"""Chats whose answers `benchmarks.quantization` scores: SmolLM2-135M-Instruct's own, greedy and at float32, to questions.txt.
+"""Chats whose answers `benchmarks.quantization` scores: SmolLM2-135M-Instruct's own, greedy and at float32,
+to questions.txt.
 
     python -m benchmarks.chats
 
@@ -18,10 +19,21 @@ LONGEST = 128  # tokens of an answer
 
 
 def main() -> None:
-    llm = LLM(str(smollm2()), dtype="float32", quantization="none", max_model_len=1024, max_num_seqs=8, tile_size=64, progress=False)
+    llm = LLM(
+        str(smollm2()),
+        dtype="float32",
+        quantization="none",
+        max_model_len=1024,
+        max_num_seqs=8,
+        tile_size=64,
+        progress=False,
+    )
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS.read_text().splitlines()]
     outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=LONGEST), use_tqdm=False)
-    lines = [json.dumps({"prompt": output.prompt_token_ids, "answer": list(output.outputs[0].token_ids)}) for output in outputs]
+    lines = [
+        json.dumps({"prompt": output.prompt_token_ids, "answer": list(output.outputs[0].token_ids)})
+        for output in outputs
+    ]
     CHATS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     print(sum(len(output.outputs[0].token_ids) for output in outputs), "tokens")
 

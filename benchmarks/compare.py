@@ -1,6 +1,7 @@
 """jengine and other engines on a CPU: the same model and requests, two threads, one process each, in turn.
 
-    python -m benchmarks.compare [--peers openvino vllm:bfloat16 ...] [--precisions float32 ...] [--rounds 3] [--once PEER ...]
+    python -m benchmarks.compare [--peers openvino vllm:bfloat16 ...] [--precisions float32 ...] [--rounds 3]
+    [--once PEER ...]
     python -m benchmarks.compare --before      saves as compare_before
     python -m benchmarks.compare --prepare     only installs and converts
     python -m benchmarks.compare --quick       a few tokens each, nothing saved
@@ -90,7 +91,10 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
     cache.mkdir(parents=True, exist_ok=True)
     kept = {name: str(cache) for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")}
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    variables = {name: value.format(environment=python.parent.parent, cores=cores) for name, value in peer.variables.items()}
+    variables = {
+        name: value.format(environment=python.parent.parent, cores=cores)
+        for name, value in peer.variables.items()
+    }
     threads = {name: str(THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     log = PEERS_FOLDER / "logs" / f"{arm.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +117,14 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
         process = subprocess.Popen(
             [str(python), "-m", "benchmarks.peers.worker"],
             cwd=ROOT,
-            env={**os.environ, **kept, **threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **variables},
+            env={
+                **os.environ,
+                **kept,
+                **threads,
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": str(ROOT),
+                **variables,
+            },
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -132,7 +143,9 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
         told = json.loads(result.read_text()) if result.exists() else {}
     if "first_token" not in told:
         lines = log.read_text(errors="replace").strip().splitlines()
-        raise Unavailable(f"{lines[-1] if lines else 'no output'} (the whole is in {log.relative_to(PEERS_FOLDER)})")
+        raise Unavailable(
+            f"{lines[-1] if lines else 'no output'} (the whole is in {log.relative_to(PEERS_FOLDER)})"
+        )
     arm.failed |= told["failed"]
     return {**told, "start": told["first_token"] - before}
 
@@ -160,7 +173,12 @@ def summary(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     facts: dict[str, dict[str, Any]] = {}
     for arm in arms:
         measured = {name: spread(values) for name, values in arm.values.items() if name != "warm up"}
-        facts[arm.name] = {"measured": measured, "values": arm.values, "seconds": arm.seconds, "versions": arm.versions}
+        facts[arm.name] = {
+            "measured": measured,
+            "values": arm.values,
+            "seconds": arm.seconds,
+            "versions": arm.versions,
+        }
         facts[arm.name]["failed"] = arm.failed
         if reference and arm.tokens:
             assert reference.tokens is not None and reference.gaps is not None
@@ -188,7 +206,10 @@ def show(facts: dict[str, dict[str, Any]], unavailable: dict[str, str]) -> None:
     for name, arm in facts.items():
         same = arm.get("agreement")
         if same and name.endswith("float32") and same["differ"]:
-            print(f"\n{name}: {same['differ']} of {same['sequences']} sequences differ from {REFERENCE} away from near-ties")
+            print(
+                f"\n{name}: {same['differ']} of {same['sequences']} sequences differ from {REFERENCE} away"
+                " from near-ties"
+            )
         for measure, reason in arm["failed"].items():
             print(f"\n{name}: {measure} failed: {reason}")
     for name, reason in unavailable.items():
@@ -201,11 +222,22 @@ def show(facts: dict[str, dict[str, Any]], unavailable: dict[str, str]) -> None:
 def main() -> None:
     peers = [name for name in PEERS if name != "jengine"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peers", nargs="*", default=peers, metavar="PEER[:PRECISION]", help=f"{', '.join(peers)}; or none")
+    parser.add_argument(
+        "--peers", nargs="*", default=peers, metavar="PEER[:PRECISION]", help=f"{', '.join(peers)}; or none"
+    )
     parser.add_argument("--precisions", nargs="+", choices=ORDER, default=list(ORDER))
     parser.add_argument("--rounds", type=int, default=3, help="processes of each, after the first start")
-    parser.add_argument("--once", nargs="+", choices=peers, default=[], metavar="PEER", help="peers that take part only in the first round")
-    parser.add_argument("--minutes", type=float, default=60.0, help="do not start processes that would end later")
+    parser.add_argument(
+        "--once",
+        nargs="+",
+        choices=peers,
+        default=[],
+        metavar="PEER",
+        help="peers that take part only in the first round",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="do not start processes that would end later"
+    )
     parser.add_argument("--before", action="store_true", help="save as compare_before")
     parser.add_argument("--prepare", action="store_true", help="install and convert, measure nothing")
     parser.add_argument("--quick", action="store_true", help="a few tokens, one round, nothing saved")
@@ -231,11 +263,22 @@ def main() -> None:
         except Unavailable as error:
             unavailable[arm.name] = str(error)
     if options.prepare:
-        print("\n".join(["ready:", *(arm.name for arm in arms), *(f"{name}: {reason}" for name, reason in unavailable.items())]))
+        print(
+            "\n".join(
+                [
+                    "ready:",
+                    *(arm.name for arm in arms),
+                    *(f"{name}: {reason}" for name, reason in unavailable.items()),
+                ]
+            )
+        )
         return
 
     seconds = expected(arms)
-    whole = sum(seconds[arm.name][0] + seconds[arm.name][1] * (1 if arm.peer in options.once else rounds) for arm in arms)
+    whole = sum(
+        seconds[arm.name][0] + seconds[arm.name][1] * (1 if arm.peer in options.once else rounds)
+        for arm in arms
+    )
     print(f"{len(arms)} engines and precisions, {rounds} rounds: about {whole / 60:.0f} minutes", flush=True)
     deadline = time.monotonic() + 60 * options.minutes
     skipped = []
@@ -258,8 +301,17 @@ def main() -> None:
             print(f"round {number}: {arm.name}: {arm.seconds[-1]:.0f} s", flush=True)
         facts = summary(arms)
         if not options.quick:
-            result = {"model": SHAPE, "threads": THREADS, "rounds": number, "arms": facts, "goals": goals(facts)}
-            save("compare_before" if options.before else result_name(), {**result, "not_measured": unavailable, "skipped": skipped})
+            result = {
+                "model": SHAPE,
+                "threads": THREADS,
+                "rounds": number,
+                "arms": facts,
+                "goals": goals(facts),
+            }
+            save(
+                "compare_before" if options.before else result_name(),
+                {**result, "not_measured": unavailable, "skipped": skipped},
+            )
     show(facts, unavailable)
     if skipped:
         print(f"\nskipped for lack of time: {', '.join(skipped)}")

@@ -3,9 +3,9 @@
     python -m benchmarks.convert_memory [--shape 1b] [--quick]
 
 On a CPU, device memory is host memory: the part that a load leaves there is the model itself, and is listed
-separately. A process's own (anonymous) memory is distinguished from the pages of mapped files, which the system
-can reclaim. A thread samples both every millisecond. Needs Linux, and twice the model's size on the disk for
-temporary files.
+separately. A process's own (anonymous) memory is distinguished from the pages of mapped files, which the
+system can reclaim. A thread samples both every millisecond. Needs Linux, and twice the model's size on the
+disk for temporary files.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def child_load(model: str, dtype: str, devices: int) -> None:
     watch, start = Watch(), time.perf_counter()
     params = load(Path(model), declared, mesh, progress=False)
     seconds = time.perf_counter() - start
-    shards = [shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]  # copies count
+    # copies count
+    shards = [shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
     print(json.dumps({"seconds": seconds, "device": sum(shards), **watch.end()}))
 
 
@@ -85,8 +86,14 @@ def import_orbax() -> None:
 
 def run(call: str, devices: int = 1) -> dict[str, Any]:
     code = f"from benchmarks.convert_memory import child_convert, child_load; {call}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     told = json.loads(done.stdout.splitlines()[-1])
     seconds = told.pop("seconds")
     megabytes = {name: round(value / MB) for name, value in told.items()}
@@ -107,11 +114,21 @@ def measure(shape: str) -> dict[str, Any]:
                 rows[row] = run(f"child_load({source!r}, {dtype!r}, {devices})", devices)
         stored = sum(entry.stat().st_size for entry in Path(out).rglob("*") if entry.is_file())
     largest = 2 * largest_parameter(shape)
-    print(f"\n{shape}: {file / MB:.0f} MB of bfloat16 safetensors, largest parameter {largest / MB:.0f}; converted {stored / MB:.0f}")
+    print(
+        f"\n{shape}: {file / MB:.0f} MB of bfloat16 safetensors, largest parameter {largest / MB:.0f};"
+        f" converted {stored / MB:.0f}"
+    )
     print(f"\npeaks in MB{'':32}{'own':>8}{'device':>8}{'beyond':>8}{'mapped':>8}{'seconds':>9}")
     for name, row in rows.items():
-        print(f"{name:43}{row['own']:8}{row['device']:8}{row['beyond']:8}{row['mapped']:8}{row['seconds']:9.1f}")
-    return {"file": round(file / MB), "largest_parameter": round(largest / MB), "converted": round(stored / MB), "peaks": rows}
+        print(
+            f"{name:43}{row['own']:8}{row['device']:8}{row['beyond']:8}{row['mapped']:8}{row['seconds']:9.1f}"
+        )
+    return {
+        "file": round(file / MB),
+        "largest_parameter": round(largest / MB),
+        "converted": round(stored / MB),
+        "peaks": rows,
+    }
 
 
 def largest_parameter(shape: str) -> int:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.cost_curves [--model 134m] [--formats bfloat16 float32 w8a8] [--seconds 20] [--quick]
 
-Contexts of 128 to 8k tokens with 1 and 8 rows, and 1 to 64 rows with 256 tokens each: trunk and greedy sampler,
-the minimum over interleaved runs. Also shows the time to read memory: weights, and the keys and values of all
-rows, at the measured bandwidth.
+Contexts of 128 to 8k tokens with 1 and 8 rows, and 1 to 64 rows with 256 tokens each: trunk and greedy
+sampler, the minimum over interleaved runs. Also shows the time to read memory: weights, and the keys and
+values of all rows, at the measured bandwidth.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 FIXED_ROWS, FIXED_CONTEXT = (1, 8), 256
 
 
-def measure(folder: Path, name: str, contexts: tuple[int, ...], rows: tuple[int, ...], budget: float, speed: float) -> list[dict[str, Any]]:
+def measure(
+    folder: Path, name: str, contexts: tuple[int, ...], rows: tuple[int, ...], budget: float, speed: float
+) -> list[dict[str, Any]]:
     """A point for each shape: rows, context, milliseconds, and the time to read memory."""
     model = Model(folder, **FORMATS[name])
     few = max(FIXED_ROWS)
     steps = {n: model.step(rows=n, context=max(contexts)) for n in FIXED_ROWS} | {
         n: model.step(rows=n, context=FIXED_CONTEXT) for n in rows if n > few
     }
-    shapes = [*((n, context) for context in contexts for n in FIXED_ROWS), *((n, FIXED_CONTEXT) for n in rows)]
+    shapes = [
+        *((n, context) for context in contexts for n in FIXED_ROWS),
+        *((n, FIXED_CONTEXT) for n in rows),
+    ]
 
     def run(n: int, context: int) -> float:
         step = steps[n if n in steps else few]
@@ -42,16 +47,30 @@ def measure(folder: Path, name: str, contexts: tuple[int, ...], rows: tuple[int,
 
     best = least({shape: partial(run, *shape) for shape in shapes}, budget)
     config = model.config
-    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * jnp.dtype(model.model.dtype).itemsize
-    weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) - table  # only a few rows of the embedding are read
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(model.model.dtype).itemsize
+    table = (
+        0
+        if config.tie_embeddings
+        else config.vocab_size * config.hidden_size * jnp.dtype(model.model.dtype).itemsize
+    )
+    # only a few rows of the embedding are read
+    weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) - table
+    token = (
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(model.model.dtype).itemsize
+    )
     return [
-        {"rows": n, "context": context, "ms": seconds * 1e3, "memory_ms": (weights + n * (context + 1) * token) / speed * 1e3}
+        {
+            "rows": n,
+            "context": context,
+            "ms": seconds * 1e3,
+            "memory_ms": (weights + n * (context + 1) * token) / speed * 1e3,
+        }
         for (n, context), seconds in best.items()
     ]
 
 
-def plot(points: dict[str, list[dict[str, Any]]], file: Path, x: str, fixed: str, values: tuple[int, ...]) -> None:
+def plot(
+    points: dict[str, list[dict[str, Any]]], file: Path, x: str, fixed: str, values: tuple[int, ...]
+) -> None:
     """One curve for each format and each value of the fixed quantity; the memory's part is dashed."""
     import matplotlib
 
@@ -63,7 +82,9 @@ def plot(points: dict[str, list[dict[str, Any]]], file: Path, x: str, fixed: str
         for value, marker in zip(values, "os", strict=False):
             curve = sorted((p for p in points[format] if p[fixed] == value), key=lambda p: p[x])
             label = f"{format}, {fixed} {value}"
-            axes.plot([p[x] for p in curve], [p["ms"] for p in curve], marker=marker, color=color, label=label)
+            axes.plot(
+                [p[x] for p in curve], [p["ms"] for p in curve], marker=marker, color=color, label=label
+            )
             axes.plot([p[x] for p in curve], [p["memory_ms"] for p in curve], ":", color=color, linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -83,7 +104,11 @@ def main() -> None:
     parser.add_argument("--model", default="134m")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--seconds", type=float, default=20, help="for each format")
-    parser.add_argument("--quick", action="store_true", help="bfloat16, three points a curve; plots into the working folder, nothing saved")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="bfloat16, three points a curve; plots into the working folder, nothing saved",
+    )
     options = parser.parse_args()
     formats, budget = (["bfloat16"], 5) if options.quick else (options.formats, options.seconds)
     contexts, rows = (CONTEXTS[::3], ROWS[::3]) if options.quick else (CONTEXTS, ROWS)
@@ -92,7 +117,8 @@ def main() -> None:
     for name, curve in points.items():
         for point in curve:
             print(
-                f"{name:10} {point['rows']:3} rows, context {point['context']:5}: {point['ms']:8.2f} ms, memory {point['memory_ms']:7.2f}"
+                f"{name:10} {point['rows']:3} rows, context {point['context']:5}: {point['ms']:8.2f} ms,"
+                f" memory {point['memory_ms']:7.2f}"
             )
     where = Path() if options.quick else RESULTS
     plot(points, where / "cost_context.png", "context", "rows", FIXED_ROWS)

@@ -1,12 +1,13 @@
-"""Predicted and measured steps, with the spread of identical steps; and the recovery after a period of other load.
+"""Predicted and measured steps, with the spread of identical steps; and the recovery after a period of other
+load.
 
     python -m benchmarks.costs [--models demo 134m] [--seconds 30] [--slow 60] [--quick]
 
 The engine measures its programs, as at a first start, then serves a random load: 1 to 32 sequences at once,
 prompts of all lengths, greedy, sampled and truncated. Every step whose time the host can see is predicted
-before it is observed. Then steps of that load are repeated: the deviation of identical steps from their median
-is a lower bound for any prediction's error. Finally, two busy processes slow the machine for a while. The load
-continues, and steps are counted until the median error of 15 steps is within the goal again.
+before it is observed. Then steps of that load are repeated: the deviation of identical steps from their
+median is a lower bound for any prediction's error. Finally, two busy processes slow the machine for a while.
+The load continues, and steps are counted until the median error of 15 steps is within the goal again.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class Load:
 
 
 def repeated(engine: Engine, plans: list[StepPlan], runs: int) -> list[float]:
-    """Relative deviations of identical steps from their median. Each is dispatched before the previous one is read."""
+    """Relative deviations of identical steps from their median. Each is dispatched before the previous one is
+    read.
+    """
     runner, deviations = engine.runner, []
     for plan in plans:
         before, times, end = runner.dispatch(plan), [], time.monotonic() + SECONDS
@@ -206,20 +209,32 @@ def measure(name: str, seconds: float, slow: float) -> dict[str, Any]:
     }
     print(f"\n{name}: all programs measured in {measuring:.1f} s")
     print(f"{'':34}{'median':>8}{'p95':>8}")
-    lines = ("spread of identical steps", spread), ("error after warm-up", result["first"]), ("error later", error)
+    lines = (
+        ("spread of identical steps", spread),
+        ("error after warm-up", result["first"]),
+        ("error later", error),
+    )
     for label, values in (*lines, *((f"  {kind}", values) for kind, values in result["by_tiles"].items())):
         print(f"{label:34}{values['median']:8.1%}{values['p95']:8.1%}")
     slowed_down = result["slowed"]
     print(f"times the spread: {result['ratio']['median']} and {result['ratio']['p95']}; the goal is {GOAL}")
-    print(f"slowed {slowed_down['times_as_long']} times for {slow:.0f} s: error {slowed_down['error']['median']:.1%};")
-    print(f"back within the goal after {slowed_down['recovered_after']} steps, error then {slowed_down['error_after']['median']:.1%}")
+    print(
+        f"slowed {slowed_down['times_as_long']} times for {slow:.0f} s: error"
+        f" {slowed_down['error']['median']:.1%};"
+    )
+    print(
+        f"back within the goal after {slowed_down['recovered_after']} steps, error then"
+        f" {slowed_down['error_after']['median']:.1%}"
+    )
     print("most frequent:", Counter(str(step.trunk) for step in later).most_common(6))
     return result
 
 
 def _times(steps: list[Step], costs: StepCosts) -> float:
     """Duration of steps relative to their usual duration."""
-    return statistics.median(step.measured / costs.seconds(step.trunk, step.sampler, step.work) for step in steps)
+    return statistics.median(
+        step.measured / costs.seconds(step.trunk, step.sampler, step.work) for step in steps
+    )
 
 
 def main() -> None:
@@ -229,7 +244,9 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=60, help="seconds of others' work")
     parser.add_argument("--quick", action="store_true", help="demo only, 3 s each, nothing saved")
     options = parser.parse_args()
-    models, seconds, slow = (["demo"], 3.0, 3.0) if options.quick else (options.models, options.seconds, options.slow)
+    models, seconds, slow = (
+        (["demo"], 3.0, 3.0) if options.quick else (options.models, options.seconds, options.slow)
+    )
     results = {name: measure(name, seconds, slow) for name in models}
     if not options.quick:
         file = RESULTS / "costs.json"

@@ -1,13 +1,16 @@
-"""Estimates the time of decode steps on GPUs that are not available, from compiled programs, with shares by cause.
+"""Estimates the time of decode steps on GPUs that are not available, from compiled programs, with shares by
+cause.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 8b-int4 8b-fp8 ...] [--rows 1 8] [--prompts 1024] [--sampler truncated]
+    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 8b-int4 8b-fp8 ...] [--rows 1 8] [--prompts
+    1024] [--sampler truncated]
         [--quick]
 
-Needs the extra `aot`. A step consists of a trunk and a sampler, the smallest programs for its rows. Models are compiled
-with one layer and with two; each further layer is assumed to take as long as the second. Each compiled program is
-saved in `.cache/estimates` and reused while the sources are unchanged. So an interrupted run continues where it ended,
-and a run with other rows compiles only the missing programs. Results are saved after each model and merged with those of other
-rows. The estimates depend on `planning.estimate.Assumptions`, which have not been verified on a GPU.
+Needs the extra `aot`. A step consists of a trunk and a sampler, the smallest programs for its rows. Models
+are compiled with one layer and with two; each further layer is assumed to take as long as the second. Each
+compiled program is saved in `.cache/estimates` and reused while the sources are unchanged. So an interrupted
+run continues where it ended, and a run with other rows compiles only the missing programs. Results are saved
+after each model and merged with those of other rows. The estimates depend on `planning.estimate.Assumptions`,
+which have not been verified on a GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +41,43 @@ from jengine.table.program_table import SamplerKey, TrunkKey
 from pallas_kernels import ahead_of_time
 from tools.make_model import COMMON, SHAPES
 
-LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-QWEN3_30B_A3B = {
-    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "head_dim": 128},
-    **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "hidden_act": "silu"},
-    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "rope_theta": 1e6},
-    **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "tie_word_embeddings": False},
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
 }
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}  # as DeepSeek's and Qwen3's
+QWEN3_30B_A3B = {
+    **{
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "head_dim": 128,
+    },
+    **{
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "hidden_act": "silu",
+    },
+    **{
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "rope_theta": 1e6,
+    },
+    **{
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    },
+}
+# as DeepSeek's and Qwen3's
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json and options
     "8b": ({**COMMON, **SHAPES["8b"]}, {}),
     "8b-int4": ({**COMMON, **SHAPES["8b"]}, {"quantization": "int4"}),
@@ -63,11 +95,14 @@ def described(config: dict[str, Any], options: dict[str, Any], layers: int) -> E
     devices = options.get("tensor_parallel_size", 1)
     mesh = make_mesh(devices, ahead_of_time.devices(TARGET, devices))
     options = {"max_num_seqs": max(ROWS), "max_model_len": max(CONTEXTS), **options}
-    return describe(EngineConfig.of("MODEL", options), model_config({**config, "num_hidden_layers": layers}), mesh, Path())
+    return describe(
+        EngineConfig.of("MODEL", options), model_config({**config, "num_hidden_layers": layers}), mesh, Path()
+    )
 
 
 def kept(name: str, spec: ExecutionSpec, key: Any, folder: Path = KEPT) -> Compiled:
-    """Loads a program from the folder, or compiles and saves it. Files of other sources are kept: branches may share the folder.
+    """Loads a program from the folder, or compiles and saves it. Files of other sources are kept: branches
+    may share the folder.
 
     Args:
         name: the model's name, which together with the sources and the key identifies the program.
@@ -94,14 +129,21 @@ def sources() -> str:
 
 
 def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> dict[str, Any]:
-    """Milliseconds and shares by rows and context, and for prompts of these lengths, each computed in one step."""
+    """Milliseconds and shares by rows and context, and for prompts of these lengths, each computed in one
+    step.
+    """
     config, options = MODELS[name]
     one, two = (described(config, options, layers) for layers in (1, 2))
     trunks, samplers = dict[int, TrunkKey](), dict[int, SamplerKey]()
     for rows in batches:
         trunks[rows] = next(key for key in one.table.trunks() if key.rows >= rows and not key.tiles)
-        samplers[rows] = next(key for key in one.table.samplers() if key.rows >= rows and key.variant == sampler)
-    whole = {tokens: next(key for key in one.table.trunks() if key.tiles * one.table.tile_size >= tokens) for tokens in prompts}
+        samplers[rows] = next(
+            key for key in one.table.samplers() if key.rows >= rows and key.variant == sampler
+        )
+    whole = {
+        tokens: next(key for key in one.table.trunks() if key.tiles * one.table.tile_size >= tokens)
+        for tokens in prompts
+    }
     needed = [*trunks.values(), *whole.values()]
     built = [
         {key: kept(f"{name}-{layers}", spec, key) for key in dict.fromkeys(keys)}
@@ -124,7 +166,11 @@ def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> 
     for case, estimate in found.items():
         shares = {cause: round(estimate.seconds[cause] / estimate.total, 3) for cause in CAUSES}
         results[case] = {"ms": round(1e3 * estimate.total, 3), "kernels": estimate.kernels, "shares": shares}
-    return {"devices": one.mesh.size, "launches": {str(key): program.launches for key, program in built[1].items()}, "steps": results}
+    return {
+        "devices": one.mesh.size,
+        "launches": {str(key): program.launches for key, program in built[1].items()},
+        "steps": results,
+    }
 
 
 def main() -> None:
@@ -132,10 +178,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--rows", type=int, nargs="*", default=[*ROWS])
     parser.add_argument(
-        "--prompts", type=int, nargs="*", default=[], help="tokens of prompts, each in one step beside one row, without sampler"
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[],
+        help="tokens of prompts, each in one step beside one row, without sampler",
     )
     parser.add_argument("--sampler", default="truncated", choices=["greedy", "sample", "truncated", "full"])
-    parser.add_argument("--quick", action="store_true", help="the first model alone, with a greedy sampler; nothing saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="the first model alone, with a greedy sampler; nothing saved"
+    )
     options = parser.parse_args()
     if options.quick:
         options.models, options.sampler = options.models[:1], "greedy"
@@ -147,13 +199,19 @@ def main() -> None:
             before = json.loads(file.read_text())["models"] if file.exists() else {}
             for part in ("launches", "steps"):  # keep steps that were not estimated in this run
                 result[part] = before.get(name, {}).get(part, {}) | result[part]
-            facts = {"target": TARGET, "sampler": options.sampler, "assumed": dataclasses.asdict(Assumptions())}
+            facts = {
+                "target": TARGET,
+                "sampler": options.sampler,
+                "assumed": dataclasses.asdict(Assumptions()),
+            }
             save("estimates", facts | {"models": before | {name: result}})
 
 
 def show(name: str, result: dict[str, Any]) -> None:
     causes = "".join(f"{cause:>13}" for cause in CAUSES)
-    print(f"\n{name} on {result['devices']} x {TARGET}\n{'rows x context':>14} {'ms':>9} {'kernels':>8}{causes}")
+    print(
+        f"\n{name} on {result['devices']} x {TARGET}\n{'rows x context':>14} {'ms':>9} {'kernels':>8}{causes}"
+    )
     for step, figures in result["steps"].items():
         shares = "".join(f"{figures['shares'][cause]:13.0%}" for cause in CAUSES)
         print(f"{step:>14} {figures['ms']:9.2f} {figures['kernels']:8,}{shares}", flush=True)

@@ -1,5 +1,5 @@
-"""Tests and benchmarks of the kernels and the engine on a real GPU: correctness first, then the achieved share
-of the hardware's limits.
+"""Tests and benchmarks of the kernels and the engine on a real GPU: correctness first, then the achieved
+share of the hardware's limits.
 
     python -m benchmarks.gpu_suite [PART ...] [--programs DIR] [--out FILE]
 
@@ -16,14 +16,14 @@ engine        a Llama with 8B parameters, random weights: decoding and prefillin
 transformers  the same Llama in transformers
 tune          tunes the kernels within the time limit and updates their tables; another run continues
 
-Each part runs in a separate process for at most 8 minutes. Results go to FILE after each case, by part, with those of
-earlier runs: FILE's own or, if it is new, the repository's. So a run that is killed leaves its results. The exit
-status is 1 if anything failed. Without a GPU, XLA's implementations replace the kernels at the smallest sizes, and
-nothing is saved unless FILE is given: this only tests the suite itself.
+Each part runs in a separate process for at most 8 minutes. Results go to FILE after each case, by part, with
+those of earlier runs: FILE's own or, if it is new, the repository's. So a run that is killed leaves its
+results. The exit status is 1 if anything failed. Without a GPU, XLA's implementations replace the kernels at
+the smallest sizes, and nothing is saved unless FILE is given: this only tests the suite itself.
 
-Only programs and engine need jengine's dependencies. On a machine without network access, `pip install --target
-DIR` the packages reported as missing elsewhere, and put DIR on PYTHONPATH. `--programs DIR` uses a folder
-compiled for this device (`jengine compile --target h100` or h200) with the same version of JAX.
+Only programs and engine need jengine's dependencies. On a machine without network access, `pip install
+--target DIR` the packages reported as missing elsewhere, and put DIR on PYTHONPATH. `--programs DIR` uses a
+folder compiled for this device (`jengine compile --target h100` or h200) with the same version of JAX.
 
 benchmarks/gpu/README.md lists the commands for a GPU that is new to the kernels, in order.
 """
@@ -48,16 +48,40 @@ from benchmarks.gpu import rows
 from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
-PARTS = ("correctness", "decode", "prefill", "experts", "products", "programs", "engine", "transformers", "tune")
+PARTS = (
+    "correctness",
+    "decode",
+    "prefill",
+    "experts",
+    "products",
+    "programs",
+    "engine",
+    "transformers",
+    "tune",
+)
 SHARING = ("programs", "prefill", "transformers")  # parts in which JAX must leave GPU memory to others
-LIMIT, LAST_START = 480, 420  # seconds: maximum duration of a part; time after which no further case is started
+# seconds: maximum duration of a part; time after which no further case is started
+LIMIT, LAST_START = 480, 420
 ENDED = "the part was ended from outside"
-PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "torch", "transformers", "tokamax", "flashinfer-python")
+PACKAGES = (
+    "jax-cuda13-pjrt",
+    "jax-cuda12-pjrt",
+    "nvidia-cudnn-cu13",
+    "flax",
+    "torch",
+    "transformers",
+    "tokamax",
+    "flashinfer-python",
+)
 
 
 def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:
-    """Yields a part's rows as they are found. Modules are imported here, since some need additional packages."""
-    module: Any = importlib.import_module("benchmarks.gpu." + ("transformers_peer" if part == "transformers" else part))
+    """Yields a part's rows as they are found. Modules are imported here, since some need additional
+    packages.
+    """
+    module: Any = importlib.import_module(
+        "benchmarks.gpu." + ("transformers_peer" if part == "transformers" else part)
+    )
     more: dict[str, tuple[Any, ...]] = {"programs": (programs,), "tune": ()}
     yield from module.measure(*more.get(part, (small,)))
 
@@ -110,7 +134,9 @@ def versions() -> dict[str, str]:
 
 
 def start_part(part: str, file: Path, programs: Path | None, save: Path | None) -> int:
-    """Runs a part in a separate process, prints its results, and returns the number of failed cases. See `run_part`."""
+    """Runs a part in a separate process, prints its results, and returns the number of failed cases. See
+    `run_part`.
+    """
     more = [] if programs is None else ["--programs", str(programs.absolute())]
     more += [] if save is None else ["--save", str(save)]
     start = time.monotonic()
@@ -122,7 +148,8 @@ def start_part(part: str, file: Path, programs: Path | None, save: Path | None) 
             child.wait(LIMIT)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # and what it has started, which would run beside the next part
+            # and what it has started, which would run beside the next part
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     results = rows.read(file)
     print(f"\n{part}, {time.monotonic() - start:.0f} s")
@@ -137,10 +164,19 @@ def start_part(part: str, file: Path, programs: Path | None, save: Path | None) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", metavar="PART", nargs="*", help=", ".join(PARTS))
-    parser.add_argument("--programs", metavar="DIR", type=Path, help="a folder that `jengine compile` wrote; the part programs prints how")
-    parser.add_argument("--out", metavar="FILE", type=Path, help=f"default: {rows.RESULTS.relative_to(rows.ROOT)}, on a GPU")
+    parser.add_argument(
+        "--programs",
+        metavar="DIR",
+        type=Path,
+        help="a folder that `jengine compile` wrote; the part programs prints how",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help=f"default: {rows.RESULTS.relative_to(rows.ROOT)}, on a GPU"
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

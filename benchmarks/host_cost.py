@@ -2,9 +2,9 @@
 
     python -m benchmarks.host_cost [--sequences 256] [--steps 1000] [--against DIR] [--quick]
 
-The goal applies to the host's work: schedule, pack, collect, and observing the costs of steps. Recording steps
-has a separate goal (see records.py). Listed separately: the buffer's transfer with the calls of two empty
-programs, the wait for tokens (none here), and text. Then the scheduler's cost for prompts' pages; see
+The goal applies to the host's work: schedule, pack, collect, and observing the costs of steps. Recording
+steps has a separate goal (see records.py). Listed separately: the buffer's transfer with the calls of two
+empty programs, the wait for tokens (none here), and text. Then the scheduler's cost for prompts' pages; see
 admission.py. With --against, this file also measures another checkout, in turn, and prints ratios.
 """
 
@@ -70,7 +70,8 @@ class NoPrograms:
 
     def __init__(self, spec: ExecutionSpec) -> None:
         self._spec = spec
-        # Many arrays, since reading one keeps a copy on the host. Ids start at 2, since 0 and 1 would end a text.
+        # Many arrays, since reading one keeps a copy on the host. Ids start at 2, since 0 and 1 would end a
+        # text.
         rng = np.random.default_rng(0)
         vocab, rows = spec.model.config.vocab_size, spec.table.sample_buckets[-1]
         self._supply = [jax.device_put(rng.integers(2, vocab, rows, dtype=np.int32)) for _ in range(64)]
@@ -133,8 +134,9 @@ class Clock(ExitStack):
 
 
 def make_engine(sequences: int, tokens: int, **more: Any) -> Engine:
-    """An engine with the demo model's shape, without weights, for `sequences` of `tokens` each; `more`: options
-    of its scheduler."""
+    """An engine with the demo model's shape, without weights, for `sequences` of `tokens` each; `more`:
+    options of its scheduler.
+    """
     budget = sequences + 512
     model = replace(read_config(resolve("demo")), max_position=tokens)
     spec = ExecutionSpec(
@@ -206,7 +208,11 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
                 if step % TOTALLED == 0:
                     engine.totals()
             spent = clock.take()
-            spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "observe", "read")) - recorded
+            spent["loop"] = (
+                whole
+                - sum(spent[part] for part in ("schedule", "dispatch", "collect", "observe", "read"))
+                - recorded
+            )
             for name, builders in (("text", plain), ("text, two stop strings", stopping)):
                 start = time.perf_counter()
                 for update in updates:
@@ -220,15 +226,33 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
 
 
 def compare(other: Path, sequences: int, rounds: int) -> dict[str, Any]:
-    """Medians of each part here and in another checkout, in interleaved blocks of steps, and the median ratio of blocks."""
+    """Medians of each part here and in another checkout, in interleaved blocks of steps, and the median ratio
+    of blocks.
+    """
     folders = {"here": Path(__file__).parent.parent, "there": other.resolve()}
     medians: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in folders}
-    command = [sys.executable, "-P", __file__, "--sequences", str(sequences), "--steps", str(BLOCK * rounds), "--blocks"]
+    command = [
+        sys.executable,
+        "-P",
+        __file__,
+        "--sequences",
+        str(sequences),
+        "--steps",
+        str(BLOCK * rounds),
+        "--blocks",
+    ]
     with ExitStack() as stack:
         running = {}
         for name, folder in folders.items():
-            options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-            running[name] = stack.enter_context(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(folder)}, **options))
+            options: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "text": True,
+                "bufsize": 1,
+            }
+            running[name] = stack.enter_context(
+                subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(folder)}, **options)
+            )
         for _ in range(rounds):
             for name, process in running.items():
                 process.stdin.write("\n")
@@ -237,16 +261,23 @@ def compare(other: Path, sequences: int, rounds: int) -> dict[str, Any]:
         for process in running.values():
             process.stdin.close()
     ratios = {}
-    print(f"\nagainst {other}: {rounds} blocks of {BLOCK} steps of each in turn, medians\n\n{'':50}{'here':>8}{'there':>8}{'ratio':>8}")
+    print(
+        f"\nagainst {other}: {rounds} blocks of {BLOCK} steps of each in turn,"
+        f" medians\n\n{'':50}{'here':>8}{'there':>8}{'ratio':>8}"
+    )
     for part in (*PARTS, SUM):
         here, there = medians["here"][part], medians["there"][part]
         if any(there):
             ratios[part] = round(statistics.median(a / b for a, b in zip(here, there, strict=True)), 3)
-        print(f"{part:50}{statistics.median(here):8.0f}{statistics.median(there):8.0f}{ratios.get(part, math.nan):8.2f}")
+        print(
+            f"{part:50}{statistics.median(here):8.0f}{statistics.median(there):8.0f}{ratios.get(part, math.nan):8.2f}"
+        )
     print(f"\nthe goal is at most {GOAL_RATIO}")
     return {
         "ratios": ratios,
-        "medians": {name: {part: statistics.median(parts[part]) for part in ratios} for name, parts in medians.items()},
+        "medians": {
+            name: {part: statistics.median(parts[part]) for part in ratios} for name, parts in medians.items()
+        },
         "goal": GOAL_RATIO,
     }
 
@@ -256,14 +287,26 @@ def answer(sequences: int, steps: int) -> None:
     records = run(sequences, steps)
     for _ in sys.stdin:
         block = [*islice(records, BLOCK)]
-        print(json.dumps({part: statistics.median(record[part] for record in block) for part in (*PARTS, SUM)}), flush=True)
+        print(
+            json.dumps({part: statistics.median(record[part] for record in block) for part in (*PARTS, SUM)}),
+            flush=True,
+        )
 
 
 def summary(records: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Percentiles and mean of each part."""
     ranks = {"p10": 10, "median": 50, "p90": 90}
     out = {}
-    for part in (*PARTS, SUM, "transfer and calls", "read", "loop", "whole step", "text", "text, two stop strings"):
+    for part in (
+        *PARTS,
+        SUM,
+        "transfer and calls",
+        "read",
+        "loop",
+        "whole step",
+        "text",
+        "text, two stop strings",
+    ):
         values = [record[part] for record in records]
         out[part] = {name: round(float(np.percentile(values, rank)), 1) for name, rank in ranks.items()}
         out[part]["mean"] = round(statistics.fmean(values), 1)
@@ -285,7 +328,9 @@ def main() -> None:
         answer(options.sequences, steps)
         return
     parts = summary(measure(options.sequences, steps))
-    from benchmarks.admission import measure as measure_admission  # imported here, since other checkouts may lack it
+    from benchmarks.admission import (
+        measure as measure_admission,  # imported here, since other checkouts may lack it
+    )
     from benchmarks.machine import save
 
     head = "".join(f"{name:>8}" for name in parts[SUM])
@@ -293,9 +338,16 @@ def main() -> None:
     for part, values in parts.items():
         print(f"{part:50}" + "".join(f"{value:8.1f}" for value in values.values()))
     print(f"\n{SUM}: {parts[SUM]['median']:.0f} us a step; the goal is {GOAL:.0f}")
-    print(f"record: {parts['record']['median']:.1f} us a step, {parts['record']['mean']:.1f} on average; the goal is {RECORD_GOAL:.0f}")
+    print(
+        f"record: {parts['record']['median']:.1f} us a step, {parts['record']['mean']:.1f} on average; the"
+        f" goal is {RECORD_GOAL:.0f}"
+    )
     admission = measure_admission(rounds=2 if options.quick else 20)
-    against = None if options.against is None else compare(options.against, options.sequences, 5 if options.quick else ROUNDS)
+    against = (
+        None
+        if options.against is None
+        else compare(options.against, options.sequences, 5 if options.quick else ROUNDS)
+    )
     if not options.quick:
         result = {"sequences": options.sequences, "steps": steps, "microseconds": parts, "goal": GOAL}
         save("host_cost", {**result, "admission": admission, "against": against})

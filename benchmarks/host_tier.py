@@ -1,11 +1,12 @@
-"""Benefits of host memory: a chat with more conversations than the device's cache holds, with and without the host tier.
+"""Benefits of host memory: a chat with more conversations than the device's cache holds, with and without the
+host tier.
 
     python -m benchmarks.host_tier [--rounds 2] [--dtype float32] [--quick]
 
-50 conversations take turns, always in the same order, four at once. So each has been evicted when its next turn
-begins. Every turn sends the whole conversation so far and a new question. One engine and one set of programs,
-with the tier on and off in turn, and both caches empty at the start of each. The 134M shape, random weights,
-answers of a fixed length; --quick uses the demo model and saves nothing.
+50 conversations take turns, always in the same order, four at once. So each has been evicted when its next
+turn begins. Every turn sends the whole conversation so far and a new question. One engine and one set of
+programs, with the tier on and off in turn, and both caches empty at the start of each. The 134M shape, random
+weights, answers of a fixed length; --quick uses the demo model and saves nothing.
 
 "Computed again" counts tokens of a conversation that an earlier turn had computed. Times are from a turn's
 arrival to its first token.
@@ -49,9 +50,16 @@ class Bench:
         self.turns = turns
         longest = OPENING + turns * (QUESTION + ANSWER)
         held = CONVERSATIONS // 6  # conversations that the device holds
-        options = {"max_num_seqs": 8, "max_model_len": longest, "num_pages": 1 + held * -(-longest // PAGE_SIZE), "page_size": PAGE_SIZE}
+        options = {
+            "max_num_seqs": 8,
+            "max_model_len": longest,
+            "num_pages": 1 + held * -(-longest // PAGE_SIZE),
+            "page_size": PAGE_SIZE,
+        }
         self.engine, started = start_engine(
-            EngineConfig.of(model, {**options, "swap_space": 4.0, "max_num_batched_tokens": 264, "dtype": dtype})
+            EngineConfig.of(
+                model, {**options, "swap_space": 4.0, "max_num_batched_tokens": 264, "dtype": dtype}
+            )
         )
         self.engine.wait_until_compiled()
         self.dtype, self.held = started.dtype, held
@@ -87,7 +95,12 @@ class Bench:
     def _turn(self, talks: list[list[int]]) -> list[float]:
         """Runs a turn of every conversation, AT_ONCE at a time. Appends the answers, and returns seconds to
         first tokens."""
-        engine, waiting, arrivals, first = self.engine, iter(range(len(talks))), dict[str, float](), dict[str, float]()
+        engine, waiting, arrivals, first = (
+            self.engine,
+            iter(range(len(talks))),
+            dict[str, float](),
+            dict[str, float](),
+        )
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
         def come() -> None:
@@ -124,11 +137,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
-        "--dtype", default="auto", help="in float32, talks with and without the tier are equal; in bfloat16 near-ties may turn"
+        "--dtype",
+        default="auto",
+        help="in float32, talks with and without the tier are equal; in bfloat16 near-ties may turn",
     )
-    parser.add_argument("--quick", action="store_true", help="the demo model, one round, fewer turns, nothing saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="the demo model, one round, fewer turns, nothing saved"
+    )
     options = parser.parse_args()
-    bench = Bench("demo" if options.quick else str(made_model("134m")), 3 if options.quick else TURNS, options.dtype)
+    bench = Bench(
+        "demo" if options.quick else str(made_model("134m")), 3 if options.quick else TURNS, options.dtype
+    )
     talks: dict[bool, list[list[int]]] = {}
 
     def run(on: bool) -> dict[str, Any]:
@@ -138,15 +157,25 @@ def main() -> None:
     found = in_turn(1 if options.quick else options.rounds, run)
     equal = sum(one == other for one, other in zip(talks[False], talks[True], strict=True))
     costs = bench.engine.scheduler.predictor.costs
-    print(f"\n{CONVERSATIONS} conversations, {AT_ONCE} at once, {bench.turns} turns of {QUESTION} + {ANSWER} tokens after {OPENING};")
+    print(
+        f"\n{CONVERSATIONS} conversations, {AT_ONCE} at once, {bench.turns} turns of {QUESTION} + {ANSWER}"
+        f" tokens after {OPENING};"
+    )
     print(f"the device holds {bench.held} of them. Later turns:")
     for on, runs in found.items():
         for one in runs:
-            print(f"    tier {'on' if on else 'off':4}" + "  ".join(f"{name} {value}" for name, value in one.items()))
+            print(
+                f"    tier {'on' if on else 'off':4}"
+                + "  ".join(f"{name} {value}" for name, value in one.items())
+            )
     ratio = statistics.median(
-        off["first_token_median_ms"] / on["first_token_median_ms"] for off, on in zip(found[False], found[True], strict=True)
+        off["first_token_median_ms"] / on["first_token_median_ms"]
+        for off, on in zip(found[False], found[True], strict=True)
     )
-    print(f"    first token, off / on: {ratio:.2f}; talks that are equal: {equal} of {CONVERSATIONS}; measured {costs.swaps}")
+    print(
+        f"    first token, off / on: {ratio:.2f}; talks that are equal: {equal} of {CONVERSATIONS}; measured"
+        f" {costs.swaps}"
+    )
     if not options.quick:
         save(
             "host_tier",

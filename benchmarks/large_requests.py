@@ -14,13 +14,17 @@ import grpc
 from jengine.serving.generated.inference import grpc_service_pb2 as kserve
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
-AnyRequest = pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest | kserve.ModelInferRequest
+AnyRequest = (
+    pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest | kserve.ModelInferRequest
+)
 BYTES = 3_900_000
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
 
 def _generate(**params: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(text="The quick brown fox", sampling_params=pb.SamplingParams(**{"max_tokens": 8, **params}))
+    return pb.GenerateRequest(
+        text="The quick brown fox", sampling_params=pb.SamplingParams(**{"max_tokens": 8, **params})
+    )
 
 
 @cache
@@ -97,7 +101,10 @@ def long_prompt(i: int) -> AnyRequest:
 
 
 def long_conversation(i: int) -> AnyRequest:
-    return pb.ChatRequest(messages=[pb.ChatMessage(role="user", content=f"{i} {_text()}")], sampling_params=pb.SamplingParams(max_tokens=8))
+    return pb.ChatRequest(
+        messages=[pb.ChatMessage(role="user", content=f"{i} {_text()}")],
+        sampling_params=pb.SamplingParams(max_tokens=8),
+    )
 
 
 def many_messages(i: int) -> AnyRequest:
@@ -146,5 +153,7 @@ METHODS: dict[type[AnyRequest], tuple[str, Any]] = {
 def send(channel: grpc.Channel, request: AnyRequest) -> Any:
     """Returns the response. Raises grpc.RpcError."""
     method, response = METHODS[type(request)]
-    call = channel.unary_unary(method, request_serializer=type(request).SerializeToString, response_deserializer=response.FromString)
+    call = channel.unary_unary(
+        method, request_serializer=type(request).SerializeToString, response_deserializer=response.FromString
+    )
     return call(request, timeout=60)

@@ -1,4 +1,5 @@
-"""A process that sends completion requests and records when their tokens arrive: the load generator of serve_load.py.
+"""A process that sends completion requests and records when their tokens arrive: the load generator of
+serve_load.py.
 
     python -m benchmarks.load_worker stub|client|http|library WHERE
 
@@ -26,7 +27,8 @@ from typing import Any
 from jengine import AsyncLLM, JengineError, SamplingParams
 
 Request = tuple[list[int], int, float | None]
-Generate = Callable[[list[int], int], AsyncIterator[int]]  # (prompt, max_tokens) to the numbers of tokens as they arrive
+# (prompt, max_tokens) to the numbers of tokens as they arrive
+Generate = Callable[[list[int], int], AsyncIterator[int]]
 
 
 async def stub(address: str) -> Generate:
@@ -39,7 +41,9 @@ async def stub(address: str) -> Generate:
 
     async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
         params = pb.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        async for event in method(pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=params)):
+        async for event in method(
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=params)
+        ):
             yield len(event.delta.token_ids)
 
     return ask
@@ -72,10 +76,19 @@ async def http(url: str) -> Generate:
 
     async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
         """Counts tokens by their ids, as in the other arms."""
-        asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        asked = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
         body = json.dumps(asked).encode()
         kind = "Content-Type: application/json\r\nConnection: close"
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             writer.write(head.encode() + body)

@@ -39,8 +39,12 @@ def facts() -> dict[str, Any]:
 
 
 def instruction_set() -> str:
-    """The last of FLAGS that the processor has. Results of different instruction sets are saved separately."""
-    return ([flag for flag in FLAGS if flag in _cpuinfo().get("flags", "").split()] or [platform.machine()])[-1]
+    """The last of FLAGS that the processor has. Results of different instruction sets are saved
+    separately.
+    """
+    return ([flag for flag in FLAGS if flag in _cpuinfo().get("flags", "").split()] or [platform.machine()])[
+        -1
+    ]
 
 
 def _busy() -> tuple[float, float]:

@@ -1,4 +1,6 @@
-"""Use of the cache's pages, without a model: bytes per sequence, and reserved but unused slots. Parts of sharing.py."""
+"""Use of the cache's pages, without a model: bytes per sequence, and reserved but unused slots. Parts of
+sharing.py.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,20 @@ TILE_SIZE = 64
 LENGTH = 8192  # tokens of the sequence whose cache is counted
 
 
-def _shape(name: str, layers: int, kv_heads: int, head_dim: int, window: int, every: int) -> tuple[str, ModelConfig]:
+def _shape(
+    name: str, layers: int, kv_heads: int, head_dim: int, window: int, every: int
+) -> tuple[str, ModelConfig]:
     """Each `every`-th layer attends to all tokens, the others have a window."""
     windows = tuple(None if (i + 1) % every == 0 else window for i in range(layers))
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "max_position": LENGTH}
     return name, ModelConfig(
-        family=name, num_layers=layers, num_heads=kv_heads, num_kv_heads=kv_heads, head_dim=head_dim, windows=windows, **sizes
+        family=name,
+        num_layers=layers,
+        num_heads=kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        windows=windows,
+        **sizes,
     )
 
 
@@ -48,7 +58,15 @@ def bytes_at_8k(page_size: int) -> dict[str, Any]:
     for name, model in SHAPES:
         groups = cache_groups(model)
         one = page_bytes(groups, SHARED, page_size, DTYPE, 1)
-        every_layer = -(-LENGTH // page_size) * page_size * 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE.itemsize
+        every_layer = (
+            -(-LENGTH // page_size)
+            * page_size
+            * 2
+            * model.num_layers
+            * model.num_kv_heads
+            * model.head_dim
+            * DTYPE.itemsize
+        )
         held = {}
         for how, step in (("prefill", TILE_SIZE), ("decode", 1)):
             most, last = _stepped([GroupPages(group.window) for group in groups], page_size, step)
@@ -86,9 +104,9 @@ LENGTHS = {  # tokens of prompt and output, uniform
 def unused_slots(requests: int, max_num_seqs: int) -> dict[str, Any]:
     """Share of slots in owned pages that hold no token, averaged over all steps. Every page has one owner.
 
-    `waiting for prefill`: slots of admitted prompts that are about to be computed. `last pages`: others, in the
-    last page of each sequence. `whole length`: all of them, if each sequence reserved the maximum length from
-    its start.
+    `waiting for prefill`: slots of admitted prompts that are about to be computed. `last pages`: others, in
+    the last page of each sequence. `whole length`: all of them, if each sequence reserved the maximum length
+    from its start.
     """
     return {
         f"{name}, pages of {page_size}": _unused(prompts, outputs, page_size, requests, max_num_seqs)
@@ -97,7 +115,9 @@ def unused_slots(requests: int, max_num_seqs: int) -> dict[str, Any]:
     }
 
 
-def _unused(prompts: tuple[int, int], outputs: tuple[int, int], page_size: int, requests: int, max_num_seqs: int) -> dict[str, float]:
+def _unused(
+    prompts: tuple[int, int], outputs: tuple[int, int], page_size: int, requests: int, max_num_seqs: int
+) -> dict[str, float]:
     rng = np.random.default_rng(0)
     longest = prompts[1] + outputs[1]
     budget = max(512, max_num_seqs + TILE_SIZE)
@@ -110,9 +130,14 @@ def _unused(prompts: tuple[int, int], outputs: tuple[int, int], page_size: int, 
         max_model_len=longest,
     )
     for i in range(requests):
-        prompt, output = int(rng.integers(*prompts, endpoint=True)), int(rng.integers(*outputs, endpoint=True))
+        prompt, output = (
+            int(rng.integers(*prompts, endpoint=True)),
+            int(rng.integers(*outputs, endpoint=True)),
+        )
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        scheduler.add(Request(request_id=str(i), prompt_token_ids=[2] * prompt, params=params), seed=0, eos_token_ids=())
+        scheduler.add(
+            Request(request_id=str(i), prompt_token_ids=[2] * prompt, params=params), seed=0, eos_token_ids=()
+        )
     reserved = used = known = running = 0
     while scheduler.has_work:
         plan = scheduler.schedule()
@@ -120,7 +145,9 @@ def _unused(prompts: tuple[int, int], outputs: tuple[int, int], page_size: int, 
         reserved += scheduler.blocks.owned * page_size
         sequences = [scheduler.registry.by_number.get(number) for number in scheduler.blocks.numbers]
         used += sum(sequence.num_computed for sequence in sequences if sequence is not None)
-        known += sum(max(len(sequence.tokens), sequence.num_computed) for sequence in sequences if sequence is not None)
+        known += sum(
+            max(len(sequence.tokens), sequence.num_computed) for sequence in sequences if sequence is not None
+        )
         running += len(sequences)
         scheduler.collect(plan, [[2] for _ in plan.samples])
     return {

@@ -1,4 +1,6 @@
-"""The plot in README of `compare`'s results: python -m benchmarks.plots (needs matplotlib, which is in the extra bench)."""
+"""The plot in README of `compare`'s results: python -m benchmarks.plots (needs matplotlib, which is in the
+extra bench).
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,19 @@ OURS, OTHERS, TEXT = "#3f51b5", "#a9aebd", "#6b7280"  # the last one is readable
 
 def draw(axes: Axes, title: str, values: list[float]) -> None:
     names = [*ARMS]
-    bars = axes.barh(range(len(names)), values, color=[OURS if name.startswith("jengine") else OTHERS for name in names], height=0.7)
-    axes.bar_label(bars, [f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in values], padding=3, color=TEXT, fontsize=8)
+    bars = axes.barh(
+        range(len(names)),
+        values,
+        color=[OURS if name.startswith("jengine") else OTHERS for name in names],
+        height=0.7,
+    )
+    axes.bar_label(
+        bars,
+        [f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in values],
+        padding=3,
+        color=TEXT,
+        fontsize=8,
+    )
     axes.set_title(title, fontsize=8.5, color=TEXT, loc="left", linespacing=1.3)
     axes.set_xlim(0, 1.25 * max(values))
     axes.set_xticks([])
@@ -41,7 +54,9 @@ def draw(axes: Axes, title: str, values: list[float]) -> None:
 def main() -> None:
     result = json.loads(SOURCE.read_text())
     figure = Figure(figsize=(9.2, 1.9), layout="constrained")
-    for axes, (measured, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True):
+    for axes, (measured, title) in zip(
+        figure.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True
+    ):
         draw(axes, title, [result["arms"][arm]["measured"][measured]["median"] for arm in ARMS.values()])
         axes.set_yticks(range(len(ARMS)), [*ARMS])
     axes.invert_yaxis()  # all of them, since they share the axis

@@ -1,14 +1,16 @@
-"""Compares quantized formats with bfloat16: perplexity of SmolLM2-135M-Instruct, and memory and speed of the 134M shape.
+"""Compares quantized formats with bfloat16: perplexity of SmolLM2-135M-Instruct, and memory and speed of the
+134M shape.
 
-    python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5] [--quick]
+    python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5]
+    [--quick]
 
-Perplexity is measured on a fixed English text (english.txt), on one of documentation and code (technical.txt), and on
-greedy float32 answers to chats (chats.json and tests/golden/smollm2.json). Each token is predicted from all earlier
-ones. Each arm's ratio to bfloat16 has the standard error of the ratio's logarithm over tokens. The checkpoint is stored
-in four bits with groups of 32 (GGUF's Q4_1), and other formats start from its dequantized weights. int4 is calibrated on
-texts and chats that the model generated.
-Speed is measured with all engines in one process, in turn: one stream (prompt 128, 64 output tokens), 32 streams
-(prompt 128, 32 output tokens), and prompts of 1024 tokens.
+Perplexity is measured on a fixed English text (english.txt), on one of documentation and code
+(technical.txt), and on greedy float32 answers to chats (chats.json and tests/golden/smollm2.json). Each token
+is predicted from all earlier ones. Each arm's ratio to bfloat16 has the standard error of the ratio's
+logarithm over tokens. The checkpoint is stored in four bits with groups of 32 (GGUF's Q4_1), and other
+formats start from its dequantized weights. int4 is calibrated on texts and chats that the model generated.
+Speed is measured with all engines in one process, in turn: one stream (prompt 128, 64 output tokens), 32
+streams (prompt 128, 32 output tokens), and prompts of 1024 tokens.
 """
 
 from __future__ import annotations
@@ -47,12 +49,25 @@ ARMS: dict[str, dict[str, Any]] = {
     "fp8 cache": {"kv_cache_dtype": "fp8", **PLAIN},
     "w8a8, int8 cache": {"quantization": "w8a8", "kv_cache_dtype": "int8"},
     "int4, calibrated": {"quantization": "int4", "calibration_data": CALIBRATION},
-    "int4, groups of 64, calibrated": {"quantization": "int4", "quantization_group_size": 64, "calibration_data": CALIBRATION},
-    "int4, groups of 32, calibrated": {"quantization": "int4", "quantization_group_size": 32, "calibration_data": CALIBRATION},
+    "int4, groups of 64, calibrated": {
+        "quantization": "int4",
+        "quantization_group_size": 64,
+        "calibration_data": CALIBRATION,
+    },
+    "int4, groups of 32, calibrated": {
+        "quantization": "int4",
+        "quantization_group_size": 32,
+        "calibration_data": CALIBRATION,
+    },
     "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibration_data": CALIBRATION},
 }
 # Few programs, since every arm compiles its own: one tile bucket, three row buckets.
-TABLE: dict[str, Any] = {"max_num_seqs": 32, "tile_size": 256, "max_num_batched_tokens": 288, "progress": False}
+TABLE: dict[str, Any] = {
+    "max_num_seqs": 32,
+    "tile_size": 256,
+    "max_num_batched_tokens": 288,
+    "progress": False,
+}
 TEXTS = {name: Path(__file__).parent / f"{name}.txt" for name in ("english", "technical")}
 SCORED = (*TEXTS, "chats")
 PIECE = 512  # tokens of the text per sequence
@@ -78,7 +93,8 @@ def texts(tokenizer: Any) -> dict[str, list[Scored]]:
 
 
 def write_calibration() -> None:
-    """Writes text that the model generates, if the file does not exist: texts, and chats with its own greedy answers.
+    """Writes text that the model generates, if the file does not exist: texts, and chats with its own greedy
+    answers.
 
     The model makes up the questions, too. So the file has none of the scored text, and about 60,000 tokens.
     """
@@ -105,7 +121,9 @@ def write_calibration() -> None:
     answers = generate(prompts, temperature=0.0, max_tokens=200, stop_token_ids=[end])
     chats = [text(both[0] + both[1]) + "\n" for both in zip(prompts, answers, strict=True)]
     share = [len(chats) * n // len(texts) for n in range(len(texts) + 1)]  # texts and chats alternate
-    parts = ["<|endoftext|>" + text(one) + "".join(chats[share[n] : share[n + 1]]) for n, one in enumerate(texts)]
+    parts = [
+        "<|endoftext|>" + text(one) + "".join(chats[share[n] : share[n + 1]]) for n, one in enumerate(texts)
+    ]
     file.write_text("".join(parts))
 
 
@@ -141,7 +159,10 @@ def sizes(llm: LLM) -> dict[str, float]:
     worker: Any = llm.engine.runner.worker
     weights, cache = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.params, worker.cache))
     spec = worker.spec
-    return {"weights_mib": round(weights / 2**20, 2), "cache_kib_a_token": round(cache / spec.num_pages / spec.page_size / 2**10, 3)}
+    return {
+        "weights_mib": round(weights / 2**20, 2),
+        "cache_kib_a_token": round(cache / spec.num_pages / spec.page_size / 2**10, 3),
+    }
 
 
 def speeds(llm: LLM, vocab: int) -> dict[str, float]:
@@ -151,7 +172,9 @@ def speeds(llm: LLM, vocab: int) -> dict[str, float]:
     def run(count: int, prompt: int, out: int) -> float:
         prompts = [rng.integers(2, vocab, prompt).tolist() for _ in range(count)]
         start = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True), use_tqdm=False)
+        llm.generate(
+            prompts, SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True), use_tqdm=False
+        )
         return count * (out if out > 1 else prompt) / (time.perf_counter() - start)
 
     return {"one_stream": run(1, 128, 64), "streams_32": run(32, 128, 32), "prompts": run(2, 1024, 1)}
@@ -164,7 +187,10 @@ def measure_speed(model: str, arms: list[str], repeat: int) -> dict[str, Any]:
     for _ in range(repeat):
         for arm, llm in llms.items():
             runs[arm].append(speeds(llm, vocab))
-    medians = {arm: {name: statistics.median(run[name] for run in taken) for name in taken[0]} for arm, taken in runs.items()}
+    medians = {
+        arm: {name: statistics.median(run[name] for run in taken) for name in taken[0]}
+        for arm, taken in runs.items()
+    }
     return {arm: {**sizes(llms[arm]), **medians[arm], "runs": runs[arm]} for arm in arms}
 
 
@@ -180,14 +206,19 @@ def show_perplexity(result: dict[str, Any]) -> None:
 def show_speed(result: dict[str, Any]) -> None:
     base = result["bfloat16"]
     names = {"one_stream": "1 stream", "streams_32": "32 streams", "prompts": "prompts"}
-    print(f"\ntokens/s (/ bfloat16)\n{'':20}{'weights MiB':>13}" + "".join(f"{name:>18}" for name in names.values()))
+    print(
+        f"\ntokens/s (/ bfloat16)\n{'':20}{'weights MiB':>13}"
+        + "".join(f"{name:>18}" for name in names.values())
+    )
     for arm, got in result.items():
         speed = "".join(f"{got[name]:11.1f} ({got[name] / base[name]:4.2f})" for name in names)
         print(f"{arm:20}{got['weights_mib']:13.2f}{speed}")
 
 
 def update(found: dict[str, Any]) -> None:
-    """Replaces these arms' perplexities in the saved results, and removes results for other versions of the texts."""
+    """Replaces these arms' perplexities in the saved results, and removes results for other versions of the
+    texts.
+    """
     known = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"] | found
     current = next(iter(found.values()))
     for text in SCORED:
@@ -200,11 +231,17 @@ def update(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=("perplexity", "speed"), default=["perplexity", "speed"])
+    parser.add_argument(
+        "--parts", nargs="+", choices=("perplexity", "speed"), default=["perplexity", "speed"]
+    )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="fewer than all; nothing is saved then")
-    parser.add_argument("--update", action="store_true", help="replace these arms' perplexities among the saved ones")
-    parser.add_argument("--quick", action="store_true", help="two arms, nothing saved; speed of the demo model")
+    parser.add_argument(
+        "--update", action="store_true", help="replace these arms' perplexities among the saved ones"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two arms, nothing saved; speed of the demo model"
+    )
     options = parser.parse_args()
     arms = ["bfloat16", "w8a8"] if options.quick else options.arms or list(ARMS)
     result: dict[str, Any] = {}
@@ -217,7 +254,9 @@ def main() -> None:
                 update(result["perplexity"])
         show_perplexity(result["perplexity"])
     if "speed" in options.parts:
-        result["speed"] = measure_speed("demo" if options.quick else str(made_model("134m")), arms, 1 if options.quick else options.repeat)
+        result["speed"] = measure_speed(
+            "demo" if options.quick else str(made_model("134m")), arms, 1 if options.quick else options.repeat
+        )
         show_speed(result["speed"])
     if not options.quick and options.arms is None:
         save("quantization" if len(options.parts) == 2 else f"quantization_{options.parts[0]}", result)

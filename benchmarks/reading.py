@@ -1,7 +1,8 @@
 """The least time to read arrays: all of a CPU's threads load every byte, prefetch, and compute nothing.
 
-numpy's products read at only four fifths of this speed, so a bandwidth measured with them is no bound: kernels that
-prefetch exceed it. Reading the arrays of a step themselves also accounts for the part of them that stays in caches.
+numpy's products read at only four fifths of this speed, so a bandwidth measured with them is no bound:
+kernels that prefetch exceed it. Reading the arrays of a step themselves also accounts for the part of them
+that stays in caches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pallas_kernels.cpu.emit import I32, I64, PTR, Code, constant, vector
 LINE, LINES = 64, 4  # bytes of a cache line; lines read at once
 AHEAD = 8192  # prefetch distance in bytes
 LONGEST = 1024  # maximum number of parts
-PASSES = 10  # per run, so that calling the program takes a small share, and as many as steps in `Step.seconds_ahead`
+# per run, so that calling the program takes a small share, and as many as steps in `Step.seconds_ahead`
+PASSES = 10
 
 
 def reader(arrays: Sequence[jax.Array]) -> Callable[[], float]:
@@ -45,8 +47,10 @@ def reader(arrays: Sequence[jax.Array]) -> Callable[[], float]:
 
 
 def source() -> str:
-    """The function `read` of int32 [arrays], the lines of each array, then the previous pass, then the arrays. Each part
-    reads its share of each array, and stores half a line, so that nothing is optimized away."""
+    """The function `read` of int32 [arrays], the lines of each array, then the previous pass, then the
+    arrays. Each part reads its share of each array, and stores half a line, so that nothing is optimized
+    away.
+    """
     code, words = Code(), vector(I64, LINE // 8)
     frame, part, parts = code.function("read", [I64] * 3, internal=False)
     b, frame = code.b, code.b.inttoptr(frame, PTR)

@@ -61,7 +61,13 @@ def steps_cost(sequences: int, steps: int, pairs: int) -> dict[str, Any]:
     engine = make_engine(sequences, PROMPT[1] + output)
     for i in range(sequences):
         prompt = rng.integers(2, engine.model.vocab_size, rng.integers(PROMPT[0], PROMPT[1] + 1)).tolist()
-        engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=SamplingParams(max_tokens=output, ignore_eos=True)))
+        engine.add(
+            Request(
+                request_id=str(i),
+                prompt_token_ids=prompt,
+                params=SamplingParams(max_tokens=output, ignore_eos=True),
+            )
+        )
     while len(engine.step()) < sequences:
         pass
     print(f"the calls alone: {(alone := calls_alone(engine)):.1f} us a step")
@@ -81,8 +87,9 @@ def steps_cost(sequences: int, steps: int, pairs: int) -> dict[str, Any]:
 
 
 def calls_alone(engine: Engine) -> float:
-    """Microseconds of all calls that record a step, and its share of totals; the minimum of several rounds, the
-    most stable figure."""
+    """Microseconds of all calls that record a step, and its share of totals; the minimum of several rounds,
+    the most stable figure.
+    """
     records, (_, _, step) = StepRecorder(engine.scheduler, overlap=True), engine._in_flight[0]
     number = 2 * TOTALLED
 
@@ -135,8 +142,9 @@ def compared(block: Callable[[bool], float], pairs: int, unit: str) -> dict[str,
     gaps = [a - b for a, b in zip(on, off, strict=True)]
     ratios = [a / b for a, b in zip(on, off, strict=True)]
     print(
-        f"{unit}: {statistics.median(on):.1f} on, {statistics.median(off):.1f} off; difference {statistics.median(gaps):.1f} "
-        f"({min(gaps):.1f} to {max(gaps):.1f}); ratio {statistics.median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})",
+        f"{unit}: {statistics.median(on):.1f} on, {statistics.median(off):.1f} off; difference"
+        f" {statistics.median(gaps):.1f} ({min(gaps):.1f} to {max(gaps):.1f}); ratio"
+        f" {statistics.median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})",
         flush=True,
     )
     return {"on": [round(x, 2) for x in on], "off": [round(x, 2) for x in off], "median_difference": round(statistics.median(gaps), 2),

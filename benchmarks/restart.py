@@ -1,4 +1,6 @@
-"""Gives an idle engine another scheduler, so that one set of compiled programs serves several measurements or tests."""
+"""Gives an idle engine another scheduler, so that one set of compiled programs serves several measurements or
+tests.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from jengine.scheduling.scheduler import Scheduler
 
 
 def restart_scheduler(engine: Engine, **changes: Any) -> None:
-    """Makes the engine's scheduler like a new one, with its present arguments except for `changes`. The prefix cache is empty."""
+    """Makes the engine's scheduler like a new one, with its present arguments except for `changes`. The
+    prefix cache is empty.
+    """
     old, blocks = engine.scheduler, engine.scheduler.blocks
     present = {
         "table": old.table,

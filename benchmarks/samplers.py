@@ -1,4 +1,5 @@
-"""The time of each sampler beyond the product with the vocabulary, for requests that use none of its features.
+"""The time of each sampler beyond the product with the vocabulary, for requests that use none of its
+features.
 
     python -m benchmarks.samplers [--rows 8 32] [--vocab 32000 128256] [--quick]
 
@@ -30,10 +31,18 @@ ARMS: dict[str, Variant | None] = {"product": None, **{variant: variant for vari
 
 
 def program(variant: Variant | None) -> Callable[..., Any]:
-    """(hidden, weight, sampling words, positions, counts, mask) -> logits, or tokens, with log probabilities if
-    the variant has them."""
+    """(hidden, weight, sampling words, positions, counts, mask) -> logits, or tokens, with log probabilities
+    if the variant has them.
+    """
 
-    def run(hidden: jax.Array, weight: jax.Array, words: jax.Array, positions: jax.Array, counts: jax.Array, mask: jax.Array) -> Any:
+    def run(
+        hidden: jax.Array,
+        weight: jax.Array,
+        words: jax.Array,
+        positions: jax.Array,
+        counts: jax.Array,
+        mask: jax.Array,
+    ) -> Any:
         logits = product(hidden, weight, jnp.float32)
         if variant is None:
             return logits
@@ -49,7 +58,9 @@ def program(variant: Variant | None) -> Callable[..., Any]:
 def measure(rows: int, vocab: int, rounds: int) -> dict[str, float]:
     """Milliseconds of the product alone, and of each variant in addition to it."""
     rng = np.random.default_rng(0)
-    words = [pack_sampling(SlotReset(1, SamplingParams(temperature=1.0), row, 0, 5, ()))[1:] for row in range(rows)]
+    words = [
+        pack_sampling(SlotReset(1, SamplingParams(temperature=1.0), row, 0, 5, ()))[1:] for row in range(rows)
+    ]
     args = (
         *(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((rows, HIDDEN), (vocab, HIDDEN))),
         jnp.asarray(np.stack(words)),
@@ -66,7 +77,10 @@ def measure(rows: int, vocab: int, rounds: int) -> dict[str, float]:
             if round_number:  # the first calls of a process are slower
                 best[name] = min(best[name], time.perf_counter() - begin)
     alone = best["product"]
-    return {name: round(1e3 * (seconds if name == "product" else seconds - alone), 3) for name, seconds in best.items()}
+    return {
+        name: round(1e3 * (seconds if name == "product" else seconds - alone), 3)
+        for name, seconds in best.items()
+    }
 
 
 def main() -> None:
@@ -76,8 +90,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="one size, a few rounds, nothing saved")
     options = parser.parse_args()
-    sizes = [(8, 32000)] if options.quick else [(rows, vocab) for vocab in options.vocab for rows in options.rows]
-    results = {f"{rows} x {vocab}": measure(rows, vocab, 3 if options.quick else options.rounds) for rows, vocab in sizes}
+    sizes = (
+        [(8, 32000)] if options.quick else [(rows, vocab) for vocab in options.vocab for rows in options.rows]
+    )
+    results = {
+        f"{rows} x {vocab}": measure(rows, vocab, 3 if options.quick else options.rounds)
+        for rows, vocab in sizes
+    }
     print(f"{'ms':14}" + "".join(f"{name:>11}" for name in ARMS))
     for size, times in results.items():
         print(f"{size:14}" + "".join(f"{times[name]:11.3f}" for name in ARMS))

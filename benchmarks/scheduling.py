@@ -3,8 +3,8 @@
     python -m benchmarks.scheduling [--real [batching] [latency] [memory]] [--host] [--costs FILE] [--quick]
 
 On the virtual clock, steps take the time that the cost model of the 134M shape on this machine predicts, so
-that thousands of requests and a sweep of fixed settings take seconds. FILE has saved costs. `--real` runs parts
-on the engine, with fewer requests; `--host` measures the host's cost of strategies.
+that thousands of requests and a sweep of fixed settings take seconds. FILE has saved costs. `--real` runs
+parts on the engine, with fewer requests; `--host` measures the host's cost of strategies.
 
 batching  output tokens/s of a backlog, and latency at 70 % of continuous batching's rate; compared with the
 minimum time of any schedule for the same work at these costs
@@ -91,11 +91,17 @@ def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Arriv
 
 
 def requests_of(work: list[Arrival], known: bool) -> list[Request]:
-    """known: whether max_tokens are the actual lengths; otherwise it is the maximum, and requests end earlier."""
+    """known: whether max_tokens are the actual lengths; otherwise it is the maximum, and requests end
+    earlier.
+    """
     made = []
     for i, asked in enumerate(work):
-        params = SamplingParams(temperature=0.0, max_tokens=asked.output if known else OUTPUT[1], ignore_eos=known)
-        made.append(Request(request_id=str(i), prompt_token_ids=asked.prompt, params=params, arrival=asked.arrival))
+        params = SamplingParams(
+            temperature=0.0, max_tokens=asked.output if known else OUTPUT[1], ignore_eos=known
+        )
+        made.append(
+            Request(request_id=str(i), prompt_token_ids=asked.prompt, params=params, arrival=asked.arrival)
+        )
     return made
 
 
@@ -129,7 +135,9 @@ def replay(
     return outcome(engine.sequences, engine.ended, scheduler, engine.steps)
 
 
-def outcome(sequences: list[Sequence], ended: dict[Sequence, float], scheduler: Scheduler, steps: int) -> Outcome:
+def outcome(
+    sequences: list[Sequence], ended: dict[Sequence, float], scheduler: Scheduler, steps: int
+) -> Outcome:
     done = [sequence for sequence in sequences if sequence.finish_reason != "abort"]
     met = sum(in_time(sequence, ended[sequence]) for sequence in done)
     return Outcome(
@@ -158,7 +166,9 @@ def least_seconds(costs: StepCosts, work: list[Arrival]) -> float:
     found = linprog([costs.seconds(trunk) for trunk in trunks], A_ub=-needs, b_ub=[-tiles, -rows])
     attended = sum(pairs(0, len(asked.prompt)) for asked in work)
     context = sum(pairs(len(asked.prompt), asked.output - 1) for asked in work)
-    attention = costs.seconds(trunks[0], work=Work(context=context, attended=attended)) - costs.seconds(trunks[0])
+    attention = costs.seconds(trunks[0], work=Work(context=context, attended=attended)) - costs.seconds(
+        trunks[0]
+    )
     return float(found.fun) + attention
 
 
@@ -187,14 +197,21 @@ def latency(costs: StepCosts, count: int) -> dict[str, Any]:
     results: dict[str, Any] = {"capacity_requests_per_second": round(capacity, 3)}
     for name, slower in TPOT.items():
         targets = targets_of(costs, slower)
-        results[name] = {"targets": targets, **{f"load {load}": _at_load(costs, count, load * capacity, load, targets) for load in LOADS}}
+        results[name] = {
+            "targets": targets,
+            **{f"load {load}": _at_load(costs, count, load * capacity, load, targets) for load in LOADS},
+        }
     return results
 
 
-def _at_load(costs: StepCosts, count: int, rate: float, load: float, targets: dict[str, float]) -> dict[str, Any]:
+def _at_load(
+    costs: StepCosts, count: int, rate: float, load: float, targets: dict[str, float]
+) -> dict[str, Any]:
     work = workload(count, rate, seed=1)
     fixed = {
-        f"{tiles} tiles, {seqs} sequences": round(replay(costs, work, seqs=seqs, tiles=tiles, **targets).in_target, 4)
+        f"{tiles} tiles, {seqs} sequences": round(
+            replay(costs, work, seqs=seqs, tiles=tiles, **targets).in_target, 4
+        )
         for tiles in (1, 2, 4, 8)
         for seqs in (8, 16, 24, 32)
     }
@@ -202,7 +219,10 @@ def _at_load(costs: StepCosts, count: int, rate: float, load: float, targets: di
     got = {name: replay(costs, work, **targets, **options) for name, options in ARMS.items()}
     return {
         "best_fixed": {"setting": best, "in_target": fixed[best]},
-        **{name: {"in_target": round(one.in_target, 4), "rejected": one.rejected, **percentiles(one)} for name, one in got.items()},
+        **{
+            name: {"in_target": round(one.in_target, 4), "rejected": one.rejected, **percentiles(one)}
+            for name, one in got.items()
+        },
         "decisions": got["latency, serve"].decisions,
         "fixed": fixed,
     }
@@ -272,9 +292,17 @@ def run_engine(engine: Engine, work: list[Arrival], **options: Any) -> Outcome:
 
 @contextmanager
 def started(quick: bool) -> Iterator[Engine]:
-    options = {"max_num_seqs": SEQS, "max_model_len": MODEL_LEN, "max_num_batched_tokens": BUDGET, "tile_size": TILE, "page_size": PAGE}
+    options = {
+        "max_num_seqs": SEQS,
+        "max_model_len": MODEL_LEN,
+        "max_num_batched_tokens": BUDGET,
+        "tile_size": TILE,
+        "page_size": PAGE,
+    }
     model = "demo" if quick else str(made_model("134m"))
-    engine, _ = start_engine(EngineConfig.of(model, {**options, "warm_up": "all", "enable_prefix_caching": False}))
+    engine, _ = start_engine(
+        EngineConfig.of(model, {**options, "warm_up": "all", "enable_prefix_caching": False})
+    )
     try:
         yield engine
     finally:
@@ -304,8 +332,15 @@ def real_latency(engine: Engine, count: int) -> dict[str, Any]:
     work = workload(count, LOADS[1] * capacity, seed=1)
     results: dict[str, Any] = {"requests": count, "load": LOADS[1], "targets": targets}
     for name in ("throughput", "latency, serve", "latency, reject"):
-        predicted, got = replay(costs, work, **targets, **ARMS[name]), run_engine(engine, work, **targets, **ARMS[name])
-        shares = {"in_target": round(got.in_target, 3), "predicted": round(predicted.in_target, 3), "rejected": got.rejected}
+        predicted, got = (
+            replay(costs, work, **targets, **ARMS[name]),
+            run_engine(engine, work, **targets, **ARMS[name]),
+        )
+        shares = {
+            "in_target": round(got.in_target, 3),
+            "predicted": round(predicted.in_target, 3),
+            "rejected": got.rejected,
+        }
         results[name] = {**shares, **percentiles(got)}
     return results
 
@@ -314,22 +349,40 @@ def real_memory(engine: Engine, count: int) -> dict[str, Any]:
     work, pool, results = workload(count), 1 + FULL_POOL // 3, {}
     for strategy in ("throughput", "memory"):
         got = run_engine(engine, work, num_pages=pool, strategy=strategy)
-        results[strategy] = {"preemptions": got.preemptions, "tokens_per_second": round(got.tokens / got.seconds, 1), **percentiles(got)}
+        results[strategy] = {
+            "preemptions": got.preemptions,
+            "tokens_per_second": round(got.tokens / got.seconds, 1),
+            **percentiles(got),
+        }
     return {"requests": count, "pages": pool - 1, **results}
 
 
 def host(sequences: int = 256, rounds: int = 12, block: int = 40) -> dict[str, Any]:
-    """Microseconds of schedule, pack and collect with each strategy, if all sequences have targets: interleaved
-    blocks of steps."""
+    """Microseconds of schedule, pack and collect with each strategy, if all sequences have targets:
+    interleaved blocks of steps.
+    """
     targets = {"ttft_ms": 1e6, "tpot_ms": 1e6}
-    options = {"throughput": {}, **{name: {"strategy": name, **targets} for name in ("latency", "memory", "auto")}}
+    options = {
+        "throughput": {},
+        **{name: {"strategy": name, **targets} for name in ("latency", "memory", "auto")},
+    }
     length = 4 * sequences + block * rounds + 100
-    engines = {name: make_engine(sequences, 64 + length, options=SchedulingOptions(**some)) for name, some in options.items()}
+    engines = {
+        name: make_engine(sequences, 64 + length, options=SchedulingOptions(**some))
+        for name, some in options.items()
+    }
     took: dict[str, list[float]] = {name: [] for name in engines}
     for engine in engines.values():
         for i in range(sequences):
             params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-            engine.add(Request(request_id=str(i), prompt_token_ids=[2 + i, *range(2, 40)], params=params, arrival=time.monotonic()))
+            engine.add(
+                Request(
+                    request_id=str(i),
+                    prompt_token_ids=[2 + i, *range(2, 40)],
+                    params=params,
+                    arrival=time.monotonic(),
+                )
+            )
         while len(engine.step()) < sequences:
             pass
     with Clock() as clock:
@@ -344,12 +397,19 @@ def host(sequences: int = 256, rounds: int = 12, block: int = 40) -> dict[str, A
                     spent.append(1e6 * clock.take()["host"])
                 took[name].append(statistics.median(spent))
     medians = {name: statistics.median(blocks) for name, blocks in took.items()}
-    ratios = {name: statistics.median(a / b for a, b in zip(took[name], took["throughput"], strict=True)) for name in took}
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(took[name], took["throughput"], strict=True))
+        for name in took
+    }
     rounded = {name: {"microseconds": round(medians[name]), "ratio": round(ratios[name], 3)} for name in took}
     return {"sequences": sequences, "goal": 1.3, **rounded}
 
 
-VIRTUAL: dict[str, Callable[[StepCosts, int], dict[str, Any]]] = {"batching": batching, "latency": latency, "memory": memory}
+VIRTUAL: dict[str, Callable[[StepCosts, int], dict[str, Any]]] = {
+    "batching": batching,
+    "latency": latency,
+    "memory": memory,
+}
 REAL: dict[str, tuple[Callable[[Engine, int], dict[str, Any]], int]] = {
     "batching": (real_batching, 64),
     "latency": (real_latency, 64),
@@ -372,7 +432,10 @@ def main() -> None:
             run_engine(engine, workload(4))  # the first steps of a process are slower
             for name in options.real or REAL:
                 part, count = REAL[name]
-                note({f"real_{name}": part(engine, options.requests or (8 if options.quick else count))}, options.quick)
+                note(
+                    {f"real_{name}": part(engine, options.requests or (8 if options.quick else count))},
+                    options.quick,
+                )
     elif not options.host:
         if options.costs is None:
             with started(options.quick) as engine:

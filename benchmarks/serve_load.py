@@ -1,4 +1,5 @@
-"""Capacity and cost of the gRPC service, on loopback, with the load generator in a separate process on the same cores.
+"""Capacity and cost of the gRPC service, on loopback, with the load generator in a separate process on the
+same cores.
 
     python -m benchmarks.serve_load [--parts open ceiling grpc metrics] [--seconds 20] [--repeat 7] [--quick]
 
@@ -27,7 +28,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import save
-from benchmarks.serve_processes import Process, load, mock_server, model_server, profile_file, top_functions, worker
+from benchmarks.serve_processes import (
+    Process,
+    load,
+    mock_server,
+    model_server,
+    profile_file,
+    top_functions,
+    worker,
+)
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 
@@ -35,18 +44,24 @@ MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len
 PROMPT, OUTPUT = (16, 128), (16, 128)  # tokens, uniform
 CONCURRENCY = 32
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the closed loop's requests a second
-LIMITS = {"first_token_ms": 250.0, "inter_token_ms": 50.0}  # limits for goodput: the first token, and the mean of the others
+# limits for goodput: the first token, and the mean of the others
+LIMITS = {"first_token_ms": 250.0, "inter_token_ms": 50.0}
 STEP_SECONDS = 0.02
 STREAMS = (8, 32, 128, 512)
 GOALS = {"grpc": 0.10, "metrics": 0.02}  # maximum share of throughput lost
 
 
 def make_requests(count: int, rate: float | None = None, seed: int = 0) -> list[Any]:
-    """(prompt, max_tokens, time) of requests that arrive as a Poisson process with this rate a second, or together."""
+    """(prompt, max_tokens, time) of requests that arrive as a Poisson process with this rate a second, or
+    together.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(*PROMPT, count, endpoint=True), rng.integers(*OUTPUT, count, endpoint=True)
     due = [None] * count if rate is None else np.cumsum(rng.exponential(1 / rate, count)).tolist()
-    return [[rng.integers(2, 3000, prompt).tolist(), int(output), at] for prompt, output, at in zip(*lengths, due, strict=True)]
+    return [
+        [rng.integers(2, 3000, prompt).tolist(), int(output), at]
+        for prompt, output, at in zip(*lengths, due, strict=True)
+    ]
 
 
 def same_requests(count: int, tokens: int) -> list[Any]:
@@ -66,12 +81,19 @@ def open_loop(seconds: float) -> dict[str, Any]:
         load(client, make_requests(CONCURRENCY), CONCURRENCY)  # the first steps of a process are slower
         closed = load(client, make_requests(8 * CONCURRENCY), CONCURRENCY)
         full = len(closed["records"]) / closed["seconds"]
-        print(f"\nclosed loop of {CONCURRENCY}: {full:.1f} requests/s, {tokens_a_second(closed):.0f} tokens/s")
-        print("\n   rate req/s  tokens/s  goodput   first token ms   inter-token ms     end to end s   (p50 p95 p99)")
+        print(
+            f"\nclosed loop of {CONCURRENCY}: {full:.1f} requests/s, {tokens_a_second(closed):.0f} tokens/s"
+        )
+        print(
+            "\n   rate req/s  tokens/s  goodput   first token ms   inter-token ms     end to end s   (p50 p95"
+            " p99)"
+        )
         rates = []
         for share in SHARES:
             rate = share * full
-            rates.append(summary(load(client, make_requests(max(20, round(rate * seconds)), rate)), share, rate))
+            rates.append(
+                summary(load(client, make_requests(max(20, round(rate * seconds)), rate)), share, rate)
+            )
             show(rates[-1])
     facts = {"requests_per_second": round(full, 2), "tokens_per_second": round(tokens_a_second(closed), 1)}
     return {"closed_loop": facts, "limits": LIMITS, "rates": rates}
@@ -88,7 +110,11 @@ def summary(told: dict[str, Any], share: float, rate: float) -> dict[str, Any]:
             continue
         first.append(times[0] - record["due"])
         whole.append(times[-1] - record["due"])
-        gaps = [g for gap, count in zip(np.diff(times).tolist(), tokens[1:], strict=True) for g in [gap / count] * count]
+        gaps = [
+            g
+            for gap, count in zip(np.diff(times).tolist(), tokens[1:], strict=True)
+            for g in [gap / count] * count
+        ]
         inter += gaps
         mean = sum(gaps) / max(len(gaps), 1)
         good += 1e3 * first[-1] <= LIMITS["first_token_ms"] and 1e3 * mean <= LIMITS["inter_token_ms"]
@@ -130,7 +156,9 @@ def ceiling(quick: bool) -> dict[str, Any]:
     with mock_server(STEP_SECONDS) as (process, address), worker("stub", address) as client:
         load(client, same_requests(64, 50), 64)
         for streams in STREAMS:
-            steps.append({"streams": streams, **busy(process, client, same_requests(streams, tokens), streams)})
+            steps.append(
+                {"streams": streams, **busy(process, client, same_requests(streams, tokens), streams)}
+            )
             print(f"{streams:4} streams, a step in {1e3 * STEP_SECONDS:.0f} ms: {told_of(steps[-1])}")
     with profile_file() as file:
         with mock_server(STEP_SECONDS, profile=str(file)) as (_, address), worker("stub", address) as client:
@@ -142,7 +170,9 @@ def ceiling(quick: bool) -> dict[str, Any]:
 
 
 def busy(server: Process, client: Process, requests: list[Any], concurrency: int) -> dict[str, Any]:
-    """Throughput, and the shares of a core used by the server's process (without the engine's) and by the client's."""
+    """Throughput, and the shares of a core used by the server's process (without the engine's) and by the
+    client's.
+    """
     before, start = (server.cpu_seconds(), client.cpu_seconds()), time.perf_counter()
     told = load(client, requests, concurrency)
     elapsed = time.perf_counter() - start
@@ -170,7 +200,9 @@ def told_of(facts: dict[str, Any]) -> str:
 
 
 def grpc_cost(repeat: int, quick: bool) -> dict[str, Any]:
-    """Throughput, and the CPU time of all processes per token: with all cores busy, one follows from the other."""
+    """Throughput, and the CPU time of all processes per token: with all cores busy, one follows from the
+    other.
+    """
     requests = make_requests((2 if quick else 4) * CONCURRENCY)
     with ExitStack() as stack:
         server, addresses = stack.enter_context(model_server(MODEL, more={"http_port": 0}))
@@ -181,7 +213,8 @@ def grpc_cost(repeat: int, quick: bool) -> dict[str, Any]:
         messages: dict[str, float] = {}  # messages per token
 
         def taken() -> float:
-            return sum(process.cpu_seconds(children=True) for process in (server, *arms.values()))  # processes without a turn use none
+            # processes without a turn use none
+            return sum(process.cpu_seconds(children=True) for process in (server, *arms.values()))
 
         def run(name: str) -> float:
             before = taken()
@@ -218,8 +251,8 @@ def metrics_cost(repeat: int, quick: bool) -> dict[str, Any]:
     medians = {name: statistics.median(took[1:]) for name, took in cpu.items()}  # without the first
     own = calls_alone()
     print(
-        f"server's processor time for a message: {medians['off']:.0f} us without, {medians['on']:.0f} with; the calls alone: {own:.1f} us, "
-        f"{own / medians['off']:.1%}"
+        f"server's processor time for a message: {medians['off']:.0f} us without, {medians['on']:.0f} with;"
+        f" the calls alone: {own:.1f} us, {own / medians['off']:.1%}"
     )
     return {**result, "server_microseconds_per_message": medians, "calls_alone_microseconds": round(own, 2)}
 
@@ -227,7 +260,9 @@ def metrics_cost(repeat: int, quick: bool) -> dict[str, Any]:
 def calls_alone() -> float:
     """Microseconds of the metrics calls for a message with one token."""
     watch = PrometheusMetrics("demo", lambda: None, lambda: 0).request_started()  # type: ignore[arg-type,return-value]
-    output = RequestOutput(request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])])
+    output = RequestOutput(
+        request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])]
+    )
     return min(timeit.repeat(lambda: watch.tokens(output), number=10_000, repeat=5)) * 100
 
 
@@ -244,7 +279,10 @@ def compared(arms: dict[str, Callable[[], float]], repeat: int, goal: str) -> di
     for name, rates in runs.items():
         ratios = [rate / base for rate, base in zip(rates, runs[first], strict=True)]
         lost[name] = round(1 - statistics.median(ratios), 3)
-        print(f"{name:10}{statistics.median(rates):9.0f} tokens/s, {lost[name]:6.1%} lost (runs: {min(rates):.0f} to {max(rates):.0f})")
+        print(
+            f"{name:10}{statistics.median(rates):9.0f} tokens/s, {lost[name]:6.1%} lost (runs:"
+            f" {min(rates):.0f} to {max(rates):.0f})"
+        )
     print(f"the goal is at most {GOALS[goal]:.0%}")
     return {"tokens_per_second": runs, "lost": lost, "goal": GOALS[goal]}
 
@@ -252,7 +290,9 @@ def compared(arms: dict[str, Callable[[], float]], repeat: int, goal: str) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = ("open", "ceiling", "grpc", "metrics")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="fewer than all are saved under their names")
+    parser.add_argument(
+        "--parts", nargs="+", choices=parts, default=parts, help="fewer than all are saved under their names"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate")
     parser.add_argument("--repeat", type=int, default=7, help="turns of each arm")
     parser.add_argument("--quick", action="store_true", help="a few seconds of each, nothing saved")

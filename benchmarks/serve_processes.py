@@ -32,7 +32,8 @@ if profile:
 else:
     run()
 """
-WIDE = {"port": 0, "max_waiting": 2000, "max_streams_per_client": 4000, "log_level": "error"}  # limits that reject nothing in measurements
+# limits that reject nothing in measurements
+WIDE = {"port": 0, "max_waiting": 2000, "max_streams_per_client": 4000, "log_level": "error"}
 MOCK_SEQS = 1024
 # Functions that wait for events, also in the threads that communicate with the engine's process.
 WAITING = ("epoll", "'recv' of", "SimpleQueue", "'acquire' of")
@@ -43,7 +44,12 @@ class Process:
 
     def __init__(self, *command: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
         self.pid = self._process.pid
 
@@ -70,11 +76,17 @@ class Process:
 
 @contextmanager
 def server(
-    engine: str, options: dict[str, Any], *, metrics: bool = False, profile: str = "", more: dict[str, Any] | None = None
+    engine: str,
+    options: dict[str, Any],
+    *,
+    metrics: bool = False,
+    profile: str = "",
+    more: dict[str, Any] | None = None,
 ) -> Iterator[tuple[Process, str]]:
     """A ready server over an engine process (see serving/processes/engines.py), and its address.
 
-    `more`: options of ServerConfig. With {"http_port": 0}, the address is followed by a space and the HTTP URL.
+    `more`: options of ServerConfig. With {"http_port": 0}, the address is followed by a space and the HTTP
+    URL.
     """
     config = {**WIDE, **({"metrics_port": 0} if metrics else {}), **(more or {})}
     process = Process("-c", SERVER, json.dumps([config, engine, options, profile]))
@@ -93,7 +105,12 @@ def model_server(config: dict[str, Any], **options: Any) -> AbstractContextManag
 
 def mock_server(step_seconds: float, **options: Any) -> AbstractContextManager[tuple[Process, str]]:
     """A server with a mock engine, whose texts are the demo model's."""
-    engine = {"tokenizer_folder": str(ROOT / "jengine" / "demo"), "max_num_seqs": MOCK_SEQS, "pages": 10**6, "seconds": step_seconds}
+    engine = {
+        "tokenizer_folder": str(ROOT / "jengine" / "demo"),
+        "max_num_seqs": MOCK_SEQS,
+        "pages": 10**6,
+        "seconds": step_seconds,
+    }
     return server("jengine.serving.processes.engines:mock_engine", engine, **options)
 
 
@@ -109,7 +126,9 @@ def worker(kind: str, where: str) -> Iterator[Process]:
 
 def load(worker: Process, requests: list[Any], concurrency: int | None = None) -> dict[str, Any]:
     """The worker's results for these requests."""
-    told: dict[str, Any] = json.loads(worker.line(json.dumps({"requests": requests, "concurrency": concurrency})))
+    told: dict[str, Any] = json.loads(
+        worker.line(json.dumps({"requests": requests, "concurrency": concurrency}))
+    )
     return told
 
 
@@ -122,11 +141,19 @@ def profile_file() -> Iterator[Path]:
 def top_functions(profile: Path, count: int = 15) -> list[dict[str, Any]]:
     """The functions with the most time, without their callees; shares of all time except waiting."""
     functions = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
-    spent = {where: (calls, own) for where, (_, calls, own, _, _) in functions.items() if not any(w in where[2] for w in WAITING)}
+    spent = {
+        where: (calls, own)
+        for where, (_, calls, own, _, _) in functions.items()
+        if not any(w in where[2] for w in WAITING)
+    }
     whole = sum(own for _, own in spent.values())
     most = sorted(spent.items(), key=lambda item: -item[1][1])[:count]
     return [
-        {"function": f"{_short(file)}:{name}" if line else name, "calls": calls, "share": round(own / whole, 3)}
+        {
+            "function": f"{_short(file)}:{name}" if line else name,
+            "calls": calls,
+            "share": round(own / whole, 3),
+        }
         for (file, line, name), (calls, own) in most
     ]
 

@@ -8,9 +8,9 @@ tokens chat      10 turns, each with the whole conversation before it: time to t
 windows   bytes of cache for a sequence of 8,192 tokens, for models with windows; no model runs reserved  slots
 in sequences' pages without a token; no model runs
 
-The first three use the 134M shape, random weights, one engine and one set of programs, with the prefix cache on
-and off in turn, and empty at the start of each. A round's ratio compares two consecutive runs; the median over
-rounds counts.
+The first three use the 134M shape, random weights, one engine and one set of programs, with the prefix cache
+on and off in turn, and empty at the start of each. A round's ratio compares two consecutive runs; the median
+over rounds counts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ class Ran:
 
 class Bench:
     def __init__(self, model: str, max_num_seqs: int, max_model_len: int, num_pages: int) -> None:
-        options = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "num_pages": num_pages, "page_size": PAGE_SIZE}
+        options = {
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+            "num_pages": num_pages,
+            "page_size": PAGE_SIZE,
+        }
         self.engine, started = start_engine(EngineConfig.of(model, options))
         self.dtype = started.dtype
         runner = self.engine.runner
@@ -89,7 +94,12 @@ class Bench:
         params = SamplingParams(temperature=float(samples > 1), max_tokens=output, ignore_eos=True, seed=1)
         start = time.perf_counter()
         for i, prompt in enumerate(prompts):
-            engine.add(*(Request(request_id=f"{i}.{j}", prompt_token_ids=prompt, params=params, sample_index=j) for j in range(samples)))
+            engine.add(
+                *(
+                    Request(request_id=f"{i}.{j}", prompt_token_ids=prompt, params=params, sample_index=j)
+                    for j in range(samples)
+                )
+            )
         while engine.has_work:
             for update in engine.step():
                 assert isinstance(update, TokenUpdate)
@@ -130,7 +140,10 @@ def arrivals(bench: Bench, requests: int, shared: int, rounds: int) -> dict[str,
     print(f"\narrivals: {requests} requests, {shared} + {SUFFIX} tokens, {OUTPUT} of output")
     for on, runs in found.items():
         for one in runs:
-            print(f"    cache {'on' if on else 'off':4}" + "".join(f"{name} {value:<10}" for name, value in one.items()))
+            print(
+                f"    cache {'on' if on else 'off':4}"
+                + "".join(f"{name} {value:<10}" for name, value in one.items())
+            )
     median, p90 = ratios["first_token_median"], ratios["first_token_p90"]
     print(f"    first token, off / on: {median} (median), {p90} (p90), goal {GOALS['first_token']}")
     print(f"    tokens/s, on / off: {ratios['tokens_per_second']}, goal {GOALS['tokens_per_second']}")
@@ -142,14 +155,26 @@ def samples(bench: Bench, rounds: int) -> dict[str, Any]:
         prompt = bench.prompt(SAMPLED_PROMPT)
         bench.cache(False)  # samples share pages without it
         ran = bench.run([prompt], OUTPUT, SAMPLES) if on else bench.run([prompt] * SAMPLES, OUTPUT)
-        return {"prompt_tokens_computed": ran.computed, "last_first_token_s": round(max(ran.first), 3), "whole_s": round(ran.whole, 3)}
+        return {
+            "prompt_tokens_computed": ran.computed,
+            "last_first_token_s": round(max(ran.first), 3),
+            "whole_s": round(ran.whole, 3),
+        }
 
     found = in_turn(rounds, run)
     ratio = _ratio(found, lambda run: run["last_first_token_s"])
     computed = max(run["prompt_tokens_computed"] for run in found[True])
-    print(f"\nsamples: n={SAMPLES}, prompt of {SAMPLED_PROMPT}: {computed} prompt tokens computed, goal at most {GOALS['prompt_tokens']}")
+    print(
+        f"\nsamples: n={SAMPLES}, prompt of {SAMPLED_PROMPT}: {computed} prompt tokens computed, goal at most"
+        f" {GOALS['prompt_tokens']}"
+    )
     print(f"    {SAMPLES} requests / n={SAMPLES}: {ratio} times as long to the last one's first token")
-    return {"prompt_tokens_computed": computed, "ratio_first_token": ratio, "requests": found[False], "n": found[True]}
+    return {
+        "prompt_tokens_computed": computed,
+        "ratio_first_token": ratio,
+        "requests": found[False],
+        "n": found[True],
+    }
 
 
 def chat(bench: Bench, turns: int, rounds: int) -> dict[str, Any]:
@@ -167,7 +192,9 @@ def chat(bench: Bench, turns: int, rounds: int) -> dict[str, Any]:
 
     found = in_turn(rounds, run)
     ratio = _ratio(found, lambda run: run["first_token_s"][-1])
-    print(f"\nchat: {SYSTEM} tokens, then {turns} turns of {QUESTION} + {ANSWER}: first token of turn {turns}")
+    print(
+        f"\nchat: {SYSTEM} tokens, then {turns} turns of {QUESTION} + {ANSWER}: first token of turn {turns}"
+    )
     for on, runs in found.items():
         for one in runs:
             last, tokens = one["first_token_s"][-1], one["prompt_tokens_computed"][-1]
@@ -178,7 +205,9 @@ def chat(bench: Bench, turns: int, rounds: int) -> dict[str, Any]:
 
 def _ratio(found: dict[bool, list[Any]], of: Callable[[Any], float]) -> float:
     """Off / on, the median over rounds."""
-    return round(statistics.median(of(off) / of(on) for off, on in zip(found[False], found[True], strict=True)), 2)
+    return round(
+        statistics.median(of(off) / of(on) for off, on in zip(found[False], found[True], strict=True)), 2
+    )
 
 
 def windows() -> dict[str, Any]:
@@ -186,13 +215,19 @@ def windows() -> dict[str, Any]:
     print("\nwindows: MB of cache that a sequence of 8,192 tokens takes at most, bfloat16")
     for name, one in found.items():
         most = f"{one['prefill']['most_mb']:8.1f} (by rows {one['decode']['most_mb']:.1f})"
-        print(f"    {name:18}{one['every_layer_keeps_all_mb']:8.1f} before,{most} after: {one['ratio']}; {', '.join(one['groups'])}")
+        print(
+            f"    {name:18}{one['every_layer_keeps_all_mb']:8.1f} before,{most} after: {one['ratio']};"
+            f" {', '.join(one['groups'])}"
+        )
     return found
 
 
 def reserved(requests: int) -> dict[str, Any]:
     found = unused_slots(requests, max_num_seqs=32)
-    print(f"\nreserved and unused: share of the slots in owned pages, mean over steps, {requests} requests, 32 at once")
+    print(
+        f"\nreserved and unused: share of the slots in owned pages, mean over steps, {requests} requests, 32"
+        " at once"
+    )
     for name, one in found.items():
         print(f"    {name:46}" + ", ".join(f"{part} {share:.2%}" for part, share in one.items()))
     return found
@@ -203,13 +238,23 @@ def main() -> None:
     parts = ("arrivals", "samples", "chat", "windows", "reserved")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="the demo model, fewer requests and rounds, nothing saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="the demo model, fewer requests and rounds, nothing saved"
+    )
     options = parser.parse_args()
-    requests, shared, rounds, turns = (16, PREFIX // 2, 1, 4) if options.quick else (REQUESTS, PREFIX, options.rounds, TURNS)
+    requests, shared, rounds, turns = (
+        (16, PREFIX // 2, 1, 4) if options.quick else (REQUESTS, PREFIX, options.rounds, TURNS)
+    )
     result: dict[str, Any] = {}
     if {"arrivals", "samples", "chat"} & {*options.parts}:
-        pages = 1 + requests * -(-(shared + SUFFIX + OUTPUT) // PAGE_SIZE)  # for all requests, with or without the cache
-        bench = Bench("demo" if options.quick else str(made_model("134m")), requests, 2 * PREFIX // (1 + options.quick), pages)
+        # for all requests, with or without the cache
+        pages = 1 + requests * -(-(shared + SUFFIX + OUTPUT) // PAGE_SIZE)
+        bench = Bench(
+            "demo" if options.quick else str(made_model("134m")),
+            requests,
+            2 * PREFIX // (1 + options.quick),
+            pages,
+        )
         result = {"model": "134m", "dtype": bench.dtype, "max_num_seqs": requests, "num_pages": pages}
         bench.run([bench.prompt(100)] * 2, 8)  # the first steps of a process are slower
         if "arrivals" in options.parts:
@@ -225,7 +270,10 @@ def main() -> None:
     if not options.quick:
         file = RESULTS / "sharing.json"
         before = json.loads(file.read_text()) if file.exists() else {}
-        save("sharing", {"goals": GOALS, **{name: value for name, value in before.items() if name in parts}, **result})
+        save(
+            "sharing",
+            {"goals": GOALS, **{name: value for name, value in before.items() if name in parts}, **result},
+        )
 
 
 if __name__ == "__main__":

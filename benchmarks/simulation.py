@@ -1,13 +1,14 @@
-"""Simulation and engine compared: latencies at three loads, a million requests, and the predictions of `tune`.
+"""Simulation and engine compared: latencies at three loads, a million requests, and the predictions of
+`tune`.
 
     python -m benchmarks.simulation fidelity
     python -m benchmarks.simulation million
     python -m benchmarks.simulation search    # then
     python -m benchmarks.simulation run
 
-On two cores they take two minutes, six, half a minute and four, in addition to the compilation of new programs.
-Each part adds its figures to results/simulation.json. Engines run in this process, single-threaded. Arrival
-times are drawn in advance, and are the same in the simulation.
+On two cores they take two minutes, six, half a minute and four, in addition to the compilation of new
+programs. Each part adds its figures to results/simulation.json. Engines run in this process, single-threaded.
+Arrival times are drawn in advance, and are the same in the simulation.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ TRACES = {"chat": ((4.0, 0.8), (4.4, 0.6)), "code": ((5.7, 0.5), (2.7, 0.6))}
 TUNED_SECONDS, OVERLOAD = 14.0, 1.3
 
 
-def made_trace(rng: np.random.Generator, rate: float, seconds: float, prompt: tuple[float, float], output: tuple[float, float]) -> Trace:
+def made_trace(
+    rng: np.random.Generator,
+    rate: float,
+    seconds: float,
+    prompt: tuple[float, float],
+    output: tuple[float, float],
+) -> Trace:
     """Poisson arrivals, and log-normal lengths that fit into 1,024 tokens."""
     count = max(int(rate * seconds), 1)
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
@@ -96,7 +103,9 @@ def frozen(costs: StepCosts) -> StepCosts:
 
 @contextmanager
 def watched(costs: StepCosts, predictions: StepCosts) -> Iterator[dict[str, list[float]]]:
-    """In this context, seconds of observed steps and their predictions, for steps with and without prompts."""
+    """In this context, seconds of observed steps and their predictions, for steps with and without
+    prompts.
+    """
     sums: dict[str, list[float]] = {"decode": [0.0, 1e-9], "prompts": [0.0, 1e-9]}
     inner = costs.observe
 
@@ -146,7 +155,8 @@ def percentiles(seconds: np.ndarray) -> dict[str, float]:
 def fidelity(model: str, loads: Sequence[float] = LOADS) -> dict[str, Any]:
     """At each load, predictions and measurements."""
     config, spec = describe_engine(EngineConfig.of(model, OPTIONS))
-    costs_file(cache_root(config.cache_dir), spec.fingerprint()).unlink(missing_ok=True)  # perhaps of a busier machine
+    # perhaps of a busier machine
+    costs_file(cache_root(config.cache_dir), spec.fingerprint()).unlink(missing_ok=True)
     engine, _ = start_engine(config, progress=False)
     laws, results = TRACES["chat"], {}
     rng = np.random.default_rng(0)
@@ -164,14 +174,27 @@ def fidelity(model: str, loads: Sequence[float] = LOADS) -> dict[str, Any]:
             "goal": GOAL,
             "requests": len(trace),
             "requests_per_second": round(rate, 2),
-            "steps_measured_to_predicted": {kind: round(got / want, 3) for kind, (got, want) in steps.items()},
+            "steps_measured_to_predicted": {
+                kind: round(got / want, 3) for kind, (got, want) in steps.items()
+            },
         }
         then = seconds_of(trace, shape_of(engine))  # with the costs learned in this run
         for name, want, late, got in zip(("first_token", "total"), predicted, then, measured, strict=True):
             want, late, got = percentiles(want), percentiles(late), percentiles(got)
-            errors, left = ({rank: round(told[rank] / got[rank] - 1, 3) for rank in got} for told in (want, late))
-            result[name] = {"predicted": want, "measured": got, "error": errors, "error_with_costs_of_the_run": left}
-            print(f"{share:.0%} {name:12} predicted {want}  measured {got}  error {errors}  with the run's own costs {left}", flush=True)
+            errors, left = (
+                {rank: round(told[rank] / got[rank] - 1, 3) for rank in got} for told in (want, late)
+            )
+            result[name] = {
+                "predicted": want,
+                "measured": got,
+                "error": errors,
+                "error_with_costs_of_the_run": left,
+            }
+            print(
+                f"{share:.0%} {name:12} predicted {want}  measured {got}  error {errors}  with the run's own"
+                f" costs {left}",
+                flush=True,
+            )
         print(f"{share:.0%} {result['steps_measured_to_predicted']}", flush=True)
         results[f"{share:.0%}"] = result
     engine.close()
@@ -187,8 +210,13 @@ def million(requests: int) -> dict[str, Any]:
     rows, tokens = 256, 8192
     table = ProgramTable.build(max_num_seqs=rows, max_num_batched_tokens=tokens, tile_size=64)
     trunks = {key: 5e-3 + 2e-5 * table.tokens(key) for key in table.trunks()}
-    costs = StepCosts(table, {**trunks, **{key: 1e-6 * key.rows for key in table.samplers()}}, slopes=Slopes(4e-8, 0.0, 1e-9))
-    shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows, max_num_batched_tokens=tokens,
+    costs = StepCosts(
+        table,
+        {**trunks, **{key: 1e-6 * key.rows for key in table.samplers()}},
+        slopes=Slopes(4e-8, 0.0, 1e-9),
+    )
+    shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
                         max_model_len=8192, options={"prefix_caching": True})  # fmt: skip
     some = make_trace([*zip(np.arange(5000.0), prompts[:5000], outputs[:5000], strict=True)])
     rate = 0.7 * capacity(shape, some)
@@ -197,7 +225,10 @@ def million(requests: int) -> dict[str, Any]:
     outcome = replay(shape, trace, progress=True)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     summary = summarize(outcome, trace, Targets())
-    print(f"{requests:,} requests in {seconds:.0f} s ({cpu:.0f} s of one core); {outcome.steps:,} steps, {outcome.end:.0f} s simulated")
+    print(
+        f"{requests:,} requests in {seconds:.0f} s ({cpu:.0f} s of one core); {outcome.steps:,} steps,"
+        f" {outcome.end:.0f} s simulated"
+    )
     return {
         "requests": requests,
         "output_tokens": int(trace.outputs.sum()),
@@ -235,7 +266,10 @@ def search(name: str, model: str) -> dict[str, Any]:
         "tried": tuned.tried,
         "search_seconds": round(time.perf_counter() - begin, 1),
         "predicted": {"before": round(tuned.before.mean_total, 3), "after": round(tuned.after.mean_total, 3)},
-        "trace": [[round(float(at), 6), int(p), int(o)] for at, p, o in zip(trace.arrivals, trace.prompts, trace.outputs, strict=True)],
+        "trace": [
+            [round(float(at), 6), int(p), int(o)]
+            for at, p, o in zip(trace.arrivals, trace.prompts, trace.outputs, strict=True)
+        ],
     }
     print({key: value for key, value in result.items() if key != "trace"})
     return result

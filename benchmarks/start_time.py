@@ -1,10 +1,11 @@
-"""From process start to first token, in a new process: first starts, which compile, and later ones, which load programs.
+"""From process start to first token, in a new process: first starts, which compile, and later ones, which
+load programs.
 
     python -m benchmarks.start_time [--models demo 134m] [--repeat 5] [--warm-up progressive] [--quick]
 
 A first start has an empty cache; a later one finds the whole table. Results are medians of `--repeat`. With
-progressive warm-up, the process between them continues with 16 concurrent streams until every program is ready,
-and for the same number of rounds afterwards: tokens/s of both.
+progressive warm-up, the process between them continues with 16 concurrent streams until every program is
+ready, and for the same number of rounds afterwards: tokens/s of both.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ STREAMS, TOKENS = 16, 32
 
 
 def child(model: str, cache_dir: str, warm_up: str, widen: bool) -> None:
-    """A typical user's process: import, load, request a token. Prints its times on the clock that all processes share."""
+    """A typical user's process: import, load, request a token. Prints its times on the clock that all
+    processes share.
+    """
     marks = {"python": time.monotonic()}
     from jengine import LLM, SamplingParams
 
@@ -77,19 +80,43 @@ def measure(name: str, repeat: int, warm_up: str) -> dict[str, Any]:
             if run == repeat - 1:
                 between = start(model, cache_dir, warm_up, widen=True)
                 later = [start(model, cache_dir, warm_up) for _ in range(repeat)]
-    assert all(run["programs_loaded"] == 0 for run in first) and all(run["programs_compiled"] == 0 for run in later)
+    assert all(run["programs_loaded"] == 0 for run in first) and all(
+        run["programs_compiled"] == 0 for run in later
+    )
     for kind, runs in ("first", first), ("later", later):
-        parts = {part: round(statistics.median(run["parts"][part] for run in runs), 3) for part in runs[0]["parts"]}
-        results[kind] = {"seconds": statistics.median(run["seconds"] for run in runs), "parts": parts, "runs": runs}
-    print(f"\n{name}: {first[0]['programs_compiled']} of {first[0]['programs']} programs; seconds from process start to first token\n")
+        parts = {
+            part: round(statistics.median(run["parts"][part] for run in runs), 3) for part in runs[0]["parts"]
+        }
+        results[kind] = {
+            "seconds": statistics.median(run["seconds"] for run in runs),
+            "parts": parts,
+            "runs": runs,
+        }
+    print(
+        f"\n{name}: {first[0]['programs_compiled']} of {first[0]['programs']} programs; seconds from process"
+        " start to first token\n"
+    )
     print(f"{'':16}{'first':>8}{'later':>8}")
     for part in results["first"]["parts"]:
         print(f"{part:16}{results['first']['parts'][part]:8.2f}{results['later']['parts'][part]:8.2f}")
-    first_seconds, later_seconds, goals = results["first"]["seconds"], results["later"]["seconds"], GOALS[name]
-    print(f"{'all':16}{first_seconds:8.2f}{later_seconds:8.2f}   the goals are {goals[0]:.0f} and {goals[1]:.0f}")
-    widening, whole = ([rate for ready, rate in between["rates"] if (ready == between["programs"]) == done] for done in (False, True))
+    first_seconds, later_seconds, goals = (
+        results["first"]["seconds"],
+        results["later"]["seconds"],
+        GOALS[name],
+    )
+    print(
+        f"{'all':16}{first_seconds:8.2f}{later_seconds:8.2f}   the goals are {goals[0]:.0f} and"
+        f" {goals[1]:.0f}"
+    )
+    widening, whole = (
+        [rate for ready, rate in between["rates"] if (ready == between["programs"]) == done]
+        for done in (False, True)
+    )
     if widening:
-        print(f"{STREAMS} streams while the table widens: {statistics.mean(widening):.0f} tokens/s, then {statistics.mean(whole):.0f}")
+        print(
+            f"{STREAMS} streams while the table widens: {statistics.mean(widening):.0f} tokens/s, then"
+            f" {statistics.mean(whole):.0f}"
+        )
     return {**results, "between": between, "goals": goals, "warm_up": warm_up}
 
 
@@ -98,7 +125,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=GOALS, default=list(GOALS))
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--warm-up", choices=("progressive", "all"), default="progressive")
-    parser.add_argument("--quick", action="store_true", help="demo only, one start of each kind, nothing saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="demo only, one start of each kind, nothing saved"
+    )
     options = parser.parse_args()
     models, repeat = (["demo"], 1) if options.quick else (options.models, options.repeat)
     results = {name: measure(name, repeat, options.warm_up) for name in models}

@@ -6,9 +6,9 @@ Steps of 1, 8 and 32 decode rows, and one of a prompt's tiles, in each number fo
 that of its XLA operations in a profiler's trace, without nested ones: the union of their intervals on all
 threads, the minimum of several runs. The operation of each instruction is derived from the Python functions
 that XLA's text names. Time outside all operations is `gaps`: starting operations, loops, waiting. Since
-profiling slows steps with many small operations, the step's total time is measured without it. The floor of an
-operation is the larger of its bytes over the measured bandwidth and its operations over the rate of the best
-large product in the format, both with all cores. A step's floor is the sum over its operations.
+profiling slows steps with many small operations, the step's total time is measured without it. The floor of
+an operation is the larger of its bytes over the measured bandwidth and its operations over the rate of the
+best large product in the format, both with all cores. A step's floor is the sum over its operations.
 """
 
 from __future__ import annotations
@@ -73,7 +73,13 @@ def matrix_rate(name: str) -> float:
     x, weight = jnp.ones((rows, size), dtype), jnp.ones((out, size), dtype)
     args = x, quantize(weight, "int8", inputs=True) if name == "w8a8" else weight
     program = jax.jit(product).lower(*args).compile()
-    return 2.0 * rows * size * out / min(_seconds(lambda: program(*args).block_until_ready()) for _ in range(RUNS))
+    return (
+        2.0
+        * rows
+        * size
+        * out
+        / min(_seconds(lambda: program(*args).block_until_ready()) for _ in range(RUNS))
+    )
 
 
 def _seconds(run: Any) -> float:
@@ -85,7 +91,10 @@ def _seconds(run: Any) -> float:
 def operations(text: str) -> dict[str, str]:
     """The operation to which each instruction of a compiled program belongs. Loops are left out, since their
     contents count."""
-    tables = {name: dict(re.findall(r"^(\d+) (.+)$", part, re.M)) for name, part in re.findall(r"^(\w+)\n((?:\d+ .+\n)+)", text, re.M)}
+    tables = {
+        name: dict(re.findall(r"^(\d+) (.+)$", part, re.M))
+        for name, part in re.findall(r"^(\w+)\n((?:\d+ .+\n)+)", text, re.M)
+    }
 
     def number(line: str, field: str) -> str:
         found = re.search(rf"{field}=(\d+)", line)
@@ -96,7 +105,9 @@ def operations(text: str) -> dict[str, str]:
         while frame in tables["StackFrames"]:
             line = tables["StackFrames"][frame]
             location = tables["FileLocations"][number(line, "file_location_id")]
-            names += tables["FunctionNames"][number(location, "function_name_id")].strip('"').split(".<locals>.")
+            names += (
+                tables["FunctionNames"][number(location, "function_name_id")].strip('"').split(".<locals>.")
+            )
             frame = str(int(number(line, "parent_frame_id")) - 1)
         return names
 
@@ -108,7 +119,9 @@ def operations(text: str) -> dict[str, str]:
             called = re.search(r"calls=%([\w.\-]+)", line)
             frame = number(line, "stack_frame_id")  # a fusion may have none, but its contents do
             functions = chain(first.get(called[1], "0") if called and frame == "0" else frame)
-            named = next((name for name, needed in OPERATIONS.items() if set(needed) <= set(functions)), "other")
+            named = next(
+                (name for name, needed in OPERATIONS.items() if set(needed) <= set(functions)), "other"
+            )
             out[instruction[1]] = JOINED.get(named, named) if "row_parallel_dense" in functions else named
     return out
 
@@ -127,12 +140,18 @@ def traced(step: Step) -> dict[str, float]:
                 with jax.profiler.TraceAnnotation("run sampler"):
                     step.sample(to_sample)
         profile = jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
-    threads = [[(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in line.events] for plane in profile.planes for line in plane.lines]
+    threads = [
+        [(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in line.events]
+        for plane in profile.planes
+        for line in plane.lines
+    ]
     events = [event for thread in threads for event in thread]
     best: dict[str, float] = {}
     for program, names in ("trunk", trunk), ("sampler", sampler):
         spans = [
-            (names[name], begin, finish) for thread in threads for name, begin, finish in innermost(e for e in thread if e[0] in names)
+            (names[name], begin, finish)
+            for thread in threads
+            for name, begin, finish in innermost(e for e in thread if e[0] in names)
         ]
         for _, start, end in (event for event in events if event[0] == f"run {program}"):
             inside: dict[str, Intervals] = defaultdict(list)
@@ -140,13 +159,17 @@ def traced(step: Step) -> dict[str, float]:
                 if begin >= start and finish <= end:
                     inside[operation].append((begin, finish))
             times = {name: union(intervals) for name, intervals in inside.items()}
-            times[f"gaps ({program})"] = (end - start) / 1e9 - union([interval for intervals in inside.values() for interval in intervals])
+            times[f"gaps ({program})"] = (end - start) / 1e9 - union(
+                [interval for intervals in inside.values() for interval in intervals]
+            )
             best.update({name: min(seconds, best.get(name, seconds)) for name, seconds in times.items()})
     return best
 
 
 def innermost(events: Iterable[Event]) -> list[Event]:
-    """A thread's events without nested ones: XLA starts an operation's successors before that operation's event ends."""
+    """A thread's events without nested ones: XLA starts an operation's successors before that operation's
+    event ends.
+    """
     out: list[Event] = []
     open_: list[list[Any]] = []  # name, time since it is the innermost, end
 
@@ -175,8 +198,11 @@ def union(intervals: Intervals) -> float:
     return total / 1e9
 
 
-def floors(model: Model, step: Step, *, rows: int, read: int, sums: int, speed: float, rate: float) -> dict[str, float]:
-    """Minimum seconds: the weights of each product, and attention. Operations that only move activations count as zero.
+def floors(
+    model: Model, step: Step, *, rows: int, read: int, sums: int, speed: float, rate: float
+) -> dict[str, float]:
+    """Minimum seconds: the weights of each product, and attention. Operations that only move activations
+    count as zero.
 
     Args:
         read: tokens whose keys and values attention reads in each layer.
@@ -188,7 +214,11 @@ def floors(model: Model, step: Step, *, rows: int, read: int, sums: int, speed: 
     for name, weights, tokens in (
         ("qkv product", [layer["attention"]["qkv"] for layer in layers], step.tokens),
         ("o product", [layer["attention"]["o"] for layer in layers], step.tokens),
-        ("mlp products", [layer["mlp"][part] for layer in layers for part in ("gate_up", "down")], step.tokens),
+        (
+            "mlp products",
+            [layer["mlp"][part] for layer in layers for part in ("gate_up", "down")],
+            step.tokens,
+        ),
         ("logits product", [params["embed" if config.tie_embeddings else "lm_head"]], rows),
     ):
         stored = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
@@ -196,15 +226,23 @@ def floors(model: Model, step: Step, *, rows: int, read: int, sums: int, speed: 
         out[name] = max(stored / speed, 2 * tokens * numbers / rate)
     heads, dim, kv = config.num_heads, config.head_dim, config.num_kv_heads
     itemsize = jnp.dtype(model.model.dtype).itemsize
-    out["attention"] = config.num_layers * max(2 * kv * dim * itemsize * read / speed, 4 * heads * dim * sums / rate)
+    out["attention"] = config.num_layers * max(
+        2 * kv * dim * itemsize * read / speed, 4 * heads * dim * sums / rate
+    )
     return out
 
 
 def report(name: str, seconds: float, times: dict[str, float], floor: dict[str, float]) -> dict[str, Any]:
-    print(f"\n{name}: {seconds * 1e3:.2f} ms, floor {sum(floor.values()) * 1e3:.2f}, ratio {seconds / sum(floor.values()):.2f}")
+    print(
+        f"\n{name}: {seconds * 1e3:.2f} ms, floor {sum(floor.values()) * 1e3:.2f}, ratio"
+        f" {seconds / sum(floor.values()):.2f}"
+    )
     for operation, spent in sorted(times.items(), key=lambda item: -item[1]):
         least = floor.get(operation)
-        print(f"  {operation:16} {spent * 1e3:8.3f}" + (f"{least * 1e3:8.3f}{spent / least:7.2f}" if least else ""))
+        print(
+            f"  {operation:16} {spent * 1e3:8.3f}"
+            + (f"{least * 1e3:8.3f}{spent / least:7.2f}" if least else "")
+        )
     ratio = round(seconds / sum(floor.values()), 2)
     return {"ms": seconds * 1e3, "ratio": ratio, "operations_ms": _ms(times), "floors_ms": _ms(floor)}
 
@@ -213,7 +251,9 @@ def _ms(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(value * 1e3, 4) for name, value in seconds.items()}
 
 
-def profile(folder: Path, name: str, rows: Iterable[int], context: int, tokens: int, budget: float, speed: float) -> dict[str, Any]:
+def profile(
+    folder: Path, name: str, rows: Iterable[int], context: int, tokens: int, budget: float, speed: float
+) -> dict[str, Any]:
     model, rate = Model(folder, **FORMATS[name]), matrix_rate(name)
     tile = min(256, tokens)
     steps = {f"{n} rows": model.step(rows=n, context=context) for n in rows}
@@ -223,7 +263,9 @@ def profile(folder: Path, name: str, rows: Iterable[int], context: int, tokens: 
     for shape, step in steps.items():
         n = 0 if shape == "prompt" else int(shape.split()[0])
         pairs = n * (context + 1) if n else tokens * (tokens + 1) // 2
-        floor = floors(model, step, rows=max(n, 1), read=n * (context + 1) or tokens, sums=pairs, speed=speed, rate=rate)
+        floor = floors(
+            model, step, rows=max(n, 1), read=n * (context + 1) or tokens, sums=pairs, speed=speed, rate=rate
+        )
         out[shape] = report(f"{name}, {shape}", best[shape], traced(step), floor)
     return out
 
@@ -231,14 +273,20 @@ def profile(folder: Path, name: str, rows: Iterable[int], context: int, tokens: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="134m")
-    parser.add_argument("--context", type=int, default=256, help="tokens before the one that decode rows read")
+    parser.add_argument(
+        "--context", type=int, default=256, help="tokens before the one that decode rows read"
+    )
     parser.add_argument("--tokens", type=int, default=512, help="of the prompt, a multiple of 256")
     parser.add_argument("--seconds", type=float, default=12, help="for the steps of each format")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--quick", action="store_true", help="bfloat16, 3 seconds, nothing saved")
     options = parser.parse_args()
     speed = bandwidth()
-    result: dict[str, Any] = {"context": options.context, "prompt_tokens": options.tokens, "bandwidth_gbs": speed / 1e9}
+    result: dict[str, Any] = {
+        "context": options.context,
+        "prompt_tokens": options.tokens,
+        "bandwidth_gbs": speed / 1e9,
+    }
     print(f"memory: {speed / 1e9:.1f} GB/s")
     folder = made_model(options.model)
     for name in ["bfloat16"] if options.quick else options.formats:

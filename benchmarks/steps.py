@@ -1,4 +1,6 @@
-"""Steps of the engine's own programs, without requests: any number of rows or tiles, at any context length."""
+"""Steps of the engine's own programs, without requests: any number of rows or tiles, at any context
+length.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,31 @@ class Model:
     """
 
     def __init__(
-        self, folder: Path, dtype: str, quantization: str | None = None, *, group_size: int = 128, calibrated: bool = False
+        self,
+        folder: Path,
+        dtype: str,
+        quantization: str | None = None,
+        *,
+        group_size: int = 128,
+        calibrated: bool = False,
     ) -> None:
         self.config, self.mesh, self.quantization = read_config(folder), make_mesh(1), quantization
-        self.model = build(self.config, dtype, self.config.max_position, quantization, group_size=group_size, calibrated=calibrated)
+        self.model = build(
+            self.config,
+            dtype,
+            self.config.max_position,
+            quantization,
+            group_size=group_size,
+            calibrated=calibrated,
+        )
         self.params = load(folder, self.model, self.mesh, progress=False)
 
-    def step(self, *, rows: int = 0, context: int = 0, tiles: int = 0, tile_size: int = 256, past: int = 0) -> Step:
-        """Rows that read one token each after `context` others, or tiles of one prompt, the first after `past`
-        of its tokens."""
+    def step(
+        self, *, rows: int = 0, context: int = 0, tiles: int = 0, tile_size: int = 256, past: int = 0
+    ) -> Step:
+        """Rows that read one token each after `context` others, or tiles of one prompt, the first after
+        `past` of its tokens.
+        """
         return Step(self, rows, context, tiles, tile_size, past)
 
 
@@ -72,7 +90,9 @@ class Step:
         self._params = tuple(jax.tree.leaves(model.params))
         self._cache, self._slots = _state(spec)
         self._spec, self._keys = spec, (key, sampler)
-        self._send(rows, context, [Span(1, 1, past, tiles * tile_size, [*range(tile_size)] * tiles)] if tiles else [])
+        self._send(
+            rows, context, [Span(1, 1, past, tiles * tile_size, [*range(tile_size)] * tiles)] if tiles else []
+        )
 
     def decode(self, rows: int, context: int) -> None:
         """Decodes fewer rows, after fewer tokens, from now on."""
@@ -80,12 +100,18 @@ class Step:
 
     def _send(self, rows: int, context: int, prompts: list[Span]) -> None:
         spans = [*(Span(slot, slot, context, known=slot) for slot in range(1, rows + 1)), *prompts]
-        plan = StepPlan(*self._keys, spans, [Sample(i, span.length - 1, span.seq, span.slot) for i, span in enumerate(spans)])
+        plan = StepPlan(
+            *self._keys,
+            spans,
+            [Sample(i, span.length - 1, span.seq, span.slot) for i, span in enumerate(spans)],
+        )
         self._packed = jax.device_put(self._spec.layout(plan.trunk).pack(plan), self._spec.replicated)
 
     def trunk(self) -> Any:
         """Starts the trunk. Returns the sampler's input."""
-        self._cache, self._slots, to_sample, _ = self.programs[0](self._params, self._cache, self._slots, self._packed)
+        self._cache, self._slots, to_sample, _ = self.programs[0](
+            self._params, self._cache, self._slots, self._packed
+        )
         return to_sample
 
     def sample(self, to_sample: Any) -> None:
@@ -106,7 +132,9 @@ class Step:
         return time.perf_counter() - start
 
     def seconds_ahead(self, steps: int = 10) -> float:
-        """Seconds per step if each is dispatched before the tokens of the previous one are read, as in the engine."""
+        """Seconds per step if each is dispatched before the tokens of the previous one are read, as in the
+        engine.
+        """
         start = time.perf_counter()
         tokens = self._sampler(self.trunk())
         for _ in range(steps - 1):
@@ -118,7 +146,9 @@ class Step:
 
 
 def least(runs: dict[Any, Callable[[], float]], budget: float) -> dict[Any, float]:
-    """The minimum of each run's seconds. Runs take turns, for `budget` seconds in total and at least three times each."""
+    """The minimum of each run's seconds. Runs take turns, for `budget` seconds in total and at least three
+    times each.
+    """
     best = {name: run() for name, run in runs.items()}
     end, taken = time.monotonic() + budget, 1
     while taken < 3 or time.monotonic() < end:

@@ -1,9 +1,10 @@
-"""The cost of structured output: the same engine and token counts, with and without a JSON schema, interleaved.
+"""The cost of structured output: the same engine and token counts, with and without a JSON schema,
+interleaved.
 
     python -m benchmarks.structured [--repeat 15] [--quick]
 
-The demo model, 32 requests at once with the same number of tokens: the schema is a list too long to end before
-that. Arms:
+The demo model, 32 requests at once with the same number of tokens: the schema is a list too long to end
+before that. Arms:
 
 greedy    the cheapest sampler
 sample    temperature 1
@@ -89,7 +90,9 @@ class Clock:
         return {name: round(1e6 * self.seconds[name] / self.calls[name], 1) for name in self.seconds}
 
 
-def measure(engine: Engine, tokenizer: Tokenizer, params: Callable[..., SamplingParams]) -> tuple[list[float], float]:
+def measure(
+    engine: Engine, tokenizer: Tokenizer, params: Callable[..., SamplingParams]
+) -> tuple[list[float], float]:
     """Seconds of each step while all requests are running, and of creating a request's mask."""
     each = [params(seed=i) for i in range(ROWS)]
     begin = time.perf_counter()
@@ -139,12 +142,19 @@ def main() -> None:
     print(f"\n{ROWS} requests decoding, {len(made)} runs of {TOKENS} tokens each: p10 of steps, median\n")
     print(f"{'arm':10}{'ms a step':>18}{'tokens/s':>16}{'of sample':>16}")
     for arm in wanted:
-        print(f"{arm:10}{ms[arm][0]:10.2f}{ms[arm][1]:8.2f}{rate[arm][0]:9.0f}{rate[arm][1]:7.0f}{share[arm][0]:9.2f}{share[arm][1]:7.2f}")
+        print(
+            f"{arm:10}{ms[arm][0]:10.2f}{ms[arm][1]:8.2f}{rate[arm][0]:9.0f}{rate[arm][1]:7.0f}{share[arm][0]:9.2f}{share[arm][1]:7.2f}"
+        )
     calls, mask_ms = clock.microseconds(), 1e3 * statistics.median(made)
-    print(f"the schema's mask: {calls['fill']:.0f} us a token to fill, {calls['accept']:.0f} us to accept it; {mask_ms:.1f} ms to make")
+    print(
+        f"the schema's mask: {calls['fill']:.0f} us a token to fill, {calls['accept']:.0f} us to accept it;"
+        f" {mask_ms:.1f} ms to make"
+    )
     if not options.quick:
         columns = {"ms_per_step": ms, "tokens_per_second": rate, "of_sample": share}
-        result = {arm: {name: column[arm].round(3).tolist() for name, column in columns.items()} for arm in wanted}
+        result = {
+            arm: {name: column[arm].round(3).tolist() for name, column in columns.items()} for arm in wanted
+        }
         mask = {"microseconds_a_token": calls, "ms_to_make": round(mask_ms, 2)}
         save("structured", {"rows": ROWS, "tokens": TOKENS, "p10_and_median_of_steps": result, "mask": mask})
 

@@ -90,7 +90,10 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     # Other load only makes steps longer: the lowest tenth is affected least.
     change, change_of_p10 = float(middle[1] / middle[0] - 1), float(low[1] / low[0] - 1)
     widths = [single.spec.table_width, double.spec.table_width]
-    print(f"\n{name}: {ROWS} rows at context {CONTEXT}, {steps} steps of each, ms\n\n{'table width':>12}{'p10':>9}{'median':>9}{'p90':>9}")
+    print(
+        f"\n{name}: {ROWS} rows at context {CONTEXT}, {steps} steps of each,"
+        f" ms\n\n{'table width':>12}{'p10':>9}{'median':>9}{'p90':>9}"
+    )
     for i, width in enumerate(widths):
         print(f"{width:12}{low[i]:9.2f}{middle[i]:9.2f}{high[i]:9.2f}")
     print(f"change: {change_of_p10:+.1%} of p10, {change:+.1%} of the median; the goal is under {GOAL:.0%}")
@@ -98,7 +101,10 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     return {
         "table_width": widths,
         "steps": steps,
-        "ms": {name: values.round(3).tolist() for name, values in (("p10", low), ("median", middle), ("p90", high))},
+        "ms": {
+            name: values.round(3).tolist()
+            for name, values in (("p10", low), ("median", middle), ("p90", high))
+        },
         "change_of_p10": round(change_of_p10, 4),
         "change_of_median": round(change, 4),
         "change_by_pair_quartiles": by_pair.round(4).tolist(),

@@ -67,13 +67,17 @@ class VirtualEngine:
             return False
         while len(self._flying) > (self.ahead if plan is not None else 0):
             self.now, done = self._flying.popleft()
-            for _, sequence, _ in scheduler.collect(done, [[self._token(scheduler.registry.by_number.get(s.seq))] for s in done.samples]):
+            for _, sequence, _ in scheduler.collect(
+                done, [[self._token(scheduler.registry.by_number.get(s.seq))] for s in done.samples]
+            ):
                 if sequence.finish_reason is not None:
                     self.ended[sequence] = self.now
         return True
 
     def _token(self, sequence: Sequence | None) -> int:
-        ends = sequence is not None and len(sequence.tokens) - sequence.prompt_len + 1 == self.lengths.get(sequence.request_id)
+        ends = sequence is not None and len(sequence.tokens) - sequence.prompt_len + 1 == self.lengths.get(
+            sequence.request_id
+        )
         return END if ends else TOKEN
 
     def note_rejected(self, scheduler: Scheduler) -> None:

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from jengine.api.async_llm import AsyncLLM
     from jengine.api.backend import Backend, EngineThread, Steps, Updates, run_engine, run_operation
     from jengine.api.chat import chat_prompt
-    from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+    from jengine.api.embeddings import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from jengine.api.llm import LLM
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
@@ -39,7 +44,17 @@ if TYPE_CHECKING:
     )
     from jengine.core.scheduling_options import StrategyName
     from jengine.core.service_level import MAX_CLIENT
-    from jengine.core.updates import Beam, BeamsFound, Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
+    from jengine.core.updates import (
+        Beam,
+        BeamsFound,
+        Ended,
+        Load,
+        Pooled,
+        PromptScores,
+        TokenLogprobs,
+        TokenUpdate,
+        Update,
+    )
     from jengine.engine.limits import Limits
     from jengine.engine.operations import GetTrace, Operation, ResetPrefixCache, SetStrategy, decode_operation
     from jengine.engine.start import Started, follow, start_engine
@@ -147,12 +162,23 @@ _MODULES = {
     "jengine.core.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
     "jengine.api.chat": ("chat_prompt",),
     "jengine.core.config": ("EngineConfig",),
-    "jengine.api.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+    "jengine.api.embeddings": (
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
     "jengine.base.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.insight.explanations.explain": ("Explanation", "Finding", "explain"),
     "jengine.base.interrupts": ("uninterrupted",),
     "jengine.engine.limits": ("Limits",),
-    "jengine.engine.operations": ("GetTrace", "Operation", "ResetPrefixCache", "SetStrategy", "decode_operation"),
+    "jengine.engine.operations": (
+        "GetTrace",
+        "Operation",
+        "ResetPrefixCache",
+        "SetStrategy",
+        "decode_operation",
+    ),
     "jengine.insight.recording.records": ("EngineFacts",),
     "jengine.insight.recording.totals": ("StepTotals",),
     "jengine.insight.recording.trace": ("Readers", "Trace"),
@@ -182,10 +208,21 @@ _MODULES = {
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.tokenizer": ("Tokenizer",),
-    "jengine.core.updates": ("Beam", "BeamsFound", "Ended", "Load", "Pooled", "PromptScores", "TokenLogprobs", "TokenUpdate", "Update"),
+    "jengine.core.updates": (
+        "Beam",
+        "BeamsFound",
+        "Ended",
+        "Load",
+        "Pooled",
+        "PromptScores",
+        "TokenLogprobs",
+        "TokenUpdate",
+        "Update",
+    ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-_ALIASES = {"AsyncEngineArgs": "EngineConfig", "AsyncLLMEngine": "AsyncLLM", "EngineArgs": "EngineConfig"}  # vLLM's names
+# vLLM's names
+_ALIASES = {"AsyncEngineArgs": "EngineConfig", "AsyncLLMEngine": "AsyncLLM", "EngineArgs": "EngineConfig"}
 
 
 def __getattr__(name: str) -> object:
@@ -197,7 +234,9 @@ def __getattr__(name: str) -> object:
 
 
 def _missing(name: str) -> Exception:
-    """An ImportError for names of vLLM, since `from jengine import ...` hides the message of an AttributeError."""
+    """An ImportError for names of vLLM, since `from jengine import ...` hides the message of an
+    AttributeError.
+    """
     from jengine.vllm.names import OF_PACKAGE, missing
 
     text = missing(__name__, name, OF_PACKAGE)

@@ -37,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     process with 130."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's notices and warnings, but not its errors
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # hides gRPC's log; callers get relevant errors as exceptions
+    # hides gRPC's log; callers get relevant errors as exceptions
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     run: Callable[[argparse.Namespace], int | None] = options.run
     before = signal.signal(signal.SIGINT, _leave)
     try:
@@ -51,7 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        print(f"jengine: error: {error.strerror}" + (f": {error.filename}" if error.filename else ""), file=sys.stderr)
+        print(
+            f"jengine: error: {error.strerror}" + (f": {error.filename}" if error.filename else ""),
+            file=sys.stderr,
+        )
         _discard_output()
         return 2
     finally:
@@ -64,7 +68,9 @@ def _discard_output() -> None:
 
 
 def _leave(*_: object) -> NoReturn:
-    """Exits immediately. A KeyboardInterrupt would first wait for compilations in threads, for ten seconds or more."""
+    """Exits immediately. A KeyboardInterrupt would first wait for compilations in threads, for ten seconds or
+    more.
+    """
     os.write(sys.stderr.fileno(), b"\n")  # moves the shell's prompt to a new line
     os._exit(130)
 
@@ -74,7 +80,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())  # without a command
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(metavar="COMMAND")
-    for command in (generate, chat, serve, explain, trace, profile, convert, compile, plan, simulate, tune, bench, cache):
+    for command in (
+        generate,
+        chat,
+        serve,
+        explain,
+        trace,
+        profile,
+        convert,
+        compile,
+        plan,
+        simulate,
+        tune,
+        bench,
+        cache,
+    ):
         command.add(commands)
     completions.add(commands, parser)
     return parser

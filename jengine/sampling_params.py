@@ -7,7 +7,13 @@ from enum import StrEnum
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.request import SamplingParams, StructuredOutputs
 
-__all__ = ["BeamSearchParams", "GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 StructuredOutputsParams = GuidedDecodingParams = StructuredOutputs
 

@@ -20,7 +20,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
 }
-KERNELS = {"gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}  # names of a CPU's kernels
+# names of a CPU's kernels
+KERNELS = {
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+}
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
@@ -41,7 +47,9 @@ def gated(gate_up: jax.Array, activation: str) -> jax.Array:
 
     if elementwise.why_not_gated(gate_up) is not None:
         return xla(gate_up)
-    y: jax.Array = lax.platform_dependent(gate_up, cpu=partial(elementwise.gated, activation=kernel), default=xla)
+    y: jax.Array = lax.platform_dependent(
+        gate_up, cpu=partial(elementwise.gated, activation=kernel), default=xla
+    )
     return y
 
 

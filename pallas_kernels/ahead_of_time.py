@@ -1,8 +1,8 @@
 """Compiles programs for an absent GPU, and extracts the compiler's facts about their kernels.
 
 This needs the extra `aot` (JAX's CUDA plugin and NVIDIA's compiler), but no GPU and no driver.
-JAX_PLATFORMS=cpu must be set in the environment, or the plugin looks for all of CUDA. A process compiles Mosaic
-kernels for one compute capability, its first (jax 0.12).
+JAX_PLATFORMS=cpu must be set in the environment, or the plugin looks for all of CUDA. A process compiles
+Mosaic kernels for one compute capability, its first (jax 0.12).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pallas_kernels.swizzle import accesses
 TARGETS = Path(__file__).parent / "targets"
 PLANNED = 80  # percent of the described memory that XLA plans with where there is no device to ask
 REGISTERS = 65536  # of a multiprocessor, for all supported compute capabilities
-RESERVED = 1024  # bytes of shared memory reserved per block; a multiprocessor has this much more than the maximum of a block
+# bytes of shared memory reserved per block; a multiprocessor has this much more than the maximum of a block
+RESERVED = 1024
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,16 @@ class KernelFacts:
         spilled: bytes that a thread spills from registers to memory, stores and loads.
         shared: bytes of shared memory per block.
         products: number of matrix instructions in its machine code.
-        in_flight: products of warpgroups that are issued before the first of them is awaited, at most; 0 on Ampere.
-        serialized: the compiler waits after each product of a warpgroup, because it could not prove its registers unused.
+        in_flight: products of warpgroups that are issued before the first of them is awaited, at most; 0 on
+            Ampere.
+        serialized: the compiler waits after each product of a warpgroup, because it could not prove its
+            registers unused.
         copies: number of asynchronous copies to shared memory in its machine code, without TMA.
         most_shared: maximum bytes of shared memory per block on the device.
         bulk_copies: number of TMA copies to and from shared memory in its PTX.
         misaligned: those whose address is not provably aligned, see `ptx`.
-        swizzled: number of places in the program's kernels of this name where registers or tensor cores access swizzled shared memory.
+        swizzled: number of places in the program's kernels of this name where registers or tensor cores
+            access swizzled shared memory.
         mixed_up: those that may find other numbers than TMA has put there, see `swizzle`.
     """
 
@@ -89,8 +93,9 @@ def devices(target: str, count: int, memory: int | None = None) -> list[jax.Devi
     """Devices of one host, such as 'h200', to compile for.
 
     Args:
-        memory: bytes of each device for a program with its arguments. Programs that have less left for temporaries than they
-            need compute results again instead of keeping them. None: XLA's choice, PLANNED percent of the memory.
+        memory: bytes of each device for a program with its arguments. Programs that have less left for
+            temporaries than they need compute results again instead of keeping them. None: XLA's choice,
+            PLANNED percent of the memory.
 
     Raises:
         ValueError: there is no file for it in `targets`.
@@ -98,7 +103,9 @@ def devices(target: str, count: int, memory: int | None = None) -> list[jax.Devi
     text = description(target)
     if memory is not None:
         text = re.sub(r"device_memory_size: \d+", f"device_memory_size: {-(-memory * 100 // PLANNED)}", text)
-    return list(topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=text).devices)
+    return list(
+        topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=text).devices
+    )
 
 
 def device(target: str) -> jax.Device:
@@ -106,7 +113,9 @@ def device(target: str) -> jax.Device:
     return devices(target, 1)[0]
 
 
-def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+def compile_for(
+    device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+) -> jax.stages.Compiled:
     """Compiles a function for the device.
 
     Args:
@@ -116,26 +125,35 @@ def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, do
     return _lower_for(device, function, *args, donate=donate).compile()
 
 
-def _lower_for(device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
+def _lower_for(
+    device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+) -> jax.stages.Lowered:
     whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
     with jax.default_device(device):  # Mosaic uses this device's compute capability for the target
         return jax.jit(function, donate_argnums=donate).lower(*placed)
 
 
-def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -> tuple[list[KernelFacts], jax.stages.Compiled]:
+def kernel_facts(
+    device: jax.Device, function: Callable[..., Any], *args: Any
+) -> tuple[list[KernelFacts], jax.stages.Compiled]:
     """Compiles as `compile_for`. Not thread-safe, since it configures the compiler through the environment.
 
     Returns:
-        Facts about each Mosaic kernel, and the program. Kernels that this process has compiled before are missing: Mosaic reuses them.
+        Facts about each Mosaic kernel, and the program. Kernels that this process has compiled before are
+        missing: Mosaic reuses them.
     """
-    with accesses() as found:  # nothing is dumped here: Mosaic's constraints as text would take most of the time
+    # nothing is dumped here: Mosaic's constraints as text would take most of the time
+    with accesses() as found:
         lowered = _lower_for(device, function, *args)
     with tempfile.TemporaryDirectory() as folder, _dumped(folder):
         compiled = lowered.compile()
         reports = sorted(Path(folder).glob("*.ptxas"), key=_name_and_number)
-        # Kernels in lane semantics (Ampere's) state every layout themselves, and use no TMA: nothing is inferred.
-        return [_read(report, device, found.get(_name_and_number(report)[0], {})) for report in reports], compiled
+        # Kernels in lane semantics (Ampere's) state every layout themselves, and use no TMA: nothing is
+        # inferred.
+        return [
+            _read(report, device, found.get(_name_and_number(report)[0], {})) for report in reports
+        ], compiled
 
 
 def _name_and_number(file: Path) -> tuple[str, int]:
@@ -148,7 +166,9 @@ def _read(report: Path, device: jax.Device, found: dict[str, bool]) -> KernelFac
     text = report.read_text()
     capability = "sm_" + device.compute_capability.replace(".", "")
     if not re.search(rf"for '{capability}a?'", text):
-        raise RuntimeError(f"{device.device_kind}: compiled for another compute capability, the first of this process")
+        raise RuntimeError(
+            f"{device.device_kind}: compiled for another compute capability, the first of this process"
+        )
     [registers] = re.findall(r"Used (\d+) registers", text)
     [spills] = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     code = report.with_suffix(".sass_ctrl").read_text()
@@ -186,7 +206,9 @@ def _shared(passes: Path) -> int:
 
 
 def _in_flight(code: str) -> int:
-    """Groups of warpgroup products that the machine code issues, in the order of its text, before it waits for any of them."""
+    """Groups of warpgroup products that the machine code issues, in the order of its text, before it waits
+    for any of them.
+    """
     most = issued = 0
     for committed, left in re.findall(r"HGMMA\S* .*(gsb0)|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", code):
         issued = issued + 1 if committed else min(issued, int(left))
@@ -197,7 +219,9 @@ def _in_flight(code: str) -> int:
 @contextmanager
 def _dumped(folder: str) -> Iterator[None]:
     """Makes Mosaic dump its compilations to the folder."""
-    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | dict.fromkeys(("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1")
+    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | dict.fromkeys(
+        ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1"
+    )
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

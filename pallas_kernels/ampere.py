@@ -9,9 +9,9 @@ queries^T, [tokens, queries], and the result is values^T @ weights, [head_dim, q
 query heads per kv head, wastes little, every warp reads a separate part of the keys and values, and a prompt
 tile only has more columns.
 
-A sequence's tiles are divided among splits, so that few long sequences also fill the chip. Each split computes a
-softmax over its tiles and returns the result and the log-sum-exp; XLA joins them (Flash-Decoding; Dao et al.,
-2023).
+A sequence's tiles are divided among splits, so that few long sequences also fill the chip. Each split
+computes a softmax over its tiles and returns the result and the log-sum-exp; XLA joins them (Flash-Decoding;
+Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ BLOCKS_TO_FILL = 216  # two for each of an A100's 108 multiprocessors
 SPLIT_TOKENS = 256  # minimum tokens of a split
 STAGES = 2  # tiles of tokens in shared memory
 DEPTH = 16  # tokens multiplied at a time: more would need too many registers
-KV_TILING, Q_TILING = 64, 32  # bytes of a row of a shared memory tile: four warps can then share the smallest copies
+# bytes of a row of a shared memory tile: four warps can then share the smallest copies
+KV_TILING, Q_TILING = 64, 32
 
 
 def default_splits(items: int, kv_heads: int, tokens: int) -> int:
@@ -62,7 +63,13 @@ def paged_attention_decode(
 ) -> jax.Array:
     """See `attention_decode.paged_attention_decode`."""
     tiles, real = q[:, None], jnp.minimum(lengths, 1)
-    ways: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "splits": splits}
+    ways: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "splits": splits,
+    }
     return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, **ways)[:, 0]
 
 
@@ -83,10 +90,12 @@ def paged_attention_prefill(
     """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
 
     Args:
-        q: bfloat16 or float16 [tiles, tile, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
+        q: bfloat16 or float16 [tiles, tile, heads, head_dim]; query head h reads kv head h // (heads //
+            kv_heads).
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype. Contents for tokens that no
             query attends to, NaN included, never affect a result.
-        block_tables: int32 [tiles, width], page ids in order; read for tokens that a tile's queries attend to.
+        block_tables: int32 [tiles, width], page ids in order; read for tokens that a tile's queries attend
+            to.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
         scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
@@ -101,8 +110,14 @@ def paged_attention_prefill(
     step, columns = shape_of_block(tile * group, head_dim)
     blocks = -(-tile * group // columns)
     tokens = block_tables.shape[1] * page_size
-    splits = splits or default_splits(items * blocks, kv_heads, tokens if window is None else min(window + tile, tokens))
-    queries = q.reshape(items, tile, kv_heads, group, head_dim).swapaxes(1, 2).reshape(items, kv_heads, tile * group, head_dim)
+    splits = splits or default_splits(
+        items * blocks, kv_heads, tokens if window is None else min(window + tile, tokens)
+    )
+    queries = (
+        q.reshape(items, tile, kv_heads, group, head_dim)
+        .swapaxes(1, 2)
+        .reshape(items, kv_heads, tile * group, head_dim)
+    )
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, blocks * columns - tile * group), (0, 0)))
 
     shape = (splits, items, kv_heads, blocks)
@@ -117,18 +132,26 @@ def paged_attention_prefill(
             "q_smem": _tiled((columns, head_dim), q.dtype, Q_TILING),
             "k_smem": _tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
             "v_smem": _tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
-            "p_smem": plgpu.SMEM((step, columns), q.dtype) if columns == 8 else _tiled((step, columns), q.dtype, 32),
+            "p_smem": (
+                plgpu.SMEM((step, columns), q.dtype) if columns == 8 else _tiled((step, columns), q.dtype, 32)
+            ),
         },
         grid=(splits, kv_heads, items * blocks),
         grid_names=("split", "kv_head", "block"),
         kernel_name="paged_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
     )(queries, k_pages, v_pages, block_tables, positions, lengths)
     if sinks is not None:  # of each column, a query head
         by_column = jnp.arange(blocks * columns).reshape(blocks, columns) % group
         sinks = sinks.reshape(kv_heads, group)[:, by_column] * LOG2_E
-    joined = join(out.swapaxes(-1, -2), lse, sinks).reshape(items, kv_heads, blocks * columns, head_dim)[:, :, : tile * group]
-    return joined.reshape(items, kv_heads, tile, group, head_dim).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+    joined = join(out.swapaxes(-1, -2), lse, sinks).reshape(items, kv_heads, blocks * columns, head_dim)[
+        :, :, : tile * group
+    ]
+    return (
+        joined.reshape(items, kv_heads, tile, group, head_dim).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+    )
 
 
 def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
@@ -139,7 +162,8 @@ def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
 
 
 def _kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, out_ref: Any, lse_ref: Any, *,
+    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, out_ref: Any,
+    lse_ref: Any, *,
     q_smem: Any, k_smem: Any, v_smem: Any, p_smem: Any,
     group: int, scale: float, window: int | None, soft_cap: float | None, splits: int,
 ) -> None:  # fmt: skip
@@ -163,7 +187,8 @@ def _kernel(
     count = jnp.minimum(share, end_tile - start)
 
     lhs, rhs, acc_layout = (
-        layout(dtype, m_warps=tile // 16) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+        layout(dtype, m_warps=tile // 16)
+        for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
     )
     per_column = acc_layout.reduce(0)
 
@@ -187,7 +212,8 @@ def _kernel(
                 source = ref.at[page, kv_head, pl.ds(lax.rem(token + at, page_size), piece)]
                 _copy(source, smem.at[slot, pl.ds(at, piece)])
 
-    last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)  # last token that each query attends to
+    # last token that each query attends to
+    last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)
 
     def fold(i: Any, carry: Any) -> Any:
         m, total, acc = carry
@@ -205,7 +231,9 @@ def _kernel(
         s = filled((tile, columns), 0.0, acc_layout)
         s = plgpu.mma(s, plgpu.load(k_smem.at[slot], layout=lhs), plgpu.load(q_smem.T, layout=rhs))
         tokens = iota(s.shape, 0) + token
-        seen = tokens <= last_seen if window is None else (tokens <= last_seen) & (tokens > last_seen - window)
+        seen = (
+            tokens <= last_seen if window is None else (tokens <= last_seen) & (tokens > last_seen - window)
+        )
         s, factor = scores(s, scale, soft_cap)
         s = jnp.where(seen, s * factor, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=0))
@@ -216,17 +244,25 @@ def _kernel(
         acc *= spread(alpha, head_dim)
         for at in range(0, tile, DEPTH):
             part = pl.ds(at, DEPTH)
-            acc = plgpu.mma(acc, plgpu.load(v_smem.at[slot, part].T, layout=lhs), plgpu.load(p_smem.at[part], layout=rhs))
+            acc = plgpu.mma(
+                acc, plgpu.load(v_smem.at[slot, part].T, layout=lhs), plgpu.load(p_smem.at[part], layout=rhs)
+            )
         return m_new, total, acc
 
     _copy(q_ref.at[item, kv_head, pl.ds(block * columns, columns)], q_smem)
     pl.when(count > 0)(partial(fetch, jnp.int32(0)))
-    init = filled((columns,), MASKED, per_column), filled((tile, columns), 0.0, acc_layout), filled((head_dim, columns), 0.0, acc_layout)
+    init = (
+        filled((columns,), MASKED, per_column),
+        filled((tile, columns), 0.0, acc_layout),
+        filled((head_dim, columns), 0.0, acc_layout),
+    )
     m, total, acc = lax.fori_loop(0, count, fold, init)
     plgpu.wait_gmem_to_smem(0)
     total = jnp.maximum(total.sum(axis=0), SMALLEST)
     store(lse_ref.at[split, item, kv_head, block], m + jnp.log2(total))
-    store(out_ref.at[split, item, kv_head, block], (acc * spread(1.0 / total, head_dim)).astype(out_ref.dtype))
+    store(
+        out_ref.at[split, item, kv_head, block], (acc * spread(1.0 / total, head_dim)).astype(out_ref.dtype)
+    )
 
 
 def _copy(source: Any, target: Any) -> None:

@@ -1,15 +1,16 @@
 """Paged attention for one query per sequence, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
 
 Persistent thread blocks, as many as the GPU holds at a time, process the items of a work list: tiles of 64
-tokens of a (row, kv head) pair. A block's memory warpgroup copies the tiles by TMA, page by page, as the block
-table lists them. Its compute warpgroup folds each tile into an online softmax (Milakov and Gimelshein, 2018; Dao
-et al., 2022). The tensor cores multiply 64 queries at a time. The query heads of a kv head are the first of
-them; results of the others are discarded. This wastes arithmetic but no memory bandwidth, which limits decoding.
+tokens of a (row, kv head) pair. A block's memory warpgroup copies the tiles by TMA, page by page, as the
+block table lists them. Its compute warpgroup folds each tile into an online softmax (Milakov and Gimelshein,
+2018; Dao et al., 2022). The tensor cores multiply 64 queries at a time. The query heads of a kv head are the
+first of them; results of the others are discarded. This wastes arithmetic but no memory bandwidth, which
+limits decoding.
 
-If the work list splits a pair, each part's result and the logarithm of its softmax sum are stored, and the block
-with the last part joins them (Flash-Decoding; Dao et al., 2023; `attention_join`). That block waits for blocks with
-smaller indices, which the hardware starts first; so the kernel ends even if not all blocks run at the same time.
-Scales of an eight-bit cache multiply scores and weights in float32.
+If the work list splits a pair, each part's result and the logarithm of its softmax sum are stored, and the
+block with the last part joins them (Flash-Decoding; Dao et al., 2023; `attention_join`). That block waits for
+blocks with smaller indices, which the hardware starts first; so the kernel ends even if not all blocks run at
+the same time. Scales of an eight-bit cache multiply scores and weights in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import tuning
 from pallas_kernels.attention_join import Join, join
 from pallas_kernels.decode_feed import Feed, Item, Side, ring_of, seen
-from pallas_kernels.hopper import COLUMNS, ROWS, accumulate, copy_rows_out, per_row, product, rows_by_warp, tiled
+from pallas_kernels.hopper import (
+    COLUMNS,
+    ROWS,
+    accumulate,
+    copy_rows_out,
+    per_row,
+    product,
+    rows_by_warp,
+    tiled,
+)
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.semaphores import signal
 from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, scores
@@ -36,7 +46,8 @@ from pallas_kernels.versions import store
 from pallas_kernels.work_list import TILE, WorkList, even_work
 
 QUERIES = ROWS  # maximum query heads per kv head
-REGISTERS = 152, 104  # per compute thread and per memory thread, if two pairs of warpgroups share a multiprocessor
+# per compute thread and per memory thread, if two pairs of warpgroups share a multiprocessor
+REGISTERS = 152, 104
 
 
 def paged_attention_decode(
@@ -62,20 +73,22 @@ def paged_attention_decode(
 
     Args:
         q: bfloat16 or float16 [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or Quantized to int8 or to the bits of
-            float8_e4m3fn. Contents for tokens that no query sees do not affect results, even if they are NaN.
-        block_tables: int32 [rows, width], page ids in order. Entries are read up to a row's length, including some before
-            its window.
-        lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0 gives zeros.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or Quantized to int8 or to
+            the bits of float8_e4m3fn. Contents for tokens that no query sees do not affect results, even if
+            they are NaN.
+        block_tables: int32 [rows, width], page ids in order. Entries are read up to a row's length, including
+            some before its window.
+        lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0
+            gives zeros.
         scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
-        work: a work list for these lengths and kv heads, and for this window or a larger one; None creates one. Many
-            layers can share a list, best one that is `shared`.
+        work: a work list for these lengths and kv heads, and for this window or a larger one; None creates
+            one. Many layers can share a list, best one that is `shared`.
         choice: the number of tiles in flight per block, at least 2; None uses `tuning.decode`.
         device: the device that this will run on, for its limits; None: an H100 or H200.
-        operand_in_registers: the second product reads its left operand from registers and accumulates in place. False
-            goes through shared memory, which is slower but the only form that Pallas interprets.
-        interpret: as in `plgpu.kernel`. Pallas interprets no semaphores: with `inline_mgpu="ignore"`, it interprets the
-            kernel for work lists that split no pair.
+        operand_in_registers: the second product reads its left operand from registers and accumulates in
+            place. False goes through shared memory, which is slower but the only form that Pallas interprets.
+        interpret: as in `plgpu.kernel`. Pallas interprets no semaphores: with `inline_mgpu="ignore"`, it
+            interprets the kernel for work lists that split no pair.
 
     Returns:
         [rows, heads, head_dim], in q's dtype.
@@ -86,10 +99,17 @@ def paged_attention_decode(
     padded = -(-group // 8) * 8  # TMA copies whole tiles of shared memory
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
     if work is None:
-        work = even_work(lengths, kv_heads, blocks=tuning.decode_blocks(str(stored), head_dim, device), window=window)
+        work = even_work(
+            lengths, kv_heads, blocks=tuning.decode_blocks(str(stored), head_dim, device), window=window
+        )
     case = DecodeCase(str(stored), str(q.dtype), heads, kv_heads, head_dim, page_size, rows)
     stages = (choice or tuning.decode(case, device)).stages
-    pairs = BLOCKS if tuning.decode_blocks(str(stored), head_dim, device) > tuning.cores(device) and work.blocks % BLOCKS == 0 else 1
+    pairs = (
+        BLOCKS
+        if tuning.decode_blocks(str(stored), head_dim, device) > tuning.cores(device)
+        and work.blocks % BLOCKS == 0
+        else 1
+    )
     of_pairs, parts = (pairs,) if pairs > 1 else (), head_dim // COLUMNS
     queries = q.reshape(rows * heads, head_dim)
     if len(queries) < padded:
@@ -98,7 +118,15 @@ def paged_attention_decode(
     lists = work.first, work.items, work.joins, signals
 
     out, *_ = plgpu.kernel(
-        partial(_kernel, scale=scale, window=window, soft_cap=soft_cap, rows=rows, group=group, sinks=sinks is not None),
+        partial(
+            _kernel,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            rows=rows,
+            group=group,
+            sinks=sinks is not None,
+        ),
         out_type=(
             jax.ShapeDtypeStruct((rows * heads, head_dim), q.dtype),
             jax.ShapeDtypeStruct((work.slots, padded, head_dim), jnp.float32),
@@ -170,7 +198,9 @@ def _kernel(
             plgpu.barrier_wait(k.full.at[stage])
             s = product(q_smem, k.smem.at[slot].transpose((1, 0)))
             if k.scale is not None:
-                s *= lax.broadcast_in_dim(_columns(k.scale.at[lax.rem(number, k.scale.shape[0])]), s.shape, [1])
+                s *= lax.broadcast_in_dim(
+                    _columns(k.scale.at[lax.rem(number, k.scale.shape[0])]), s.shape, [1]
+                )
             plgpu.barrier_arrive(k.free.at[stage])
             s, factor = scores(s, scale, soft_cap)
             s = jnp.where(seen(item, tile, window, (ROWS, TILE), 1, plgpu.Layout.WGMMA), s * factor, -jnp.inf)
@@ -180,7 +210,8 @@ def _kernel(
             total = total * alpha + p.sum(axis=1)
             if v.scale is not None:
                 scales = _columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
-                real = seen(item, tile, window, (TILE,), 0, plgpu.Layout.WGMMA.reduce(0))  # other scales may be NaN
+                # other scales may be NaN
+                real = seen(item, tile, window, (TILE,), 0, plgpu.Layout.WGMMA.reduce(0))
                 p *= lax.broadcast_in_dim(jnp.where(real, scales, jnp.zeros_like(scales)), p.shape, [1])
             weights: Any = p.astype(q_smem.dtype)
             if p_smem is not None:
@@ -189,14 +220,18 @@ def _kernel(
                 weights = p_smem
             plgpu.barrier_wait(v.full.at[stage])
             accs = [
-                accumulate(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), weights, v.smem.at[slot, :, part])
+                accumulate(
+                    acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), weights, v.smem.at[slot, :, part]
+                )
                 for acc, part in zip(accs, columns, strict=True)
             ]
             plgpu.barrier_arrive(v.free.at[stage])
             return m_new, total, accs
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-        m, total, accs = lax.fori_loop(0, item.tiles, fold, (per_row(MASKED), per_row(0.0), [zeros for _ in columns]))
+        m, total, accs = lax.fori_loop(
+            0, item.tiles, fold, (per_row(MASKED), per_row(0.0), [zeros for _ in columns])
+        )
         item = Item.read(item_ref, index)  # read again: keeping it during the loop would take registers
         pl.when(item.slot < 0)(partial(put, item, m, total, accs))
         pl.when(item.slot >= 0)(partial(put_part, item, m, total, accs))
@@ -206,11 +241,14 @@ def _kernel(
         return item.row * heads + item.kv_head * group
 
     def load_queries(item: Item) -> None:
-        """Loads the item's queries through o_smem: a TMA copy to tiled shared memory must start at a multiple of 8 rows."""
+        """Loads the item's queries through o_smem: a TMA copy to tiled shared memory must start at a multiple
+        of 8 rows.
+        """
         head, some = first_query(item), pl.ds(0, padded)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the previous item's results
         for i, part in enumerate(columns):
-            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head, padded), part], o_smem.at[i, some], q_full)  # zeros beyond the last query
+            # zeros beyond the last query
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head, padded), part], o_smem.at[i, some], q_full)
         plgpu.barrier_wait(q_full)
         for i, part in enumerate(columns):
             store(q_smem.at[some, part], plgpu.load(o_smem.at[i, some], layout=rows_by_warp()))
@@ -263,7 +301,10 @@ def _kernel(
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for i in range(len(columns)):
-                store(o_smem.at[i], plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), o_smem.dtype), plgpu.Layout.WGMMA))
+                store(
+                    o_smem.at[i],
+                    plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), o_smem.dtype), plgpu.Layout.WGMMA),
+                )
             plgpu.commit_smem()
             for at in range(0, heads, ROWS):
                 some = min(heads - at, ROWS)

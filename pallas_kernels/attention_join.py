@@ -1,8 +1,10 @@
-"""The end of decode attention's kernel for pairs that its work list has split: joins the parts of the softmax.
+"""The end of decode attention's kernel for pairs that its work list has split: joins the parts of the
+softmax.
 
-The block that has a pair's last part joins all of them. It waits for the other parts after its own items, so it
-waits for earlier blocks only, and none of these waits before it has signalled. Parts are added in the order of the
-sequence, so results do not depend on which part was ready first. Several are read at a time to hide memory latency.
+The block that has a pair's last part joins all of them. It waits for the other parts after its own items, so
+it waits for earlier blocks only, and none of these waits before it has signalled. Parts are added in the
+order of the sequence, so results do not depend on which part was ready first. Several are read at a time to
+hide memory latency.
 """
 
 from __future__ import annotations
@@ -38,18 +40,20 @@ class Join(NamedTuple):
         return Join(*(ref[index, field] for field in range(len(Join._fields))))
 
 
-def join(item: Join, signals: Any, part_ref: Any, sum_ref: Any, o_smem: Any, out: Any, sinks: list[jax.Array]) -> None:
+def join(
+    item: Join, signals: Any, part_ref: Any, sum_ref: Any, o_smem: Any, out: Any, sinks: list[jax.Array]
+) -> None:
     """Waits for the parts that are in other blocks, and writes the pair's result.
 
     Copies of this block's own parts from shared memory must have finished.
 
     Args:
         signals: the join's semaphore.
-        part_ref: float32 [slots, padded, head_dim] in global memory, each part's normalized result. Rows after the first
-            `group` are padding.
+        part_ref: float32 [slots, padded, head_dim] in global memory, each part's normalized result. Rows
+            after the first `group` are padding.
         sum_ref: float32 [slots, 64] in global memory, the base-2 logarithms of the parts' softmax sums.
-        o_smem: [head_dim // COLUMNS, at least padded, COLUMNS], shared memory that nothing reads. The copies from it are not
-            awaited.
+        o_smem: [head_dim // COLUMNS, at least padded, COLUMNS], shared memory that nothing reads. The copies
+            from it are not awaited.
         out: [group, head_dim] in global memory.
         sinks: for each query head of the pair, a score without a value; empty for none.
     """
@@ -57,7 +61,10 @@ def join(item: Join, signals: Any, part_ref: Any, sum_ref: Any, o_smem: Any, out
     pl.when(item.elsewhere > 0)(partial(wait, signals, item.elsewhere))
     for i in range(head_dim // COLUMNS):
         columns = pl.ds(i * COLUMNS, COLUMNS)
-        store(o_smem.at[i, pl.ds(0, padded)], _joined(item, part_ref, sum_ref, columns, sinks).astype(o_smem.dtype))
+        store(
+            o_smem.at[i, pl.ds(0, padded)],
+            _joined(item, part_ref, sum_ref, columns, sinks).astype(o_smem.dtype),
+        )
     plgpu.commit_smem()
     copy_rows_out(o_smem, out)
 
@@ -72,7 +79,9 @@ def _joined(item: Join, part_ref: Any, sum_ref: Any, columns: Any, sinks: list[j
         slots = [item.first + jnp.minimum(number, item.parts - 1) for number in numbers]
         lse = [_load(sum_ref.at[slot, pl.ds(0, padded)], rows_by_warp().reduce(1)) for slot in slots]
         values = [_load(part_ref.at[slot, :, columns], rows_by_warp()) for slot in slots]
-        lse = [x + jnp.where(number < item.parts, 0.0, MASKED) for number, x in zip(numbers, lse, strict=True)]
+        lse = [
+            x + jnp.where(number < item.parts, 0.0, MASKED) for number, x in zip(numbers, lse, strict=True)
+        ]
         m_new = m
         for x in lse:
             m_new = jnp.maximum(m_new, x)

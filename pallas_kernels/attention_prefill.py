@@ -1,15 +1,15 @@
 """Paged attention for tiles of a prompt, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
 
-A warpgroup multiplies 64 rows at a time on the tensor cores. Rows are (head, token) pairs: the tokens of a tile
-for one query head, then for the next query head of the same kv head. So 64 rows are one head of a tile of 64
-tokens, or four heads of a tile of 16, and a full tile wastes no arithmetic. The two compute warpgroups of a
-block share the keys and values that its memory warpgroup copies by TMA (`feed`), so each byte serves 128
+A warpgroup multiplies 64 rows at a time on the tensor cores. Rows are (head, token) pairs: the tokens of a
+tile for one query head, then for the next query head of the same kv head. So 64 rows are one head of a tile
+of 64 tokens, or four heads of a tile of 16, and a full tile wastes no arithmetic. The two compute warpgroups
+of a block share the keys and values that its memory warpgroup copies by TMA (`feed`), so each byte serves 128
 multiplications. If a kv head has at most 64 rows, a block has one compute warpgroup.
 
-Blocks are persistent: the grid has as many as the device holds at a time, and each block processes a sequence of
-items (tile, kv head, 128 rows), those with the most keys first (`walk`). The memory warpgroup runs ahead across
-item boundaries. The next item's queries are fetched as soon as the last scores of an item are computed, and an
-item's result is stored while the next item runs.
+Blocks are persistent: the grid has as many as the device holds at a time, and each block processes a sequence
+of items (tile, kv head, 128 rows), those with the most keys first (`walk`). The memory warpgroup runs ahead
+across item boundaries. The next item's queries are fetched as soon as the last scores of an item are
+computed, and an item's result is stored while the next item runs.
 """
 
 from __future__ import annotations
@@ -51,27 +51,30 @@ def paged_attention_prefill(
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the sequence's pages.
+    """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the
+    sequence's pages.
 
     Args:
-        q: bfloat16 or float16 [tiles, tile, heads, head_dim], tile a multiple of 8, head_dim 64, 128 or 256. Query head h
-            reads kv head h // (heads // kv_heads). The tile's own keys and values are already in the pages.
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or both Quantized to the same dtype;
-            page_size 16, 32 or a multiple of 64. Contents for tokens that no query sees do not affect results, even if
-            they are NaN.
-        block_tables: int32 [tiles, width], page ids in order. Entries are read up to a tile's last real query, including
-            some before its window.
+        q: bfloat16 or float16 [tiles, tile, heads, head_dim], tile a multiple of 8, head_dim 64, 128 or 256.
+            Query head h reads kv head h // (heads // kv_heads). The tile's own keys and values are already in
+            the pages.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or both Quantized to the
+            same dtype; page_size 16, 32 or a multiple of 64. Contents for tokens that no query sees do not
+            affect results, even if they are NaN.
+        block_tables: int32 [tiles, width], page ids in order. Entries are read up to a tile's last real
+            query, including some before its window.
         positions: int32 [tiles], position of each tile's first query.
-        lengths: int32 [tiles], real queries of each tile. The others return undefined, finite values. A tile without real
-            queries reads nothing.
+        lengths: int32 [tiles], real queries of each tile. The others return undefined, finite values. A tile
+            without real queries reads nothing.
         scale: positive.
         window, soft_cap, sinks: as in `xla.paged_attention_decode`.
         block_k: keys per stage, a multiple of 64; None chooses by shape.
         stages: stages in flight; None chooses by shape and shared memory.
-        blocks: thread blocks of the grid; None: as many as the device holds at a time. Results do not depend on it.
+        blocks: thread blocks of the grid; None: as many as the device holds at a time. Results do not depend
+            on it.
         device: the device that this will run on, for its number of multiprocessors; None: an H100 or H200.
-        operand_in_registers: the second product reads its left operand from registers and accumulates in place. False
-            goes through shared memory, which is slower but the only form that Pallas interprets.
+        operand_in_registers: the second product reads its left operand from registers and accumulates in
+            place. False goes through shared memory, which is slower but the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
 
     Returns:
@@ -84,7 +87,8 @@ def paged_attention_prefill(
     rows = heads // kv_heads * tile
     form = form_of(rows, head_dim, page_size, eight_bits=bool(scales), block_k=block_k, stages=stages)
     warpgroups, items = form.warpgroups, tiles * kv_heads * form.shares
-    # With one compute warpgroup, two blocks share a multiprocessor: one computes while the other starts or ends.
+    # With one compute warpgroup, two blocks share a multiprocessor: one computes while the other starts or
+    # ends.
     walk = Walk(items, min(items, blocks or (tuning.cores(device) if warpgroups == 2 else items)))
     scratch = {
         "k": ring(pages[0], q.dtype, form.stages, form.block_k, warpgroups),
@@ -100,7 +104,15 @@ def paged_attention_prefill(
         values = jnp.repeat(sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
         by_row = [jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))]
     out: jax.Array = plgpu.kernel(
-        partial(prefill_kernel.run, walk=walk, form=form, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None),
+        partial(
+            prefill_kernel.run,
+            walk=walk,
+            form=form,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks is not None,
+        ),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
         grid=(walk.blocks,),

@@ -1,4 +1,6 @@
-"""Measure decode attention by our kernel and by FlashInfer's on this machine's GPU, and write it to the table that `fastest` reads."""
+"""Measure decode attention by our kernel and by FlashInfer's on this machine's GPU, and write it to the table
+that `fastest` reads.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ def why_not(device: jax.Device, case: DecodeCase) -> str | None:
     return dispatch.why_flashinfer_unsupported(q, pages, pages, device=device)  # type: ignore[arg-type]
 
 
-def compare(cases: Iterable[DecodeCase], device: jax.Device, file: Path, timer: Timer | None = None) -> Iterator[tuple[Case, Times]]:
-    """Microseconds of a case by implementation, in the file at once; the cases that the file lacks come first.
+def compare(
+    cases: Iterable[DecodeCase], device: jax.Device, file: Path, timer: Timer | None = None
+) -> Iterator[tuple[Case, Times]]:
+    """Microseconds of a case by implementation, in the file at once; the cases that the file lacks come
+    first.
 
     Args:
         cases: those of quantized caches, which FlashInfer does not take, are left out.

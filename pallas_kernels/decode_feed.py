@@ -1,9 +1,10 @@
-"""The memory warpgroup of decode attention: copies the tiles of a block's items from their pages to shared memory.
+"""The memory warpgroup of decode attention: copies the tiles of a block's items from their pages to shared
+memory.
 
-Tiles follow each other in a ring across item boundaries, so an item's first tiles arrive while the previous item
-is computed. Values of tokens that the query does not see are set to zero: their weights are zero, but 0 * NaN
-is NaN. Tiles of an eight-bit cache are copied as stored, with their scales. The memory warpgroup converts them to
-the queries' dtype, which represents all eight-bit values exactly.
+Tiles follow each other in a ring across item boundaries, so an item's first tiles arrive while the previous
+item is computed. Values of tokens that the query does not see are set to zero: their weights are zero, but 0
+* NaN is NaN. Tiles of an eight-bit cache are copied as stored, with their scales. The memory warpgroup
+converts them to the queries' dtype, which represents all eight-bit values exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from pallas_kernels.hopper import COLUMNS, tiled
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.work_list import TILE
 
-STAGE_BYTES = 1 << 16  # bytes of keys and values in flight; two pairs of warpgroups fit on a multiprocessor, or one with head_dim 256
+# bytes of keys and values in flight; two pairs of warpgroups fit on a multiprocessor, or one with head_dim
+# 256
+STAGE_BYTES = 1 << 16
 
 
 class Item(NamedTuple):
@@ -52,7 +55,8 @@ def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int)
     if isinstance(pages, Quantized):
         small = head_dim < 256
         ahead, stages = stages or (4 if small else 2), 2 if small else 1
-        scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)  # still read while the next tile's keys are converted
+        # still read while the next tile's keys are converted
+        scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)
         eight = tiled((*of_pairs, ahead, TILE, head_dim), pages.values.dtype, min(head_dim, 2 * COLUMNS))
         ring = {"arrived": plgpu.Barrier(num_arrivals=4 * copies, num_barriers=pairs * ahead)}
         ring |= {"k_eight": eight, "v_eight": eight, "k_scale": scale, "v_scale": scale}
@@ -74,7 +78,8 @@ class Side(NamedTuple):
         pages: [num_pages, kv_heads, page_size, head_dim], followed by their scales for an eight-bit cache.
         smem: [stages, TILE, head_dim] in the queries' dtype.
         full, free: barriers, one per stage and pair of warpgroups.
-        eight, scale: for an eight-bit cache, tiles as stored [tiles ahead, TILE, head_dim] and their scales [more, TILE].
+        eight, scale: for an eight-bit cache, tiles as stored [tiles ahead, TILE, head_dim] and their scales
+            [more, TILE].
     """
 
     pages: Any
@@ -92,8 +97,8 @@ class Feed:
     Attributes:
         items, tables: the work list's items and the block tables.
         window: tokens that a query sees; None: all.
-        arrived: for an eight-bit cache, a barrier per tile ahead; otherwise one, for values that are cleared before
-            they are released to the compute warpgroup. Each pair of warpgroups has its own.
+        arrived: for an eight-bit cache, a barrier per tile ahead; otherwise one, for values that are cleared
+            before they are released to the compute warpgroup. Each pair of warpgroups has its own.
         pair: index of the pair of warpgroups in the block; None if the block has a single pair.
     """
 
@@ -115,7 +120,9 @@ class Feed:
         return slot if self.pair is None else self.pair * each + slot
 
     def run(self, first: jax.Array, end: jax.Array) -> None:
-        """Copies all tiles of the items. Returns when every slot is free again, so that every barrier phase is observed."""
+        """Copies all tiles of the items. Returns when every slot is free again, so that every barrier phase
+        is observed.
+        """
         done = (self._plain if self.k.eight is None else self._eight_bits)(first, end)
         for slot in range(self.k.smem.shape[0]):
             for side in (self.k, self.v):
@@ -133,20 +140,29 @@ class Feed:
 
     def _page_ids(self, item: Item, tile: jax.Array) -> list[jax.Array]:
         token, last = (item.start + tile) * TILE, lax.div(item.length - 1, self._page_size)
-        return [self.tables[item.row, jnp.minimum(lax.div(token + at, self._page_size), last)] for at in self._places]
+        return [
+            self.tables[item.row, jnp.minimum(lax.div(token + at, self._page_size), last)]
+            for at in self._places
+        ]
 
-    def _copy(self, ref: Any, smem: Any, arrived: Any, item: Item, tile: jax.Array, pages: list[jax.Array]) -> None:
+    def _copy(
+        self, ref: Any, smem: Any, arrived: Any, item: Item, tile: jax.Array, pages: list[jax.Array]
+    ) -> None:
         piece, token = self._places.step, (item.start + tile) * TILE
         for at, page in zip(self._places, pages, strict=True):
             part = ref.at[page, item.kv_head, pl.ds(lax.rem(token + at, self._page_size), piece)]
-            plgpu.copy_gmem_to_smem(part, smem.at[pl.ds(at, piece)], arrived, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+            plgpu.copy_gmem_to_smem(
+                part, smem.at[pl.ds(at, piece)], arrived, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+            )
 
     def _is_whole(self, item: Item, tile: jax.Array) -> jax.Array:
         token = (item.start + tile) * TILE
         return (token >= first_seen(item, self.window)) & (token + TILE <= item.length)
 
     def _cleared(self, item: Item, tile: jax.Array, values: jax.Array, layout: Any) -> jax.Array:
-        return jnp.where(seen(item, tile, self.window, values.shape, 0, layout), values, jnp.zeros_like(values))
+        return jnp.where(
+            seen(item, tile, self.window, values.shape, 0, layout), values, jnp.zeros_like(values)
+        )
 
     def _plain(self, first: jax.Array, end: jax.Array) -> jax.Array:
         k, v, (stages, _, head_dim) = self.k, self.v, self.k.smem.shape
@@ -209,7 +225,10 @@ class Feed:
             _convert(self.k.eight.at[slot], self.k.smem.at[into])
             plgpu.barrier_arrive(self.k.full.at[stage])
             pl.when(number >= stages)(partial(plgpu.barrier_wait, self.v.free.at[stage]))
-            convert, whole = partial(_convert, self.v.eight.at[slot], self.v.smem.at[into]), self._is_whole(item, tile)
+            convert, whole = (
+                partial(_convert, self.v.eight.at[slot], self.v.smem.at[into]),
+                self._is_whole(item, tile),
+            )
             pl.when(whole)(convert)
             pl.when(jnp.logical_not(whole))(partial(convert, partial(self._cleared, item, tile)))
             plgpu.barrier_arrive(self.v.full.at[stage])
@@ -235,7 +254,9 @@ class Feed:
 
 
 class _Cursor(NamedTuple):
-    """The next tile to fetch: its item's index in the list, the item, the tile's index in the item and in the block, and its page ids."""
+    """The next tile to fetch: its item's index in the list, the item, the tile's index in the item and in the
+    block, and its page ids.
+    """
 
     place: jax.Array
     item: Item
@@ -249,7 +270,9 @@ def first_seen(item: Item, window: int | None) -> jax.Array:
     return jnp.int32(0) if window is None else jnp.maximum(item.length - window, 0)
 
 
-def seen(item: Item, tile: jax.Array, window: int | None, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+def seen(
+    item: Item, tile: jax.Array, window: int | None, shape: tuple[int, ...], axis: int, layout: Any
+) -> jax.Array:
     """Mask of this shape: whether the query sees each token of an item's tile. Tokens are along `axis`."""
     tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + (item.start + tile) * TILE
     in_sequence = tokens < item.length
@@ -270,11 +293,14 @@ def _numbers(x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
     """Converts int8, or the bits of float8_e4m3fn, to a dtype that represents them exactly."""
     if x.dtype == jnp.int8:
         return x.astype(dtype)
-    return lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float16).astype(dtype)  # the hardware converts float8 to float16
+    # the hardware converts float8 to float16
+    return lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float16).astype(dtype)
 
 
 def _wide(width: int) -> Any:
-    """Layout of [n, width]: each thread reads eight adjacent bytes and writes eight adjacent numbers; a few threads share a row."""
+    """Layout of [n, width]: each thread reads eight adjacent bytes and writes eight adjacent numbers; a few
+    threads share a row.
+    """
     rows = 256 // width  # per warp
     tiles = Tiling(((4 * rows, width), (rows, width), (8,)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

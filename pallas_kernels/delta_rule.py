@@ -1,12 +1,13 @@
-"""The gated delta rule (Yang et al., "Gated Delta Networks", 2025): a recurrence whose state is a matrix for each head.
-And linear attention with decay (Qin et al., "Lightning Attention-2", 2024), which adds values as they are.
+"""The gated delta rule (Yang et al., "Gated Delta Networks", 2025): a recurrence whose state is a matrix for
+each head. And linear attention with decay (Qin et al., "Lightning Attention-2", 2024), which adds values as
+they are.
 
 A token with key k, value v, log decay g and rate b turns the state S [key_dim, value_dim] into
 
     S' = exp(g) S + k (b (v - exp(g) S^T k))^T
 
-and reads S'^T q. Linear attention has no rate: S' = exp(g) S + k v^T. All arrays are float32, since the state accumulates
-over a whole sequence.
+and reads S'^T q. Linear attention has no rate: S' = exp(g) S + k v^T. All arrays are float32, since the state
+accumulates over a whole sequence.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class Chunk(NamedTuple):
-    """The parts of a chunk that do not depend on the previous state; see `prepare`. Leading axes are arbitrary,
-    then heads."""
+    """The parts of a chunk that do not depend on the previous state; see `prepare`. Leading axes are
+    arbitrary, then heads.
+    """
 
-    inputs: jax.Array  # [..., tokens, value_dim]: each token's addition to the state, for a zero state before the chunk
-    reads: jax.Array | None  # [..., tokens, key_dim]: how the additions depend on the state before the chunk; None: they do not
+    # [..., tokens, value_dim]: each token's addition to the state, for a zero state before the chunk
+    inputs: jax.Array
+    # [..., tokens, key_dim]: how the additions depend on the state before the chunk; None: they do not
+    reads: jax.Array | None
     queries: jax.Array  # [..., tokens, key_dim], decayed
     keys: jax.Array  # [..., tokens, key_dim], decayed to the end of the chunk
     scores: jax.Array  # [..., tokens, tokens], queries times keys, decayed; lower triangle
@@ -36,7 +40,12 @@ class Chunk(NamedTuple):
 
 
 def step(
-    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None = None
+    state: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    rate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One token: the state after it, and its output.
 
@@ -63,9 +72,11 @@ def chunk_size(tokens: int) -> int:
     return size if size >= FEW else tokens
 
 
-def prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None = None) -> Chunk:
-    """Computes everything that does not depend on the previous state (the WY representation), for any number of
-    chunks at once.
+def prepare(
+    q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None = None
+) -> Chunk:
+    """Computes everything that does not depend on the previous state (the WY representation), for any number
+    of chunks at once.
 
     Args: as `step`, with an additional axis of tokens: before the last one of q, k and v, and the last one of
     decay and rate.
@@ -73,7 +84,8 @@ def prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: ja
     total = jnp.cumsum(decay, axis=-1)
     tokens = decay.shape[-1]
     earlier = jnp.tril(jnp.ones((tokens, tokens), bool))
-    between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))  # decay from a token to a later one
+    # decay from a token to a later one
+    between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
     inputs, reads = v, None
     if rate is not None:
         weighted = k * rate[..., None]
@@ -102,17 +114,30 @@ def inverse(lower: jax.Array) -> jax.Array:
     blocks = jnp.ones((*lower.shape[:-2], laid, 1, 1), lower.dtype)
     while size < laid:
         pairs = laid // (2 * size)
-        on_diagonal = jnp.diagonal(lower.reshape(*lower.shape[:-2], pairs, 2 * size, pairs, 2 * size), axis1=-4, axis2=-2)
+        on_diagonal = jnp.diagonal(
+            lower.reshape(*lower.shape[:-2], pairs, 2 * size, pairs, 2 * size), axis1=-4, axis2=-2
+        )
         corners = jnp.moveaxis(on_diagonal, -1, -3)[..., size:, :size]
         first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
         corners = -einsum("...ij,...jk,...kl->...il", second, corners, first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        blocks, size = jnp.concatenate([upper, jnp.concatenate([corners, second], axis=-1)], axis=-2), 2 * size
+        blocks, size = (
+            jnp.concatenate([upper, jnp.concatenate([corners, second], axis=-1)], axis=-2),
+            2 * size,
+        )
     return blocks[..., 0, :given, :given]
 
 
 def advance(state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-    """The state [..., key_dim, value_dim] after a chunk, and the outputs of its tokens [..., tokens, value_dim]."""
-    change = chunk.inputs if chunk.reads is None else chunk.inputs - einsum("...tk,...kv->...tv", chunk.reads, state)
-    out = einsum("...tk,...kv->...tv", chunk.queries, state) + einsum("...ts,...sv->...tv", chunk.scores, change)
+    """The state [..., key_dim, value_dim] after a chunk, and the outputs of its tokens [..., tokens,
+    value_dim].
+    """
+    change = (
+        chunk.inputs
+        if chunk.reads is None
+        else chunk.inputs - einsum("...tk,...kv->...tv", chunk.reads, state)
+    )
+    out = einsum("...tk,...kv->...tv", chunk.queries, state) + einsum(
+        "...ts,...sv->...tv", chunk.scores, change
+    )
     return state * chunk.decay[..., None, None] + einsum("...tk,...tv->...kv", chunk.keys, change), out

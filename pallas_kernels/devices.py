@@ -1,4 +1,6 @@
-"""Local devices, listed without log noise if CUDA's plugin is there but no GPU is, the default device, and whether a CPU has kernels."""
+"""Local devices, listed without log noise if CUDA's plugin is there but no GPU is, the default device, and
+whether a CPU has kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""Chooses the implementation of a function by device, dtype and shape: a kernel if one supports them, otherwise XLA.
+"""Chooses the implementation of a function by device, dtype and shape: a kernel if one supports them,
+otherwise XLA.
 
-`impl` is "auto", "mosaic" (GPU kernels), "llvm" (CPU kernels), "flashinfer" (decode attention with FlashInfer's
-kernel) or "xla". An implementation requested by name is used or rejected, never replaced. "auto" uses FlashInfer's
-kernel if `tune` measured it to be faster. Beside each function there is one that returns why the device's kernel
-does not support some arrays, or None if it does. It accepts arrays, or any objects with shapes and dtypes.
+`impl` is "auto", "mosaic" (GPU kernels), "llvm" (CPU kernels), "flashinfer" (decode attention with
+FlashInfer's kernel) or "xla". An implementation requested by name is used or rejected, never replaced. "auto"
+uses FlashInfer's kernel if `tune` measured it to be faster. Beside each function there is one that returns
+why the device's kernel does not support some arrays, or None if it does. It accepts arrays, or any objects
+with shapes and dtypes.
 
-`device` is the device that the function will run on, or a device of a topology to compile for; None is the first
-device of the default backend. Modules of GPU kernels are imported on first use, because importing Mosaic takes a
-third of a second.
+`device` is the device that the function will run on, or a device of a topology to compile for; None is the
+first device of the default backend. Modules of GPU kernels are imported on first use, because importing
+Mosaic takes a third of a second.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ why_flashinfer_unsupported = flashinfer.why_unsupported
 def why_decode_unsupported(
     q: jax.Array, k_pages: Pages, v_pages: Pages, *, slopes: bool = False, device: jax.Device | None = None
 ) -> str | None:
-    """Why the kernel for `paged_attention_decode` does not support these arrays, with slopes or without, or None."""
+    """Why the kernel for `paged_attention_decode` does not support these arrays, with slopes or without, or
+    None.
+    """
     if on_cpu(device):
         return products.cpu_refused() or why_no_cpu_cache(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
@@ -74,8 +78,10 @@ def paged_attention_decode(
     """Attends from one query per sequence to all tokens of the sequence.
 
     Args:
-        pages: see `xla.paged_attention_decode`. Kernels need no such limit: they read as many as each sequence has.
-        work: from `decode_work`, for Hopper's kernel; None creates one for this call. Other implementations need none.
+        pages: see `xla.paged_attention_decode`. Kernels need no such limit: they read as many as each
+            sequence has.
+        work: from `decode_work`, for Hopper's kernel; None creates one for this call. Other implementations
+            need none.
         impl, device: see the module.
         The others, and the result: see `xla.paged_attention_decode`.
 
@@ -85,17 +91,27 @@ def paged_attention_decode(
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if flashinfer.serves(impl, q, k_pages, v_pages, window, soft_cap, slopes is not None, device):
         del how["soft_cap"]
-        return flashinfer.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how, device=device)
-    if not kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, slopes=slopes is not None, device=device), device):
-        return xla.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, slopes=slopes, pages=pages)
+        return flashinfer.paged_attention_decode(
+            q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how, device=device
+        )
+    if not kernel_serves(
+        impl, why_decode_unsupported(q, k_pages, v_pages, slopes=slopes is not None, device=device), device
+    ):
+        return xla.paged_attention_decode(
+            q, k_pages, v_pages, block_tables, lengths, **how, slopes=slopes, pages=pages
+        )
     if on_cpu(device):
         from pallas_kernels.cpu import attention
 
-        return attention.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, slopes=slopes)
+        return attention.paged_attention_decode(
+            q, k_pages, v_pages, block_tables, lengths, **how, slopes=slopes
+        )
     if capability(device) in AMPERE:
         from pallas_kernels import ampere
 
-        return ampere.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how)
+        return ampere.paged_attention_decode(
+            q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how
+        )
     from pallas_kernels import attention_decode
 
     how |= {"work": work, "device": device or jax.devices()[0]}
@@ -134,7 +150,9 @@ def decode_work(
 def why_prefill_unsupported(
     q: jax.Array, k_pages: Pages, v_pages: Pages, *, slopes: bool = False, device: jax.Device | None = None
 ) -> str | None:
-    """Why the kernel for `paged_attention_prefill` does not support these arrays, with slopes or without, or None."""
+    """Why the kernel for `paged_attention_prefill` does not support these arrays, with slopes or without, or
+    None.
+    """
     if on_cpu(device):
         return products.cpu_refused() or why_no_cpu_cache(k_pages, v_pages)
     refused = why_no_gpu_attention(q, k_pages, v_pages, slopes, device)
@@ -163,7 +181,8 @@ def paged_attention_prefill(
     impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the sequence's pages.
+    """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the
+    sequence's pages.
 
     Args:
         pages, impl, device: as in `paged_attention_decode`.
@@ -173,24 +192,36 @@ def paged_attention_prefill(
         ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if not kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, slopes=slopes is not None, device=device), device):
-        return xla.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how, slopes=slopes, pages=pages)
+    if not kernel_serves(
+        impl, why_prefill_unsupported(q, k_pages, v_pages, slopes=slopes is not None, device=device), device
+    ):
+        return xla.paged_attention_prefill(
+            q, k_pages, v_pages, block_tables, positions, lengths, **how, slopes=slopes, pages=pages
+        )
     if on_cpu(device):
         from pallas_kernels.cpu import attention
 
-        return attention.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how, slopes=slopes)
+        return attention.paged_attention_prefill(
+            q, k_pages, v_pages, block_tables, positions, lengths, **how, slopes=slopes
+        )
     if capability(device) in AMPERE:
         from pallas_kernels import ampere
 
-        return ampere.paged_attention_prefill(q, _plain(k_pages), _plain(v_pages), block_tables, positions, lengths, **how)
+        return ampere.paged_attention_prefill(
+            q, _plain(k_pages), _plain(v_pages), block_tables, positions, lengths, **how
+        )
     from pallas_kernels import attention_prefill
 
     how["device"] = device or jax.devices()[0]
-    return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
+    return attention_prefill.paged_attention_prefill(
+        q, k_pages, v_pages, block_tables, positions, lengths, **how
+    )
 
 
 def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None) -> jax.Array:
-    """Rotary embedding; see `xla.rotate`. There is no separate GPU kernel: `kv_write` rotates, and elsewhere XLA fuses it."""
+    """Rotary embedding; see `xla.rotate`. There is no separate GPU kernel: `kv_write` rotates, and elsewhere
+    XLA fuses it.
+    """
     if _cpu_rotates(x, rotation, device):
         from pallas_kernels.cpu import elementwise
 
@@ -216,7 +247,9 @@ def _cpu_rotates(x: jax.Array, rotation: Rotation, device: jax.Device | None) ->
     return elementwise.why_no_rotation(str(x.dtype), x.shape[-1], rotation[0].shape[-1]) is None
 
 
-def why_kv_write_unsupported(k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct, *, device: jax.Device | None = None) -> str | None:
+def why_kv_write_unsupported(
+    k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct, *, device: jax.Device | None = None
+) -> str | None:
     """Why the kernel for `kv_write` does not support these arrays, or None."""
     if str(qkv.dtype) not in DTYPES:
         return f"qkv={qkv.dtype}: the kernel takes {' and '.join(DTYPES)}"
@@ -238,8 +271,8 @@ def kv_write(
     impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> tuple[Queries, tuple[Pages, Pages]]:
-    """Normalizes and rotates queries and keys, and writes keys and values to their pages, in place if the caller
-    donates the cache.
+    """Normalizes and rotates queries and keys, and writes keys and values to their pages, in place if the
+    caller donates the cache.
 
     Args:
         impl, device: see the module.
@@ -256,10 +289,14 @@ def kv_write(
     from pallas_kernels import kv_write as kernel
 
     cores = tuning.cores(device or jax.devices()[0])
-    return kernel.kv_write(k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation, cores=cores)
+    return kernel.kv_write(
+        k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation, cores=cores
+    )
 
 
-def why_copy_pages_unsupported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
+def why_copy_pages_unsupported(
+    k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None
+) -> str | None:
     """Why the kernel for `copy_pages` does not support these arrays, or None."""
     return why_no_cache(k_pages, v_pages, device, HOPPER)
 
@@ -291,12 +328,14 @@ def copy_pages(
 
 
 def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
-    """Registers with XLA the CPU kernels that programs over these arrays call. Call it before such programs are loaded.
+    """Registers with XLA the CPU kernels that programs over these arrays call. Call it before such programs
+    are loaded.
 
     It does nothing on other devices.
 
     Args:
-        weights: weights of products, arrays or Quantized. They, q and k_pages may be any objects with shapes and dtypes.
+        weights: weights of products, arrays or Quantized. They, q and k_pages may be any objects with shapes
+            and dtypes.
         q: queries of attention, [..., heads, head_dim].
     """
     if on_cpu(device) and products.cpu_refused() is None:

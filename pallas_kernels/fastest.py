@@ -1,6 +1,7 @@
 """Which implementation of decode attention was measured to be the fastest, by device kind and case.
 
-`fastest.json` is the table; `python -m pallas_kernels.tune` fills it on a GPU where another implementation than ours is installed.
+`fastest.json` is the table; `python -m pallas_kernels.tune` fills it on a GPU where another implementation
+than ours is installed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from pathlib import Path
 
 FILE = Path(__file__).parent / "fastest.json"
 OURS = "mosaic"
-Table = dict[str, dict[str, dict[str, float]]]  # microseconds of a call, by device kind, case and implementation
+# microseconds of a call, by device kind, case and implementation
+Table = dict[str, dict[str, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Case:
 
 
 def takes(impl: str, case: Case | None, device_kind: str) -> bool:
-    """Whether `impl` was the fastest on such a device in this case, or in any (None). Where nothing was measured, ours is."""
+    """Whether `impl` was the fastest on such a device in this case, or in any (None). Where nothing was
+    measured, ours is.
+    """
     measured = table().get(device_kind, {})
     times = measured.values() if case is None else [measured.get(case.key()) or {OURS: 0.0}]
     return any(min(of, key=of.__getitem__) == impl for of in times)

@@ -1,8 +1,10 @@
-"""The memory warpgroup of prefill attention: copies blocks of keys and values from their pages to shared memory.
+"""The memory warpgroup of prefill attention: copies blocks of keys and values from their pages to shared
+memory.
 
-Values of tokens that no query sees are set to zero: their weights are zero, but 0 * NaN is NaN. Eight-bit numbers
-are converted once for all queries of a thread block: TMA copies them to a separate buffer, and this warpgroup
-converts them in its registers. TMA then fetches the next block of keys while this block's values are converted.
+Values of tokens that no query sees are set to zero: their weights are zero, but 0 * NaN is NaN. Eight-bit
+numbers are converted once for all queries of a thread block: TMA copies them to a separate buffer, and this
+warpgroup converts them in its registers. TMA then fetches the next block of keys while this block's values
+are converted.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ class Ring(NamedTuple):
 
     Attributes:
         smem: [stages, block_k, head_dim] in the queries' dtype.
-        full, free: a barrier per stage; `full` has one more, for values that are cleared before they are released.
+        full, free: a barrier per stage; `full` has one more, for values that are cleared before they are
+            released.
         scale: float32 [stages, block_k], for an eight-bit cache.
-        raw, raw_scale, raw_full: for an eight-bit cache, a block as stored, its scales, and the barrier of their copies.
+        raw, raw_scale, raw_full: for an eight-bit cache, a block as stored, its scales, and the barrier of
+            their copies.
     """
 
     smem: Any
@@ -44,7 +48,9 @@ class Ring(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks start, ..., start + count - 1 of a sequence's tokens. Queries see tokens [first, end). `page` gives a token's page id."""
+    """Blocks start, ..., start + count - 1 of a sequence's tokens. Queries see tokens [first, end). `page`
+    gives a token's page id.
+    """
 
     start: jax.Array
     count: jax.Array
@@ -58,12 +64,23 @@ def ring(pages: Any, dtype: jnp.dtype[Any], stages: int, block_k: int, readers: 
     """The ring for pages [num_pages, kv_heads, page_size, head_dim], read by this number of warpgroups."""
     page_size, head_dim = pages.shape[2:]
     copies = block_k // math.gcd(page_size, block_k)
-    smem, free = tiled((stages, block_k, head_dim), dtype), plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
+    smem, free = (
+        tiled((stages, block_k, head_dim), dtype),
+        plgpu.Barrier(num_arrivals=readers, num_barriers=stages),
+    )
     if pages.dtype == dtype:
         return Ring(smem, plgpu.Barrier(num_arrivals=copies, num_barriers=stages + 1), free)
     scale, raw_scale = (plgpu.SMEM(shape, jnp.float32) for shape in ((stages, block_k), (block_k,)))
     raw = tiled((block_k, head_dim), pages.dtype)
-    return Ring(smem, plgpu.Barrier(num_barriers=stages), free, scale, raw, raw_scale, plgpu.Barrier(num_arrivals=2 * copies))
+    return Ring(
+        smem,
+        plgpu.Barrier(num_barriers=stages),
+        free,
+        scale,
+        raw,
+        raw_scale,
+        plgpu.Barrier(num_arrivals=2 * copies),
+    )
 
 
 def feed(
@@ -82,7 +99,8 @@ def feed(
 
     Args:
         items: number of items.
-        blocks_at: returns the blocks of the n-th item, for n from 0 to items - 1. Items without blocks come last.
+        blocks_at: returns the blocks of the n-th item, for n from 0 to items - 1. Items without blocks come
+            last.
     """
     stages, block_k, _ = k.smem.shape
     page_size = k_ref.shape[2]
@@ -93,12 +111,15 @@ def feed(
         return (blocks.start + i) * block_k
 
     def copy(blocks: Blocks, i: jax.Array, pages: list[jax.Array], ref: Any, smem: Any, full: Any) -> None:
-        # Scales of 16 tokens are 64 bytes apart. Only a plain copy, without a tensor map's bounds check, may begin there.
+        # Scales of 16 tokens are 64 bytes apart. Only a plain copy, without a tensor map's bounds check, may
+        # begin there.
         narrow = len(smem.shape) == 1 and piece * smem.dtype.itemsize % TENSOR
         mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if narrow else None
         for at, page in zip(places, pages, strict=True):
             part_of_page = pl.ds(lax.rem(token_of(blocks, i) + at, page_size), piece)
-            plgpu.copy_gmem_to_smem(ref.at[page, blocks.kv_head, part_of_page], smem.at[pl.ds(at, piece)], full, oob_mode=mode)
+            plgpu.copy_gmem_to_smem(
+                ref.at[page, blocks.kv_head, part_of_page], smem.at[pl.ds(at, piece)], full, oob_mode=mode
+            )
 
     def pages_of(blocks: Blocks, i: jax.Array) -> list[jax.Array]:
         return [blocks.page(token_of(blocks, i) + at) for at in places]
@@ -136,7 +157,9 @@ def feed(
 
     sources = (k_ref, k_scale_ref, k), (v_ref, v_scale_ref, v)
 
-    def fetch(blocks: Blocks, i: jax.Array, pages: list[jax.Array], ref: Any, scale_ref: Any, ring: Ring) -> None:
+    def fetch(
+        blocks: Blocks, i: jax.Array, pages: list[jax.Array], ref: Any, scale_ref: Any, ring: Ring
+    ) -> None:
         copy(blocks, i, pages, ref, ring.raw, ring.raw_full)
         copy(blocks, i, pages, scale_ref, ring.raw_scale, ring.raw_full)
 
@@ -153,7 +176,9 @@ def feed(
         line, wide = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA_UPCAST_2X
         for at in range(0, block_k, ROWS):
             rows = pl.ds(at, ROWS)
-            ring.scale[slot, rows] = cleared(blocks, i, at, plgpu.load(ring.raw_scale.at[rows], layout=line), line)
+            ring.scale[slot, rows] = cleared(
+                blocks, i, at, plgpu.load(ring.raw_scale.at[rows], layout=line), line
+            )
         for rows, columns in _parts(block_k, ring.smem.shape[-1]):
             x = _widened(plgpu.load(ring.raw.at[rows, columns], layout=wide), ring.smem.dtype)
             clear = partial(cleared, blocks, i, rows.start, layout=wide)
@@ -194,9 +219,17 @@ def feed(
 
 def _parts(rows: int, columns: int) -> list[tuple[Any, Any]]:
     """Pieces of [rows, columns] that are small enough for the few registers of the memory warpgroup."""
-    return [(pl.ds(at, ROWS), pl.ds(column, COLUMNS)) for at in range(0, rows, ROWS) for column in range(0, columns, COLUMNS)]
+    return [
+        (pl.ds(at, ROWS), pl.ds(column, COLUMNS))
+        for at in range(0, rows, ROWS)
+        for column in range(0, columns, COLUMNS)
+    ]
 
 
 def _widened(x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
     """Converts eight-bit numbers to dtype exactly. fp8 converts to bfloat16 only through float32."""
-    return x.astype(dtype) if x.dtype == jnp.int8 or dtype == jnp.float16 else x.astype(jnp.float32).astype(dtype)
+    return (
+        x.astype(dtype)
+        if x.dtype == jnp.int8 or dtype == jnp.float16
+        else x.astype(jnp.float32).astype(dtype)
+    )

@@ -1,7 +1,7 @@
 """GPTQ (arXiv:2210.17323): four-bit weights whose errors cancel on inputs similar to given ones.
 
-Columns are rounded one after the other. Later columns compensate for the error of each, as far as their inputs
-are correlated.
+Columns are rounded one after the other. Later columns compensate for the error of each, as far as their
+inputs are correlated.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jax import lax
 
 from pallas_kernels.int4 import HIGHEST, LOWEST, fit
 
-# Share of the mean of the moments' diagonal, increased until the inverse is finite. With 0.01, weights fit the given inputs
-# slightly better, but other inputs of the same kind worse.
+# Share of the mean of the moments' diagonal, increased until the inverse is finite. With 0.01, weights fit
+# the given inputs slightly better, but other inputs of the same kind worse.
 DAMPING = 0.1, 1.0
 TOGETHER = 32  # columns that are rounded before one product updates the others; divides all sizes of groups
 Numbers = tuple[jax.Array, jax.Array, jax.Array]
@@ -47,7 +47,8 @@ def _inverse_root(moments: jax.Array, damping: float) -> jax.Array:
     size = moments.shape[0]
     scale = jnp.maximum(jnp.diagonal(moments).mean(), 1e-30)
     damped = moments / scale + damping * jnp.eye(size)
-    # Derived from the factor of the damped moments in reverse order: computing an inverse would lose half of the digits.
+    # Derived from the factor of the damped moments in reverse order: computing an inverse would lose half of
+    # the digits.
     reversed_lower = jnp.linalg.cholesky(damped[::-1, ::-1])
     root = lax.linalg.triangular_solve(reversed_lower, jnp.eye(size), left_side=True, lower=True)
     return root[::-1, ::-1]
@@ -66,12 +67,18 @@ def _rounded(weight: jax.Array, upper: jax.Array, group: int) -> Numbers:
         for first in range(0, group, TOGETHER):
             after = first + TOGETHER
             step = partial(_column, scale=scale[0], offset=offset[0])
-            _, (found, wrong) = lax.scan(step, block[first:after], (jnp.arange(TOGETHER), own[first:after, first:after]))
+            _, (found, wrong) = lax.scan(
+                step, block[first:after], (jnp.arange(TOGETHER), own[first:after, first:after])
+            )
             block = block.at[after:].add(-_product(own[first:after, after:].T, wrong))
             numbers.append(found)
             errors.append(wrong)
         # The columns that are done are not read again.
-        return columns - _product(root.T, jnp.concatenate(errors)), (jnp.concatenate(numbers), scale[0], offset[0])
+        return columns - _product(root.T, jnp.concatenate(errors)), (
+            jnp.concatenate(numbers),
+            scale[0],
+            offset[0],
+        )
 
     _, (numbers, scale, offset) = lax.scan(one_group, weight.T, jnp.arange(0, size, group))
     return numbers.reshape(size, outs).T.astype(jnp.int8), scale.T, offset.T

@@ -1,9 +1,9 @@
 """Products of each row with the matrix of its group, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
 
-`groups` gives the order of rows; matrices are [groups, out, in], as stored. A thread block computes a block of rows
-of one group and 64 outputs per compute warpgroup. Outputs are the 64-row operand of the tensor cores, so a group
-with few rows wastes little. That operand may be in registers, so eight-bit weights are converted there, unless x has
-eight bits too. Groups without rows are not read.
+`groups` gives the order of rows; matrices are [groups, out, in], as stored. A thread block computes a block
+of rows of one group and 64 outputs per compute warpgroup. Outputs are the 64-row operand of the tensor cores,
+so a group with few rows wastes little. That operand may be in registers, so eight-bit weights are converted
+there, unless x has eight bits too. Groups without rows are not read.
 """
 
 from __future__ import annotations
@@ -42,30 +42,39 @@ def grouped_product(
     """Multiplies each row of x by the matrix of its group.
 
     Args:
-        x: bfloat16, float16, int8 or float8_e4m3fn [places, in], in the order of `groups`. With a single group, places
-            may end within the last block.
-        weight: [groups, out, in] in x's dtype or, unless x has eight bits, int8 or float8_e4m3fn; out and in are multiples
-            of 64.
-        scale: float32 [groups, out], which multiplies results; or [groups, out, in / 128], which multiplies the sums over
-            128 inputs.
+        x: bfloat16, float16, int8 or float8_e4m3fn [places, in], in the order of `groups`. With a single
+            group, places may end within the last block.
+        weight: [groups, out, in] in x's dtype or, unless x has eight bits, int8 or float8_e4m3fn; out and in
+            are multiples of 64.
+        scale: float32 [groups, out], which multiplies results; or [groups, out, in / 128], which multiplies
+            the sums over 128 inputs.
         groups: from `groups.grouped`.
         block: rows per thread block, from `groups.one_group`; None chooses for several groups.
         dtype: dtype of the result; None: x's.
         x_scale: float32 [places, rounded up to whole blocks], which multiplies results.
-        operand_in_registers: the tensor cores read eight-bit weights, converted, from registers. False goes through
-            shared memory, which is slower but the only form that Pallas interprets.
+        operand_in_registers: the tensor cores read eight-bit weights, converted, from registers. False goes
+            through shared memory, which is slower but the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
 
     Returns:
         [places, out]; undefined in places without a row.
     """
-    out, block, dtype = weight.shape[1], block or block_rows(len(groups.place), len(weight)), jnp.dtype(dtype or x.dtype)
+    out, block, dtype = (
+        weight.shape[1],
+        block or block_rows(len(groups.place), len(weight)),
+        jnp.dtype(dtype or x.dtype),
+    )
     warpgroups = out_per_block(len(groups.group), out) // ROWS
     columns = WIDE if x.dtype.itemsize == 1 and x.shape[1] % WIDE == 0 else COLUMNS  # of a stage
-    read, more = warpgroups * ROWS * columns * weight.dtype.itemsize, block * columns * x.dtype.itemsize  # bytes of a stage
+    # bytes of a stage
+    read, more = warpgroups * ROWS * columns * weight.dtype.itemsize, block * columns * x.dtype.itemsize
     deep = IN_FLIGHT // read
     stages = deep if deep * (read + more) + warpgroups * block * ROWS * dtype.itemsize <= SHARED else STAGES
-    through = None if operand_in_registers or weight.dtype == x.dtype else tiled((warpgroups, ROWS, COLUMNS), x.dtype)
+    through = (
+        None
+        if operand_in_registers or weight.dtype == x.dtype
+        else tiled((warpgroups, ROWS, COLUMNS), x.dtype)
+    )
     scratch = {
         "x_smem": tiled((stages, block, columns), x.dtype, columns),
         "w_smem": tiled((stages, warpgroups * ROWS, columns), weight.dtype, columns),
@@ -78,7 +87,8 @@ def grouped_product(
         _kernel,
         out_type=jax.ShapeDtypeStruct((len(x), out), dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
-        grid=(len(groups.group), out // (warpgroups * ROWS)),  # a group's blocks run together, while its matrix is in the L2 cache
+        # a group's blocks run together, while its matrix is in the L2 cache
+        grid=(len(groups.group), out // (warpgroups * ROWS)),
         grid_names=("block", "part"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
@@ -89,7 +99,8 @@ def grouped_product(
 
 
 def _kernel(
-    x_ref: Any, w_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, scale_ref: Any, x_scale_ref: Any, out_ref: Any, *,
+    x_ref: Any, w_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, scale_ref: Any, x_scale_ref: Any,
+    out_ref: Any, *,
     x_smem: Any, w_smem: Any, a_smem: Any = None, out_smem: Any, full: Any, free: Any,
 ) -> None:  # fmt: skip
     stages, block, columns = x_smem.shape
@@ -97,7 +108,8 @@ def _kernel(
     index, part, warpgroup = (lax.axis_index(name) for name in ("block", "part", "warpgroup"))
     group, start, length = group_ref[index], start_ref[index], length_ref[index]
     first = part * warpgroups * ROWS  # this block's first output
-    own, mine = pl.ds(warpgroup * ROWS, ROWS), pl.ds(first + warpgroup * ROWS, ROWS)  # outputs of the block, and of all
+    # outputs of the block, and of all
+    own, mine = pl.ds(warpgroup * ROWS, ROWS), pl.ds(first + warpgroup * ROWS, ROWS)
     by_inputs = scale_ref is not None and len(scale_ref.shape) == 3
 
     def multiply(i: jax.Array, acc: Any) -> None:
@@ -143,10 +155,16 @@ def _kernel(
         return total
 
     def compute() -> None:
-        accumulator = plgpu.WGMMAAccumulatorRef((ROWS, block), jnp.int32 if x_smem.dtype == jnp.int8 else jnp.float32)
+        accumulator = plgpu.WGMMAAccumulatorRef(
+            (ROWS, block), jnp.int32 if x_smem.dtype == jnp.int8 else jnp.float32
+        )
         # Hopper adds products of eight-bit floats with few bits, so these sums stay short.
         short = by_inputs or x_smem.dtype == jnp.float8_e4m3fn
-        y = in_short_sums(accumulator) if short else pl.run_scoped(in_one_sum, accumulator).astype(jnp.float32)
+        y = (
+            in_short_sums(accumulator)
+            if short
+            else pl.run_scoped(in_one_sum, accumulator).astype(jnp.float32)
+        )
         if scale_ref is not None and not by_inputs:
             y *= lax.broadcast_in_dim(scale_of(scale_ref.at[group, mine], 1), y.shape, [0])
         if x_scale_ref is not None:
@@ -158,7 +176,10 @@ def _kernel(
         size = block // GRID
         while size:  # the length of a copy must be static
             taken = length & size
-            from_smem, to = (ref.at[pl.ds(place * GRID, size * GRID)] for ref, place in ((result, at), (out_ref, start + at)))
+            from_smem, to = (
+                ref.at[pl.ds(place * GRID, size * GRID)]
+                for ref, place in ((result, at), (out_ref, start + at))
+            )
             pl.when(taken > 0)(partial(plgpu.copy_smem_to_gmem, from_smem, to.at[:, mine]))
             at, size = at + taken, size // 2
         plgpu.wait_smem_to_gmem(0)
@@ -168,10 +189,15 @@ def _kernel(
         def _(i: jax.Array) -> None:
             slot, some = lax.rem(i, stages), pl.ds(i * columns, columns)
             pl.when(i >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
-            plgpu.copy_gmem_to_smem(w_ref.at[group, pl.ds(first, warpgroups * ROWS), some], w_smem.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start * GRID, block), some], x_smem.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                w_ref.at[group, pl.ds(first, warpgroups * ROWS), some], w_smem.at[slot], full.at[slot]
+            )
+            plgpu.copy_gmem_to_smem(
+                x_ref.at[pl.ds(start * GRID, block), some], x_smem.at[slot], full.at[slot]
+            )
 
-        for slot in range(min(stages, steps)):  # wait for each slot's last release: every barrier phase must be observed
+        # wait for each slot's last release: every barrier phase must be observed
+        for slot in range(min(stages, steps)):
             plgpu.barrier_wait(free.at[slot])
 
     pl.when((length > 0) & (warpgroup < warpgroups))(compute)
@@ -185,7 +211,9 @@ def scale_of(ref: Any, reduced: int) -> jax.Array:
 
 
 def _converted(x: Any, dtype: jnp.dtype[Any]) -> jax.Array:
-    """Loads eight-bit numbers [ROWS, COLUMNS] and converts them exactly to dtype, as an operand of the tensor cores."""
+    """Loads eight-bit numbers [ROWS, COLUMNS] and converts them exactly to dtype, as an operand of the tensor
+    cores.
+    """
     loaded = plgpu.load(x, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     if x.dtype != jnp.int8:
         loaded = loaded.astype(jnp.float16)  # the hardware converts float8 to float16

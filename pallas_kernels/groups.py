@@ -15,7 +15,8 @@ OUT = 64, 128  # minimum and maximum outputs of a block
 
 
 class Groups(NamedTuple):
-    """Places for rows such that the rows of a group are consecutive, and each group starts at a multiple of GRID.
+    """Places for rows such that the rows of a group are consecutive, and each group starts at a multiple of
+    GRID.
 
     Attributes:
         place: int32 [rows], the place of each row.
@@ -24,7 +25,8 @@ class Groups(NamedTuple):
         owner: int32 [places], the group at each place; arbitrary for empty places.
         size: int32 [groups], number of places of each group.
         group: int32 [blocks], the group of each block of at most `block_rows` places.
-        start, length: int32 [blocks], first place and number of places, in units of GRID; length 0 after the last block.
+        start, length: int32 [blocks], first place and number of places, in units of GRID; length 0 after the
+            last block.
     """
 
     place: jax.Array
@@ -43,13 +45,16 @@ def counted(chosen: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Rows of a block: twice the mean size of a group, so that most groups are one block, whose weights are read once."""
+    """Rows of a block: twice the mean size of a group, so that most groups are one block, whose weights are
+    read once.
+    """
     least, most = BLOCK
     return min(most, max(least, 1 << (-(-2 * rows // groups) - 1).bit_length()))
 
 
 def out_per_block(blocks: int, out: int) -> int:
-    """Outputs that a thread block computes: as many as possible, if enough thread blocks remain for all multiprocessors.
+    """Outputs that a thread block computes: as many as possible, if enough thread blocks remain for all
+    multiprocessors.
 
     Args:
         blocks: blocks of rows, at most.
@@ -61,10 +66,15 @@ def out_per_block(blocks: int, out: int) -> int:
 def one_group(rows: int) -> tuple[Groups, int]:
     """Rows of one group where they lie, of which the last block may read some more; and a block's rows."""
     block = min(BLOCK[1], max(BLOCK[0], 1 << (rows - 1).bit_length()))
-    order, start = jnp.arange(rows, dtype=jnp.int32), jnp.arange(-(-rows // block), dtype=jnp.int32) * (block // GRID)
+    order, start = (
+        jnp.arange(rows, dtype=jnp.int32),
+        jnp.arange(-(-rows // block), dtype=jnp.int32) * (block // GRID),
+    )
     taken = jnp.full(1, -(-rows // GRID), jnp.int32)
     length = jnp.clip(taken - start, 0, block // GRID)
-    return Groups(order, order, jnp.zeros_like(order), taken * GRID, jnp.zeros_like(start), start, length), block
+    return Groups(
+        order, order, jnp.zeros_like(order), taken * GRID, jnp.zeros_like(start), start, length
+    ), block
 
 
 def grouped(chosen: jax.Array, groups: int) -> Groups:
@@ -79,6 +89,7 @@ def grouped(chosen: jax.Array, groups: int) -> Groups:
     row, owner = nothing.at[place].set(jnp.arange(rows, dtype=jnp.int32)), nothing.at[place].set(chosen)
     last = jnp.cumsum(blocks)
     index = jnp.arange(min(groups, rows) + rows // block, dtype=jnp.int32)  # maximum number of blocks
-    group = jnp.minimum((last <= index[:, None]).sum(1, dtype=jnp.int32), groups - 1)  # a search would be a loop
+    # a search would be a loop
+    group = jnp.minimum((last <= index[:, None]).sum(1, dtype=jnp.int32), groups - 1)
     start = (ends - taken)[group] + (index - (last - blocks)[group]) * per_block
     return Groups(place, row, owner, taken * GRID, group, start, jnp.clip(ends[group] - start, 0, per_block))

@@ -1,10 +1,10 @@
-"""An orthogonal transform of a product's inputs, block by block. It spreads an outlier over its block, so that
-the other numbers are represented better with few bits.
+"""An orthogonal transform of a product's inputs, block by block. It spreads an outlier over its block, so
+that the other numbers are represented better with few bits.
 
-For a matrix T with T T^T = g, (x T) (W T)^T / g = x W^T. Weights are transformed once, and x in every product;
-only rounding is inexact (QuaRot, arXiv:2404.00456). For blocks of a power of two, T is a Hadamard matrix of g
-rows. For blocks of three or nine times a power of two, it is combined with reflections of three values, so that
-all inputs are mixed for hidden sizes with such factors.
+For a matrix T with T T^T = g, (x T) (W T)^T / g = x W^T. Weights are transformed once, and x in every
+product; only rounding is inexact (QuaRot, arXiv:2404.00456). For blocks of a power of two, T is a Hadamard
+matrix of g rows. For blocks of three or nine times a power of two, it is combined with reflections of three
+values, so that all inputs are mixed for hidden sizes with such factors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ def transform(x: jax.Array, block: int) -> jax.Array:
         return x
     two, three = gain(block), block // gain(block)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # the matrix is exact in any dtype
-    y = jnp.matmul(x.reshape(*x.shape[:-1], -1, two), hadamard(two, x.dtype), precision=precision, preferred_element_type=jnp.float32)
+    y = jnp.matmul(
+        x.reshape(*x.shape[:-1], -1, two),
+        hadamard(two, x.dtype),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
     for stride in (1, 3):
         if stride < three:
             apart = y.reshape(*x.shape[:-1], -1, 3, stride * two)
@@ -42,8 +47,9 @@ def transform(x: jax.Array, block: int) -> jax.Array:
 
 
 def hadamard(size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Sylvester's matrix [size, size] of ones and minus ones: the sign of (i, j) is the parity of the bits that
-    i and j share."""
+    """Sylvester's matrix [size, size] of ones and minus ones: the sign of (i, j) is the parity of the bits
+    that i and j share.
+    """
     index = jnp.arange(size)
     odd = lax.population_count(index[:, None] & index) & 1
     return (1 - 2 * odd).astype(dtype)

@@ -18,19 +18,25 @@ COLUMNS = 64  # of a tile of shared memory
 
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS, rows: int = 8) -> Any:
-    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by `columns` numbers, swizzled.
+    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by `columns` numbers,
+    swizzled.
 
-    TMA copies whole tiles, so copies of fewer rows need smaller ones. Then use them for arrays of `columns` columns only:
-    in wider ones, the columns after the first tile begin inside the swizzle's pattern of 8 rows, see `swizzle`.
+    TMA copies whole tiles, so copies of fewer rows need smaller ones. Then use them for arrays of `columns`
+    columns only: in wider ones, the columns after the first tile begin inside the swizzle's pattern of 8
+    rows, see `swizzle`.
     """
     tiles = plgpu.TilingTransform((rows, columns))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(columns * dtype.itemsize)))  # type: ignore[abstract]
 
 
 def copy_rows_out(smem: Any, target: Any) -> None:
-    """Copies the first rows of smem [parts, rows, COLUMNS] to global memory [fewer rows, parts * COLUMNS], and waits for nothing."""
+    """Copies the first rows of smem [parts, rows, COLUMNS] to global memory [fewer rows, parts * COLUMNS],
+    and waits for nothing.
+    """
     for part in range(smem.shape[0]):
-        plgpu.copy_smem_to_gmem(smem.at[part, pl.ds(0, target.shape[0])], target.at[:, pl.ds(part * COLUMNS, COLUMNS)])
+        plgpu.copy_smem_to_gmem(
+            smem.at[part, pl.ds(0, target.shape[0])], target.at[:, pl.ds(part * COLUMNS, COLUMNS)]
+        )
 
 
 def rows_by_warp() -> Any:
@@ -52,14 +58,18 @@ def per_row(value: float) -> jax.Array:
 
 
 def product(left: Any, right: Any, then: Callable[[], None] = lambda: None) -> jax.Array:
-    """left [ROWS, n] @ right [n, columns] in float32, from shared memory; `then` runs while the tensor cores work."""
+    """left [ROWS, n] @ right [n, columns] in float32, from shared memory; `then` runs while the tensor cores
+    work.
+    """
 
     def multiply(out: Any) -> Any:
         plgpu.wgmma(out, left, right)
         then()
         return out[...]
 
-    result: jax.Array = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, right.shape[1]), jnp.float32))
+    result: jax.Array = pl.run_scoped(
+        multiply, plgpu.WGMMAAccumulatorRef((ROWS, right.shape[1]), jnp.float32)
+    )
     return result
 
 
@@ -77,9 +87,17 @@ def accumulate(acc: jax.Array, left: Any, right: Any, then: Callable[[], None] =
 
 
 def product_then_accumulate(
-    left: Any, right: Any, acc: jax.Array, weights: Any, values: Any, then: Callable[[], None], use: Callable[[jax.Array], Any], like: Any
+    left: Any,
+    right: Any,
+    acc: jax.Array,
+    weights: Any,
+    values: Any,
+    then: Callable[[], None],
+    use: Callable[[jax.Array], Any],
+    like: Any,
 ) -> tuple[Any, jax.Array]:
-    """use(left @ right) and acc + weights @ values. Both products are issued first, then `then` runs; the second runs during `use`.
+    """use(left @ right) and acc + weights @ values. Both products are issued first, then `then` runs; the
+    second runs during `use`.
 
     Args:
         like: a tree of arrays with the shapes and dtypes of the result of `use`.

@@ -1,8 +1,8 @@
 """Four-bit weights with a scale, and optionally an offset, for each group of consecutive inputs.
 
-A 32-bit word holds eight numbers, and 16 words hold a tile of 128 inputs. Bits 4 k to 4 k + 3 of word j hold input
-32 k + 2 j, and bits 16 + 4 k to 19 + 4 k hold input 32 k + 2 j + 1. So four shifts of 16 words give the adjacent
-pairs of inputs that bfloat16 product instructions take, in order.
+A 32-bit word holds eight numbers, and 16 words hold a tile of 128 inputs. Bits 4 k to 4 k + 3 of word j hold
+input 32 k + 2 j, and bits 16 + 4 k to 19 + 4 k hold input 32 k + 2 j + 1. So four shifts of 16 words give the
+adjacent pairs of inputs that bfloat16 product instructions take, in order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Try = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # squared errors, numbe
 class Int4:
     """Represents number * scale + offset, with the Hadamard transform undone.
 
-    Numbers are -8 to 7, or for kind e2m1 a signed value of E2M1. Inputs are divided into one part per device that
-    shares them. Each part is padded to tiles; scales and offsets of padding are zero.
+    Numbers are -8 to 7, or for kind e2m1 a signed value of E2M1. Inputs are divided into one part per device
+    that shares them. Each part is padded to tiles; scales and offsets of padding are zero.
 
     Attributes:
         values: int32 [..., parts * words].
@@ -100,16 +100,23 @@ def pack(
     kind: str = "int4",
     hadamard: int = 1,
 ) -> Int4:
-    """Packs numbers int8 [..., in] with scale and offset [..., in / group]; in / parts is a multiple of group."""
+    """Packs numbers int8 [..., in] with scale and offset [..., in / group]; in / parts is a multiple of
+    group.
+    """
     size = numbers.shape[-1] // parts
     if kind == "e2m1":
-        numbers = jnp.searchsorted(jnp.array(E2M1, jnp.int8), jnp.abs(numbers), method="compare_all") | jnp.where(numbers < 0, 8, 0)
+        numbers = jnp.searchsorted(
+            jnp.array(E2M1, jnp.int8), jnp.abs(numbers), method="compare_all"
+        ) | jnp.where(numbers < 0, 8, 0)
     apart = jnp.pad(_parts(numbers, parts), _last(numbers, -size % TILE))
-    fields = apart.reshape(*apart.shape[:-1], -1, 4, WORDS, 2).astype(jnp.uint32) & 15  # [..., parts, tiles, 4, words, 2]
+    # [..., parts, tiles, 4, words, 2]
+    fields = apart.reshape(*apart.shape[:-1], -1, 4, WORDS, 2).astype(jnp.uint32) & 15
     shifts = 4 * jnp.arange(4, dtype=jnp.uint32)[:, None, None] + 16 * jnp.arange(2, dtype=jnp.uint32)
     packed = jax.lax.bitcast_convert_type((fields << shifts).sum((-3, -1), dtype=jnp.uint32), jnp.int32)
 
-    return _held(packed.reshape(*numbers.shape[:-1], -1), scale, offset, size, parts, group, dtype, kind, hadamard)
+    return _held(
+        packed.reshape(*numbers.shape[:-1], -1), scale, offset, size, parts, group, dtype, kind, hadamard
+    )
 
 
 def pack_on_host(
@@ -135,7 +142,9 @@ def pack_on_host(
         both = pairs[..., index, :].astype(np.uint32)
         values |= ((both & 0xF) | (both & 0xF00) << 8) << np.uint32(4 * index)
 
-    return _held(values.view(np.int32).reshape(*leading, -1), scale, offset, size, parts, group, dtype, kind, hadamard)
+    return _held(
+        values.view(np.int32).reshape(*leading, -1), scale, offset, size, parts, group, dtype, kind, hadamard
+    )
 
 
 def _held(values: Any, scale: Any, offset: Any, size: int, parts: int, group: int, *form: Any) -> Int4:
@@ -177,7 +186,11 @@ def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         # The scale and offset that fit these numbers best.
         mean, center = numbers.mean(-1, keepdims=True), rows.mean(-1, keepdims=True)
         spread = ((numbers - mean) ** 2).sum(-1, keepdims=True)
-        scale = jnp.where(spread > 0, ((numbers - mean) * (rows - center)).sum(-1, keepdims=True) / jnp.maximum(spread, SMALLEST), scale)
+        scale = jnp.where(
+            spread > 0,
+            ((numbers - mean) * (rows - center)).sum(-1, keepdims=True) / jnp.maximum(spread, SMALLEST),
+            scale,
+        )
         offset = center - scale * mean
         return ((numbers * scale + offset - rows) ** 2).sum(-1, keepdims=True), numbers, scale, offset
 
@@ -185,7 +198,9 @@ def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         found = tried(shrunk)
         return jax.tree.map(lambda new, old: jnp.where(found[0] < best[0], new, old), found, best), None
 
-    (_, numbers, scale, offset), _ = jax.lax.scan(better, tried(jnp.float32(SHRUNK[0])), jnp.array(SHRUNK[1:], jnp.float32))
+    (_, numbers, scale, offset), _ = jax.lax.scan(
+        better, tried(jnp.float32(SHRUNK[0])), jnp.array(SHRUNK[1:], jnp.float32)
+    )
     return numbers, scale, offset
 
 

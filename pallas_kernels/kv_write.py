@@ -1,9 +1,10 @@
-"""Norm and rotation of queries and keys, and the write to the KV cache, as one Pallas Mosaic GPU kernel for Hopper.
+"""Norm and rotation of queries and keys, and the write to the KV cache, as one Pallas Mosaic GPU kernel for
+Hopper.
 
-A thread block processes one row (a query, the key or the value) of a few tokens and kv heads. TMA copies it to
-shared memory. There, queries and keys are normalized and rotated; for an eight-bit cache, keys and values are
-quantized. Then TMA copies each token, all of the block's heads at once, to the queries' array or to its page.
-Padding is not written to pages, so no two blocks write to the same place.
+A thread block processes one row (a query, the key or the value) of a few tokens and kv heads. TMA copies it
+to shared memory. There, queries and keys are normalized and rotated; for an eight-bit cache, keys and values
+are quantized. Then TMA copies each token, all of the block's heads at once, to the queries' array or to its
+page. Padding is not written to pages, so no two blocks write to the same place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from pallas_kernels.xla import Queries, Rotation, rotate
 TOKENS = 8  # per thread block: two per warp
 LANES = 32  # per warp
 ALIGNMENT = 128  # bytes; TMA's source in shared memory must be aligned to this
-BLOCK_BYTES = 1 << 14  # maximum bytes of queries, keys or values per thread block, unless a single head needs more
+# maximum bytes of queries, keys or values per thread block, unless a single head needs more
+BLOCK_BYTES = 1 << 14
 
 
 def kv_write(
@@ -46,20 +48,20 @@ def kv_write(
 ) -> tuple[Queries, tuple[Pages, Pages]]:
     """Normalizes and rotates queries and keys, and writes keys and values to their pages.
 
-    `dispatch.why_kv_write_unsupported` gives the supported shapes and dtypes. A QkvProduct is read in place. XLA
-    concatenates a Qkv first. If the number of pairs is not a multiple of 32, XLA also normalizes and rotates, in the
-    same fusion.
+    `dispatch.why_kv_write_unsupported` gives the supported shapes and dtypes. A QkvProduct is read in place.
+    XLA concatenates a Qkv first. If the number of pairs is not a multiple of 32, XLA also normalizes and
+    rotates, in the same fusion.
 
-    An eight-bit cache has a scale for each token and kv head, the finest unit that is written at once: tokens are added
-    to a page one by one, so a shared scale would have to change for tokens that are already stored. A scale takes 4
-    bytes for head_dim numbers, and multiplies whole scores and weights, not single channels.
+    An eight-bit cache has a scale for each token and kv head, the finest unit that is written at once: tokens
+    are added to a page one by one, so a shared scale would have to change for tokens that are already stored.
+    A scale takes 4 bytes for head_dim numbers, and multiplies whole scores and weights, not single channels.
 
-    The cache is updated in place if the caller donates it; other tokens are unchanged. Under `shard_map`, this needs
-    check_vma=False.
+    The cache is updated in place if the caller donates it; other tokens are unchanged. Under `shard_map`,
+    this needs check_vma=False.
 
     Args:
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], in qkv's dtype, or Quantized to int8 or to the bits of
-            float8_e4m3fn; both of one dtype.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], in qkv's dtype, or Quantized to int8 or
+            to the bits of float8_e4m3fn; both of one dtype.
         qkv: bfloat16 or float16. The result of the norm is not rounded before the rotation.
         page_ids, offsets: as in `xla.kv_write`; tokens of the null page are not written.
         rows, rotation: as in `xla.kv_write`.
@@ -79,18 +81,24 @@ def kv_write(
     tiles = pl.cdiv(tokens, TOKENS)
     heads = heads_per_block(tiles * (group + 2), kv_heads, TOKENS * head_dim * dtype.itemsize, cores)
     pairs = 0 if rotation is None else rotation[0].shape[1]
-    scratch: dict[str, Any] = {"x_smem": _in_order((TOKENS, heads, head_dim), dtype, pairs), "x_full": plgpu.Barrier()}
+    scratch: dict[str, Any] = {
+        "x_smem": _in_order((TOKENS, heads, head_dim), dtype, pairs),
+        "x_full": plgpu.Barrier(),
+    }
     if rotation is not None:
         angles = _in_order((TOKENS, pairs), jnp.float32)
         scratch |= {"cos_smem": angles, "sin_smem": angles, "angles_full": plgpu.Barrier(num_arrivals=2)}
     if isinstance(k_pages, Quantized):
-        aligned = pl.cdiv(heads * head_dim, ALIGNMENT) * ALIGNMENT // head_dim  # heads, padded so that TMA can read at each token
+        # heads, padded so that TMA can read at each token
+        aligned = pl.cdiv(heads * head_dim, ALIGNMENT) * ALIGNMENT // head_dim
         scratch["stored_smem"] = _in_order((TOKENS, aligned, head_dim), k_pages.values.dtype)
         scratch["scale_smem"] = plgpu.SMEM((heads, TOKENS), jnp.float32)
     cache: tuple[Pages, Pages] = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     q = plgpu.kernel(
         partial(_kernel, group=group, tokens=some),
-        out_type=[jax.ShapeDtypeStruct((n, kv_heads, group, head_dim), dtype) for n in (rows, tokens - rows) if n],
+        out_type=[
+            jax.ShapeDtypeStruct((n, kv_heads, group, head_dim), dtype) for n in (rows, tokens - rows) if n
+        ],
         scratch_types=scratch,
         grid=(group + 2, kv_heads // heads, tiles),
         grid_names=("row", "part", "tile"),
@@ -104,8 +112,8 @@ def kv_write(
 
 
 def heads_per_block(tiles: int, kv_heads: int, head_bytes: int, cores: int) -> int:
-    """The most heads for which there are enough thread blocks for every multiprocessor, and shared memory for several
-    thread blocks on each.
+    """The most heads for which there are enough thread blocks for every multiprocessor, and shared memory for
+    several thread blocks on each.
 
     Args:
         tiles: number of tiles of TOKENS tokens, over all rows.
@@ -129,13 +137,17 @@ def _kernel(
         """Normalizes and rotates x_smem in place. Its rows without a token are undefined and not copied."""
         head_dim, pairs = x_smem.shape[2], 0 if rotation is None else cos_smem.shape[1]
         layout = _layout(math.gcd(pairs, head_dim))
-        places = [pl.ds(at, end - at) for at, end in itertools.pairwise(sorted({0, pairs, 2 * pairs, head_dim}))]
+        places = [
+            pl.ds(at, end - at) for at, end in itertools.pairwise(sorted({0, pairs, 2 * pairs, head_dim}))
+        ]
         angles, factors = list[jax.Array](), list[jax.Array]()
         if rotation is not None:
             for side, smem in zip(rotation, (cos_smem, sin_smem), strict=True):
                 plgpu.copy_gmem_to_smem(side.at[these], smem.at[filled], angles_full)
         if norm is not None:
-            weights = (plgpu.load(weight.at[place], layout=layout.reduce(0), optimized=False) for place in places)
+            weights = (
+                plgpu.load(weight.at[place], layout=layout.reduce(0), optimized=False) for place in places
+            )
             factors = [own.astype(jnp.float32) + norm.offset for own in weights]
         if rotation is not None:
             plgpu.barrier_wait(angles_full)
@@ -211,7 +223,9 @@ def _normalized(parts: Sequence[jax.Array], factors: Sequence[jax.Array], eps: f
 
 
 def _quantized(x: Any, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Quantizes a head's rows [TOKENS, head_dim] like `quantized.quantize`. Returns int8, or the bits of fp8, and the scales."""
+    """Quantizes a head's rows [TOKENS, head_dim] like `quantized.quantize`. Returns int8, or the bits of fp8,
+    and the scales.
+    """
     wide = _rows(x).astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(wide).max(axis=1), SMALLEST) / LARGEST[jnp.dtype(kind)]
     values = wide / lax.broadcast_in_dim(scale, wide.shape, [0])
@@ -221,10 +235,11 @@ def _quantized(x: Any, kind: str) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_order(shape: tuple[int, ...], dtype: Any, pairs: int = 0) -> Any:
-    """Shared memory in row-major order. Slices of its last dimension are of multiples of gcd(pairs, its size) numbers.
+    """Shared memory in row-major order. Slices of its last dimension are of multiples of gcd(pairs, its size)
+    numbers.
 
-    Without transforms, Mosaic would choose tiles of fewer than 8 rows, swizzled, of which registers cannot use slices: see
-    `swizzle`. Warps read whole rows here, so they need no swizzle.
+    Without transforms, Mosaic would choose tiles of fewer than 8 rows, swizzled, of which registers cannot
+    use slices: see `swizzle`. Warps read whole rows here, so they need no swizzle.
     """
     tiles = plgpu.TilingTransform((math.gcd(pairs, shape[-1]),))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles,))
@@ -237,7 +252,9 @@ def _rows(x: Any) -> jax.Array:
 
 
 def _layout(columns: int) -> Any:
-    """Layout of [TOKENS, a multiple of `columns`]: each row in one warp, with adjacent columns in each thread."""
+    """Layout of [TOKENS, a multiple of `columns`]: each row in one warp, with adjacent columns in each
+    thread.
+    """
     width = 2 if columns % (2 * LANES) == 0 else 1
     tiles = Tiling(((4, LANES * width), (width,)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)

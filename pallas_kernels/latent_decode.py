@@ -1,28 +1,35 @@
-"""Latent attention for one query per sequence (DeepSeek-V2, 2024), as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
+"""Latent attention for one query per sequence (DeepSeek-V2, 2024), as a Pallas Mosaic GPU kernel for Hopper
+(sm_90a).
 
-All query heads read one cached vector per token, of `rank` channels and some that carry its position. The vector is
-the key of every head, and its first `rank` channels are the value. So a thread block copies each token once, for all
-of its heads, and the tensor cores' 64 rows hold up to 64 heads.
+All query heads read one cached vector per token, of `rank` channels and some that carry its position. The
+vector is the key of every head, and its first `rank` channels are the value. So a thread block copies each
+token once, for all of its heads, and the tensor cores' 64 rows hold up to 64 heads.
 
-Persistent thread blocks, one per multiprocessor, process the items of a work list (`work_list.py`): tiles of 64
-tokens of a (row, block of up to 64 heads) pair. The plan for rank 512 and 64 channels of position, in 16 bits:
+Persistent thread blocks, one per multiprocessor, process the items of a work list (`work_list.py`): tiles of
+64 tokens of a (row, block of up to 64 heads) pair. The plan for rank 512 and 64 channels of position, in 16
+bits:
 
-- The result of 64 heads, 64 x 512 float32, is half of the register file. Two warpgroups keep half of its columns
-  each: 128 registers per thread. Scores and weights need about 50 more, so each thread has 224, and each of a third
-  warpgroup, which copies, 56.
+- The result of 64 heads, 64 x 512 float32, is half of the register file. Two warpgroups keep half of its
+columns
+  each: 128 registers per thread. Scores and weights need about 50 more, so each thread has 224, and each of a
+  third warpgroup, which copies, 56.
 - Shared memory of 227 KiB holds the queries (72 KiB), two tiles (144 KiB) and the weights of a tile (8 KiB).
-- The first warpgroup computes a tile's scores, folds them into an online softmax (Milakov and Gimelshein, 2018; Dao
-  et al., 2022) and writes the weights to shared memory, with the factor that scales earlier sums. Then both multiply
-  the weights by their half of the values. The second may still multiply while the first computes the next scores.
-- A tile's products are as many as 68 of m64n64k16, or 1.2 us of a multiprocessor's tensor cores on an H200; its softmax,
-  which they wait for, takes about 0.3 us. Its copy takes 2.0 us, if all multiprocessors share the memory's bandwidth.
-  So memory is the limit up to 64 heads per device. With more heads, each tile is copied once for every 64 heads, at
-  best from the L2 cache, and the tensor cores are the limit. These are estimates: the kernel has not run on a GPU.
+- The first warpgroup computes a tile's scores, folds them into an online softmax (Milakov and Gimelshein,
+2018; Dao
+  et al., 2022) and writes the weights to shared memory, with the factor that scales earlier sums. Then both
+  multiply the weights by their half of the values. The second may still multiply while the first computes the
+  next scores.
+- A tile's products are as many as 68 of m64n64k16, or 1.2 us of a multiprocessor's tensor cores on an H200;
+its softmax,
+  which they wait for, takes about 0.3 us. Its copy takes 2.0 us, if all multiprocessors share the memory's
+  bandwidth. So memory is the limit up to 64 heads per device. With more heads, each tile is copied once for
+  every 64 heads, at best from the L2 cache, and the tensor cores are the limit. These are estimates: the
+  kernel has not run on a GPU.
 - The item's results leave through the queries' shared memory, which is free after the last scores.
 
-The memory warpgroup copies tiles by TMA, page by page. It clears the values of tokens beyond the sequence, since
-0 * NaN is NaN. The first warpgroup joins the parts of pairs that the work list splits, after the block's own items
-(`attention_join.py`).
+The memory warpgroup copies tiles by TMA, page by page. It clears the values of tokens beyond the sequence,
+since 0 * NaN is NaN. The first warpgroup joins the parts of pairs that the work list splits, after the
+block's own items (`attention_join.py`).
 """
 
 from __future__ import annotations
@@ -71,14 +78,16 @@ def latent_attention_decode(
 
     Args:
         q: bfloat16 or float16 [rows, heads, key_dim].
-        pages: [num_pages, 1, page_size, key_dim] in q's dtype; a value is the first `rank` channels of its key. Contents for
-            tokens that no query sees do not affect results, even if they are NaN.
+        pages: [num_pages, 1, page_size, key_dim] in q's dtype; a value is the first `rank` channels of its
+            key. Contents for tokens that no query sees do not affect results, even if they are NaN.
         block_tables: int32 [rows, width], page ids in order.
-        lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0 gives zeros.
+        lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0
+            gives zeros.
         scale: multiplies the scores.
         work: from `latent_work`, for these lengths and heads; None creates one. Many layers can share a list.
         device: the device that this will run on, for its limits; None: an H100 or H200.
-        in_place: products add to their accumulators in place. Pallas interprets only the other form, which adds afterwards.
+        in_place: products add to their accumulators in place. Pallas interprets only the other form, which
+            adds afterwards.
         interpret: as in `plgpu.kernel`.
 
     Returns:
@@ -111,7 +120,8 @@ def latent_attention_decode(
             "weights": tiled((ROWS, TILE), q.dtype),
             "factors": plgpu.SMEM((ROWS,), jnp.float32),
             "q_full": plgpu.Barrier(),
-            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES + 1),  # the last: for tiles that are cleared first
+            # the last: for tiles that are cleared first
+            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES + 1),
             "free": plgpu.Barrier(num_arrivals=HALVES, num_barriers=STAGES),
             "given": plgpu.Barrier(),
             "taken": plgpu.Barrier(),
@@ -121,7 +131,8 @@ def latent_attention_decode(
         num_threads=HALVES + 1,
         thread_name="warpgroup",
         kernel_name="latent_attention_decode",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # all reductions are within warps
+        # all reductions are within warps
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(q, pages, block_tables, lengths, work.first, work.items, work.joins, signals)
     result: jax.Array = out[:, :heads]
@@ -129,20 +140,26 @@ def latent_attention_decode(
 
 
 def head_blocks(heads: int) -> tuple[int, int]:
-    """The number of blocks of heads, and heads of a block. TMA copies whole tiles of shared memory, 8 rows each."""
+    """The number of blocks of heads, and heads of a block. TMA copies whole tiles of shared memory, 8 rows
+    each.
+    """
     blocks = -(-heads // ROWS)
     return blocks, -(-heads // (8 * blocks)) * 8
 
 
 def latent_work(heads: int, lengths: jax.Array, *, device: jax.Device | None = None) -> WorkList:
-    """The work list of `latent_attention_decode` for all layers with this many query heads and these lengths."""
+    """The work list of `latent_attention_decode` for all layers with this many query heads and these
+    lengths.
+    """
     return even_work(lengths, head_blocks(heads)[0], blocks=tuning.cores(device))
 
 
 def _kernel(
-    q_ref: Any, page_ref: Any, table_ref: Any, length_ref: Any, first_ref: Any, item_ref: Any, join_ref: Any, signal_ref: Any,
+    q_ref: Any, page_ref: Any, table_ref: Any, length_ref: Any, first_ref: Any, item_ref: Any, join_ref: Any,
+    signal_ref: Any,
     out_ref: Any, part_ref: Any, sum_ref: Any, *,
-    shared: Any, tiles: Any, weights: Any, factors: Any, q_full: Any, full: Any, free: Any, given: Any, taken: Any,
+    shared: Any, tiles: Any, weights: Any, factors: Any, q_full: Any, full: Any, free: Any, given: Any,
+    taken: Any,
     scale: float, group: int, rank: int, in_place: bool,
 ) -> None:  # fmt: skip
     queries, results, part_results, joined = shared
@@ -158,7 +175,9 @@ def _kernel(
         """acc + weights @ values."""
         if not in_place:
             return acc + product(weights, values)
-        total: jax.Array = pl.run_state(lambda out: plgpu.wgmma(out, weights, values))(plgpu.WGMMAAccumulatorRef.init(acc))
+        total: jax.Array = pl.run_state(lambda out: plgpu.wgmma(out, weights, values))(
+            plgpu.WGMMAAccumulatorRef.init(acc)
+        )
         return total
 
     def scaled(acc: jax.Array, factor: jax.Array) -> jax.Array:
@@ -181,7 +200,9 @@ def _kernel(
         def whole() -> None:
             results[which] = acc.astype(q_ref.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(results.at[which, pl.ds(0, group)], out_ref.at[item.row, heads_of(item), columns(which)])
+            plgpu.copy_smem_to_gmem(
+                results.at[which, pl.ds(0, group)], out_ref.at[item.row, heads_of(item), columns(which)]
+            )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(item.slot >= 0)
@@ -203,7 +224,9 @@ def _kernel(
             plgpu.commit_smem()
             for at in range(0, heads, group):
                 for which in range(HALVES):
-                    plgpu.copy_smem_to_gmem(results.at[0, pl.ds(0, group)], out_ref.at[row, pl.ds(at, group), columns(which)])
+                    plgpu.copy_smem_to_gmem(
+                        results.at[0, pl.ds(0, group)], out_ref.at[row, pl.ds(at, group), columns(which)]
+                    )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def join_pair(index: jax.Array) -> None:
@@ -211,11 +234,21 @@ def _kernel(
 
         @pl.when(pair.parts > 0)
         def _() -> None:
-            join(pair, signal_ref.at[index], part_ref, sum_ref, joined, out_ref.at[pair.row, heads_of(pair)], [])
+            join(
+                pair,
+                signal_ref.at[index],
+                part_ref,
+                sum_ref,
+                joined,
+                out_ref.at[pair.row, heads_of(pair)],
+                [],
+            )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def give(number: jax.Array, factor: jax.Array, p: jax.Array | None = None) -> None:
-        """Passes a factor of earlier sums, and a tile's weights, to the second warpgroup, once it has taken those before."""
+        """Passes a factor of earlier sums, and a tile's weights, to the second warpgroup, once it has taken
+        those before.
+        """
         pl.when(number > 0)(partial(plgpu.barrier_wait, taken))
         store(factors, factor)
         if p is not None:
@@ -299,9 +332,19 @@ def _kernel(
 
 
 def _feed(
-    page_ref: Any, table_ref: Any, item_ref: Any, tiles: Any, full: Any, free: Any, first: jax.Array, end: jax.Array, rank: int
+    page_ref: Any,
+    table_ref: Any,
+    item_ref: Any,
+    tiles: Any,
+    full: Any,
+    free: Any,
+    first: jax.Array,
+    end: jax.Array,
+    rank: int,
 ) -> None:
-    """Copies all tiles of the items. Returns when every slot is free again, so that every barrier phase is observed."""
+    """Copies all tiles of the items. Returns when every slot is free again, so that every barrier phase is
+    observed.
+    """
     page_size = page_ref.shape[2]
     piece = min(page_size, TILE)  # tokens per copy
 
@@ -313,11 +356,18 @@ def _feed(
         def one_tile(tile: jax.Array) -> None:
             number, token = done + tile, (item.start + tile) * TILE
             slot, whole = lax.rem(number, STAGES), token + TILE <= item.length
-            ids = [table_ref[item.row, jnp.minimum(lax.div(token + at, page_size), last)] for at in range(0, TILE, piece)]
+            ids = [
+                table_ref[item.row, jnp.minimum(lax.div(token + at, page_size), last)]
+                for at in range(0, TILE, piece)
+            ]
             pl.when(number >= STAGES)(partial(plgpu.barrier_wait, free.at[slot]))
             for at, page in zip(range(0, TILE, piece), ids, strict=True):
-                source = page_ref.at[page, 0, pl.ds(lax.rem(token, page_size) if page_size > TILE else 0, piece)]
-                plgpu.copy_gmem_to_smem(source, tiles.at[slot, pl.ds(at, piece)], full.at[jnp.where(whole, slot, STAGES)])
+                source = page_ref.at[
+                    page, 0, pl.ds(lax.rem(token, page_size) if page_size > TILE else 0, piece)
+                ]
+                plgpu.copy_gmem_to_smem(
+                    source, tiles.at[slot, pl.ds(at, piece)], full.at[jnp.where(whole, slot, STAGES)]
+                )
 
             @pl.when(jnp.logical_not(whole))
             def clear() -> None:

@@ -1,8 +1,8 @@
 """Chooses the implementation of latent attention, in which all heads share one cached vector per token.
 
-See `dispatch` for `impl` and `device`. Hopper has a kernel for decoding. Elsewhere, and for prompts, the vectors are
-passed to ordinary attention as keys and as values of a single kv head. A CPU has kernels for that; on a GPU it is
-computed by XLA, since kernels take head dims up to 256.
+See `dispatch` for `impl` and `device`. Hopper has a kernel for decoding. Elsewhere, and for prompts, the
+vectors are passed to ordinary attention as keys and as values of a single kv head. A CPU has kernels for
+that; on a GPU it is computed by XLA, since kernels take head dims up to 256.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from pallas_kernels.support import DTYPES, HOPPER, PAGE_SIZES, Impl, capability,
 from pallas_kernels.work_list import WorkList
 
 
-def why_latent_decode_unsupported(q: jax.Array, pages: Pages, *, rank: int, device: jax.Device | None = None) -> str | None:
+def why_latent_decode_unsupported(
+    q: jax.Array, pages: Pages, *, rank: int, device: jax.Device | None = None
+) -> str | None:
     """Why no kernel for `latent_attention_decode` supports these arrays, or None."""
     if capability(device) not in HOPPER:
         return dispatch.why_decode_unsupported(q, pages, pages, device=device)
@@ -33,9 +35,15 @@ def why_latent_decode_unsupported(q: jax.Array, pages: Pages, *, rank: int, devi
     if rank not in RANKS:
         return f"rank={rank}: the kernel takes {', '.join(map(str, RANKS))}"
     if key_dim % KEY_CHANNELS or not rank <= key_dim <= RANKS[-1] + KEY_CHANNELS:
-        return f"key_dim={key_dim}: the kernel takes multiples of {KEY_CHANNELS} from rank to {RANKS[-1] + KEY_CHANNELS}"
+        return (
+            f"key_dim={key_dim}: the kernel takes multiples of {KEY_CHANNELS} from rank to"
+            f" {RANKS[-1] + KEY_CHANNELS}"
+        )
     if page_size not in PAGE_SIZES and page_size % PAGE_SIZES[-1]:
-        return f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of {PAGE_SIZES[-1]}"
+        return (
+            f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of"
+            f" {PAGE_SIZES[-1]}"
+        )
     return None
 
 
@@ -59,7 +67,8 @@ def latent_attention_decode(
         pages: [num_pages, 1, page_size, key_dim]; a value is the first `rank` channels of its key.
         block_tables, lengths, scale: see `xla.paged_attention_decode`.
         most_pages: `pages` of `dispatch.paged_attention_decode`.
-        work: from `latent_decode_work`, for Hopper's kernel; None creates one for this call. Other implementations need none.
+        work: from `latent_decode_work`, for Hopper's kernel; None creates one for this call. Other
+            implementations need none.
 
     Returns:
         [rows, heads, rank], in q's dtype.
@@ -72,13 +81,20 @@ def latent_attention_decode(
         from pallas_kernels import latent_decode
 
         assert not isinstance(pages, Quantized)
-        how: dict[str, Any] = {"rank": rank, "scale": scale, "work": work, "device": device or jax.devices()[0]}
+        how: dict[str, Any] = {
+            "rank": rank,
+            "scale": scale,
+            "work": work,
+            "device": device or jax.devices()[0],
+        }
         return latent_decode.latent_attention_decode(q, pages, block_tables, lengths, **how)
     how = {"scale": scale, "pages": most_pages, "impl": impl, "device": device}
     return dispatch.paged_attention_decode(q, pages, pages, block_tables, lengths, **how)[..., :rank]
 
 
-def latent_decode_work(heads: int, lengths: jax.Array, *, device: jax.Device | None = None) -> WorkList | None:
+def latent_decode_work(
+    heads: int, lengths: jax.Array, *, device: jax.Device | None = None
+) -> WorkList | None:
     """The work list of `latent_attention_decode` for all layers with this many query heads and these lengths.
 
     Returns:
@@ -103,7 +119,8 @@ def latent_attention_prefill(
     most_pages: int = 0,
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the sequence's pages.
+    """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the
+    sequence's pages.
 
     Args:
         q: [tiles, tile, heads, key_dim].
@@ -114,4 +131,6 @@ def latent_attention_prefill(
         [tiles, tile, heads, rank], in q's dtype.
     """
     how: dict[str, Any] = {"scale": scale, "pages": most_pages, "device": device}
-    return dispatch.paged_attention_prefill(q, pages, pages, block_tables, positions, lengths, **how)[..., :rank]
+    return dispatch.paged_attention_prefill(q, pages, pages, block_tables, positions, lengths, **how)[
+        ..., :rank
+    ]

@@ -1,10 +1,11 @@
 """The body of the Hopper kernel for prefill attention; see `attention_prefill`.
 
 Each compute warpgroup folds blocks of keys into an online softmax (Milakov and Gimelshein, 2018; Dao et al.,
-2022). The two alternate: one uses the tensor cores while the other computes exponentials. If registers suffice
-(`prefill_form`), each also starts the scores of a block before the product with the previous block's values,
-which then overlaps the exponentials (Shah et al., FlashAttention-3, 2024). A tile reads keys from the start of
-the window to the tile's last real token. Masks are applied only to blocks that are partly visible to some row.
+2022). The two alternate: one uses the tensor cores while the other computes exponentials. If registers
+suffice (`prefill_form`), each also starts the scores of a block before the product with the previous block's
+values, which then overlaps the exponentials (Shah et al., FlashAttention-3, 2024). A tile reads keys from the
+start of the window to the tile's last real token. Masks are applied only to blocks that are partly visible to
+some row.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from pallas_kernels.walk import Walk
 
 @dataclass(frozen=True)
 class Item:
-    """A warpgroup's part of an item: rows of a tile and a kv head, and the blocks of keys that they attend to.
+    """A warpgroup's part of an item: rows of a tile and a kv head, and the blocks of keys that they attend
+    to.
 
     Attributes:
         tile, kv_head, row: the tile's index, the kv head, and the first row.
@@ -84,7 +86,8 @@ def run(
             plgpu.barrier_wait(turn)
 
     def place(ref: Any, item: Item, at: int) -> Any:
-        of = jnp.minimum(item.row + at, rows - piece)  # rows beyond the last read a valid place, and are not written
+        # rows beyond the last read a valid place, and are not written
+        of = jnp.minimum(item.row + at, rows - piece)
         return ref.at[item.tile, pl.ds(lax.rem(of, tile), piece), item.kv_head * group + lax.div(of, tile)]
 
     def fetch_queries(number: jax.Array) -> None:
@@ -95,7 +98,9 @@ def run(
             @pl.when((item.count > 0) & (item.row < rows))
             def _() -> None:
                 for at in range(0, ROWS, piece):
-                    plgpu.copy_gmem_to_smem(place(q_ref, item, at), q_smem.at[warpgroup, pl.ds(at, piece)], q_full.at[warpgroup])
+                    plgpu.copy_gmem_to_smem(
+                        place(q_ref, item, at), q_smem.at[warpgroup, pl.ds(at, piece)], q_full.at[warpgroup]
+                    )
 
     def attend(number: jax.Array, item: Item, done: jax.Array) -> None:
         mine = q_smem.at[warpgroup]
@@ -108,7 +113,9 @@ def run(
             return jnp.where(seen if window is None else seen & (tokens > at - window), s, -jnp.inf)
 
         def weigh(i: jax.Array, m: jax.Array, total: jax.Array, s: jax.Array) -> Any:
-            """Folds a block of scores into the softmax. Returns its new state, the block's weights, and the factor of earlier sums."""
+            """Folds a block of scores into the softmax. Returns its new state, the block's weights, and the
+            factor of earlier sums.
+            """
             slot = slot_of(done + i)
             token = (item.start + i) * block_k
             if k.scale is not None:
@@ -142,7 +149,9 @@ def run(
             if form.overlap:
                 like = m, total, weights, m
                 use = partial(weigh, i, m, total)
-                (m, total, new, alpha), acc = product_then_accumulate(mine, keys, acc, operand(weights), values, take_turn, use, like)
+                (m, total, new, alpha), acc = product_then_accumulate(
+                    mine, keys, acc, operand(weights), values, take_turn, use, like
+                )
                 plgpu.barrier_arrive(v.free.at[last])
             else:
                 acc = accumulate(acc, operand(weights), values)
@@ -170,7 +179,9 @@ def run(
             plgpu.barrier_arrive(v.free.at[last])
             if sink_ref is not None:
                 of_rows = sink_ref.at[item.kv_head, pl.ds(item.row, ROWS)]
-                total += jnp.exp2(plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) - m)
+                total += jnp.exp2(
+                    plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) - m
+                )
             inverse = 1.0 / jnp.maximum(total, SMALLEST)
             return (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q_ref.dtype)
 
@@ -184,11 +195,15 @@ def run(
             plgpu.commit_smem()
             for at in range(0, ROWS, piece):
                 to = place(out_ref, item, at).at[:, pl.ds(column, form.columns)]
-                pl.when(item.row + at < rows)(partial(plgpu.copy_smem_to_gmem, out_smem.at[warpgroup, pl.ds(at, piece)], to))
+                pl.when(item.row + at < rows)(
+                    partial(plgpu.copy_smem_to_gmem, out_smem.at[warpgroup, pl.ds(at, piece)], to)
+                )
         pl.when(item.count > 0)(take_turn)
 
     def idle(number: jax.Array, item: Item, done: jax.Array) -> None:
-        """Keeps the barriers going for the other warpgroup, if this one has no rows: in the last of an odd number of 64-row units."""
+        """Keeps the barriers going for the other warpgroup, if this one has no rows: in the last of an odd
+        number of 64-row units.
+        """
         fetch_queries(number + 1)
 
         @pl.loop(0, item.count)

@@ -1,4 +1,6 @@
-"""Chooses the implementation of products on GPUs, by device, dtype and shape; see `dispatch`. `products.product` is for any device."""
+"""Chooses the implementation of products on GPUs, by device, dtype and shape; see `dispatch`.
+`products.product` is for any device.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,20 @@ from pallas_kernels.support import DTYPES, HOPPER, Impl, capability, kernel_serv
 
 GRID = 64  # the numbers of outputs and inputs are multiples of this
 SIZE_GRID = 128  # the size of a quantized row is a multiple of this
-EIGHT_BIT_ROWS = 512  # maximum rows of a dense product; for more, cuBLAS is faster, even if it has to convert the weight first
+# maximum rows of a dense product; for more, cuBLAS is faster, even if it has to convert the weight first
+EIGHT_BIT_ROWS = 512
 
 
-def why_grouped_product_unsupported(x: jax.Array, weight: Weight, *, device: jax.Device | None = None) -> str | None:
+def why_grouped_product_unsupported(
+    x: jax.Array, weight: Weight, *, device: jax.Device | None = None
+) -> str | None:
     """Why no kernel for `grouped_product` supports these arrays, or None."""
     return _why_product_unsupported(x, weight, 1, device)
 
 
-def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None) -> jax.Array:
+def grouped_product(
+    x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
+) -> jax.Array:
     """Multiplies each row of x by the matrix of its group.
 
     Args:
@@ -67,11 +74,17 @@ def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl 
     return y.reshape(len(x), *weight.shape[1:-1])
 
 
-def why_quantized_product_unsupported(x: Rows, weight: Quantized | Int4, *, device: jax.Device | None = None) -> str | None:
+def why_quantized_product_unsupported(
+    x: Rows, weight: Quantized | Int4, *, device: jax.Device | None = None
+) -> str | None:
     """Why no kernel for `quantized_product` supports these arrays, or None."""
     if isinstance(weight, Quantized) and x.shape[0] > EIGHT_BIT_ROWS:
         return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
-    if isinstance(weight, Quantized) and weight.inputs and (why := why_quantize_rows_unsupported(x, device=device)) is not None:
+    if (
+        isinstance(weight, Quantized)
+        and weight.inputs
+        and (why := why_quantize_rows_unsupported(x, device=device)) is not None
+    ):
         return why
     return _why_product_unsupported(x, weight, 0, device)
 
@@ -79,7 +92,10 @@ def why_quantized_product_unsupported(x: Rows, weight: Quantized | Int4, *, devi
 def why_quantize_rows_unsupported(x: Rows, *, device: jax.Device | None = None) -> str | None:
     """Why no kernel quantizes rows x [rows, size], or None."""
     if capability(device) not in HOPPER:
-        return f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"
+        return (
+            f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability"
+            f" {', '.join(HOPPER)}"
+        )
     if str(x.dtype) not in (*DTYPES, "float32"):
         return f"dtype={x.dtype}: the kernel takes {', '.join((*DTYPES, 'float32'))}"
     if x.shape[1] % SIZE_GRID:
@@ -90,7 +106,8 @@ def why_quantize_rows_unsupported(x: Rows, *, device: jax.Device | None = None) 
 def quantize_rows(
     x: Rows, kind: str, *, places: int | None = None, impl: Impl = "auto", device: jax.Device | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantizes each row of x [rows, size] on a GPU, as `quantized.quantize`; on Hopper together with what `rows` describes.
+    """Quantizes each row of x [rows, size] on a GPU, as `quantized.quantize`; on Hopper together with what
+    `rows` describes.
 
     Args:
         kind: int8 or float8_e4m3fn.
@@ -110,13 +127,17 @@ def quantize_rows(
     from pallas_kernels import quantize_rows as kernel
 
     if isinstance(x, Gated) and x.activation in kernel.GATES and x.dtype == jnp.bfloat16:
-        values, scale, _ = kernel.quantize_rows(x.gate_up.reshape(len(x.gate_up), -1), kind, gate=x.activation, places=places)
+        values, scale, _ = kernel.quantize_rows(
+            x.gate_up.reshape(len(x.gate_up), -1), kind, gate=x.activation, places=places
+        )
         return values, scale
     if not isinstance(x, Normed):
         values, scale, _ = kernel.quantize_rows(array_of(x), kind, places=places)
         return values, scale
     norm, whole = kernel.Norm(x.weight, x.eps, x.offset), x.x
-    first, add = whole.parts if isinstance(whole, Sum) and whole.parts is not None else (array_of(whole), None)
+    first, add = (
+        whole.parts if isinstance(whole, Sum) and whole.parts is not None else (array_of(whole), None)
+    )
     values, scale, total = kernel.quantize_rows(first, kind, add=add, norm=norm, places=places)
     if isinstance(whole, Sum) and total is not None:
         whole.computed(total)
@@ -148,7 +169,9 @@ def quantized_product(
     if isinstance(weight, Quantized) and weight.inputs:
         rows: Rows = x if weight.hadamard == 1 else transform(array_of(x), weight.hadamard)
         if not serves:
-            values, scale = quantize_rows(rows, weight.kind, impl="xla" if impl == "xla" else "auto", device=device)
+            values, scale = quantize_rows(
+                rows, weight.kind, impl="xla" if impl == "xla" else "auto", device=device
+            )
             return of_eight_bits(values, scale, weight, dtype)
         groups, block = one_group(x.shape[0])
         places = -(-x.shape[0] // block) * block  # a block reads all of its scales
@@ -163,17 +186,25 @@ def quantized_product(
         cores = tuning.cores(device or jax.devices()[0])
         return of_four_bits.int4_product(_transformed(x, weight), weight, dtype=dtype, cores=cores)
     groups, block = one_group(len(x))
-    padded = jnp.pad(_transformed(x, weight), ((0, -len(x) % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
+    # a block reads zeros beyond these
+    padded = jnp.pad(_transformed(x, weight), ((0, -len(x) % ROW_GRID), (0, 0)))
     return _dense(padded, weight, groups, block, dtype)[: len(x)]
 
 
 def _dense(
-    x: jax.Array, weight: Quantized, groups: Groups, block: int, dtype: jnp.dtype[Any], x_scale: jax.Array | None = None
+    x: jax.Array,
+    weight: Quantized,
+    groups: Groups,
+    block: int,
+    dtype: jnp.dtype[Any],
+    x_scale: jax.Array | None = None,
 ) -> jax.Array:
     """The kernel of experts, with a single one."""
     from pallas_kernels import grouped_product as kernel
 
-    return kernel.grouped_product(x, weight.values[None], weight.scale[None], groups, block=block, dtype=dtype, x_scale=x_scale)
+    return kernel.grouped_product(
+        x, weight.values[None], weight.scale[None], groups, block=block, dtype=dtype, x_scale=x_scale
+    )
 
 
 def _transformed(x: jax.Array, weight: Quantized | Int4) -> jax.Array:
@@ -182,9 +213,14 @@ def _transformed(x: jax.Array, weight: Quantized | Int4) -> jax.Array:
 
 
 def _why_product_unsupported(x: Rows, weight: Weight, leading: int, device: jax.Device | None) -> str | None:
-    """Why no kernel supports these rows and a weight [*leading, *out, in], or None. `leading` is a number of axes."""
+    """Why no kernel supports these rows and a weight [*leading, *out, in], or None. `leading` is a number of
+    axes.
+    """
     if capability(device) not in HOPPER:
-        return f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"
+        return (
+            f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability"
+            f" {', '.join(HOPPER)}"
+        )
     if str(x.dtype) not in DTYPES:
         return f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if not isinstance(weight, Quantized | Int4) and weight.dtype != x.dtype:

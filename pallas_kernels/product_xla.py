@@ -36,7 +36,9 @@ def by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
     return (y * weight.scale).astype(dtype)
 
 
-def of_eight_bits(values: jax.Array, scale: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
+def of_eight_bits(
+    values: jax.Array, scale: jax.Array, weight: Quantized, dtype: jax.typing.DTypeLike
+) -> jax.Array:
     """The product of quantized rows [rows, in], with scales [rows], and a weight with `inputs`, by XLA."""
     sums = _any_rows(values, weight.values, jnp.int32 if weight.kind == "int8" else jnp.float32)
     return (sums.astype(jnp.float32) * scale[:, None] * weight.scale).astype(dtype)
@@ -56,9 +58,12 @@ def _converted(x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
-    """The same as `_converted` on a CPU. Blocks fit the processor's cache; a converted copy of the whole weight would not."""
+    """The same as `_converted` on a CPU. Blocks fit the processor's cache; a converted copy of the whole
+    weight would not.
+    """
     out, size = values.shape
     if x.shape[0] > CONVERTED_ROWS or out % BLOCK:
         return _converted(x, values)
-    y: jax.Array = lax.map(lambda block: _converted(x, block), values.reshape(-1, BLOCK, size))  # [blocks, rows, BLOCK]
+    # [blocks, rows, BLOCK]
+    y: jax.Array = lax.map(lambda block: _converted(x, block), values.reshape(-1, BLOCK, size))
     return y.transpose(1, 0, 2).reshape(x.shape[0], out)

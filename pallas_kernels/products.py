@@ -1,8 +1,8 @@
 """Products of activations and weights that are stored output-major, [out, in].
 
-Weights are plain, eight-bit with a scale per output, or four-bit with a scale per group. On a CPU there are several
-forms of a product. The fastest depends on the processor, the dtypes and the number of rows. `using` sets the forms
-for programs traced within it; the default is the kernel.
+Weights are plain, eight-bit with a scale per output, or four-bit with a scale per group. On a CPU there are
+several forms of a product. The fastest depends on the processor, the dtypes and the number of rows. `using`
+sets the forms for programs traced within it; the default is the kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pallas_kernels.product_xla import by_xla
 from pallas_kernels.quantized import Quantized, quantize
 from pallas_kernels.rows import Rows, array_of
 
-ROW_CLASSES = 1, 16, 64  # products use the same form up to each number of rows; larger ones are a further class
+# products use the same form up to each number of rows; larger ones are a further class
+ROW_CLASSES = 1, 16, 64
 
 _forms: ContextVar[Mapping[str, str]] = ContextVar("forms", default={})  # noqa: B039  # never written
 
@@ -37,8 +38,8 @@ def using(forms: Mapping[str, str]) -> Iterator[None]:
     """Traces products in these forms on a CPU, in this thread.
 
     Args:
-        forms: maps `form_key` to "kernel", "amx" or "xla". "amx" uses the kernel if a weight is too small for AMX tiles.
-            Missing keys mean the default.
+        forms: maps `form_key` to "kernel", "amx" or "xla". "amx" uses the kernel if a weight is too small for
+            AMX tiles. Missing keys mean the default.
     """
     token = _forms.set(forms)
     try:
@@ -75,7 +76,8 @@ def prepare(weight: Any, x: str | None = None) -> None:
 
 
 def product(x: Rows, weight: Weight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """Multiplies x [rows, in] by weight [out, in]. A norm of x is computed as x is quantized, where a kernel can do both.
+    """Multiplies x [rows, in] by weight [out, in]. A norm of x is computed as x is quantized, where a kernel
+    can do both.
 
     Returns:
         [rows, out] in x's dtype or the given one. Sums are float32, or int32 for int8 numbers.
@@ -87,7 +89,9 @@ def product(x: Rows, weight: Weight, dtype: jax.typing.DTypeLike | None = None) 
     x, xla = array_of(x), partial(by_xla, dtype=dtype)
     if form == "xla":
         return xla(x, weight)
-    y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype, form=form), default=xla)
+    y: jax.Array = lax.platform_dependent(
+        x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype, form=form), default=xla
+    )
     return y
 
 
@@ -96,7 +100,11 @@ def _form(x: Rows, weight: Weight) -> str:
     if not traced_for_cpu() or cpu_refused() is not None:
         return "xla"
     kind = kind_of(weight)
-    if str(x.dtype) not in INPUTS or kind not in (*WEIGHTS, "w8a8", "fp8 inputs", "int4") or min(x.shape[0], *weight.shape) == 0:
+    if (
+        str(x.dtype) not in INPUTS
+        or kind not in (*WEIGHTS, "w8a8", "fp8 inputs", "int4")
+        or min(x.shape[0], *weight.shape) == 0
+    ):
         return "xla"
     return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
 

@@ -1,8 +1,8 @@
 """Checks whether the bulk copies in a kernel's PTX are aligned in shared memory as CUDA requires.
 
 A copy with a tensor map (`cp.async.bulk.tensor`) needs 128 bytes, a plain one (`cp.async.bulk`) 16. Mosaic,
-ptxas and Pallas's interpreter do not check this. On a GPU a misaligned copy faults, and the process cannot use
-the GPU any more.
+ptxas and Pallas's interpreter do not check this. On a GPU a misaligned copy faults, and the process cannot
+use the GPU any more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def bulk_copies(ptx: str) -> list[tuple[str, bool]]:
         target, source = re.findall(r"\[([^\]\[{,]+)", copy[2])[:2]
         terms = (source if ".global.shared" in copy[0] else target).split("+")
         alignment = min(_alignment(term.strip(), known) for term in terms)
-        copies.append((f"{alignment} bytes: {' '.join(copy[0].split())}", alignment >= (TENSOR if copy[1] else PLAIN)))
+        copies.append(
+            (f"{alignment} bytes: {' '.join(copy[0].split())}", alignment >= (TENSOR if copy[1] else PLAIN))
+        )
     return copies
 
 
@@ -34,7 +36,8 @@ def _alignments(ptx: str) -> dict[str, int]:
     definitions: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
     for operation, register, operands in DEFINITION.findall(ptx):
         definitions[register].append((operation, [operand.strip() for operand in operands.split(",")]))
-    known, before = dict.fromkeys(definitions, ANY), dict[str, int]()  # in loops, registers are defined by themselves
+    # in loops, registers are defined by themselves
+    known, before = dict.fromkeys(definitions, ANY), dict[str, int]()
     while known != before:
         before = dict(known)
         for register, values in definitions.items():

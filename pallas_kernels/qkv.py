@@ -40,7 +40,9 @@ class Qkv(NamedTuple):
 
 
 class QueriesOnly(NamedTuple):
-    """Queries [tokens, heads, head_dim] of a layer that reads another layer's keys and values, which are already in the cache."""
+    """Queries [tokens, heads, head_dim] of a layer that reads another layer's keys and values, which are
+    already in the cache.
+    """
 
     q: jax.Array
 
@@ -72,8 +74,8 @@ class QkvProduct:
     """Queries, keys and values as the result of one matrix product.
 
     Attributes:
-        rows: [tokens, kv_heads, group + 2 + others, head_dim]: for each kv head its queries, its key, its value, and rows
-            that attention ignores.
+        rows: [tokens, kv_heads, group + 2 + others, head_dim]: for each kv head its queries, its key, its
+            value, and rows that attention ignores.
         group: number of queries per kv head.
         norm: applied to queries and keys, before they are rotated.
     """
@@ -111,7 +113,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
 
     if elementwise.why_no_norm(x, weight) is not None:
         return xla(x, weight)
-    y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(elementwise.rms_norm, eps=eps, offset=offset), default=xla)
+    y: jax.Array = lax.platform_dependent(
+        x, weight, cpu=partial(elementwise.rms_norm, eps=eps, offset=offset), default=xla
+    )
     return y
 
 

@@ -1,7 +1,8 @@
-"""Residual sum and norm, or gated activation, and quantization of rows, as one Pallas Mosaic GPU kernel for Hopper.
+"""Residual sum and norm, or gated activation, and quantization of rows, as one Pallas Mosaic GPU kernel for
+Hopper.
 
-A thread block processes one row. It loads the row's numbers in chunks, keeps them in shared memory, and passes over
-them up to three times: sum, norm, rounding. XLA would need a kernel for each.
+A thread block processes one row. It loads the row's numbers in chunks, keeps them in shared memory, and
+passes over them up to three times: sum, norm, rounding. XLA would need a kernel for each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ AHEAD = 4  # chunks that are loaded together
 
 
 # as in `activations.ACTIVATIONS`, in float32
-GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": lambda x: x / (1 + jnp.exp(-x)), "relu": lambda x: jnp.maximum(x, 0.0)}
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda x: x / (1 + jnp.exp(-x)),
+    "relu": lambda x: jnp.maximum(x, 0.0),
+}
 
 
 class Norm(NamedTuple):
@@ -53,8 +57,8 @@ def quantize_rows(
         kind: int8 or float8_e4m3fn.
         add: added to x, of the same shape and dtype. The sum is rounded to this dtype.
         norm: applied to the sum; its result is rounded to x's dtype too.
-        gate: the name of an activation in GATES. x is bfloat16 [rows, 2 * size]; each gate is next to its factor, as for
-            `activations.gated`.
+        gate: the name of an activation in GATES. x is bfloat16 [rows, 2 * size]; each gate is next to its
+            factor, as for `activations.gated`.
         places: number of rows of the result; None: as x. The others are undefined.
         interpret: as in `plgpu.kernel`.
 
@@ -66,7 +70,10 @@ def quantize_rows(
     rows, size = x.shape
     dtype = jnp.bfloat16 if gate is not None else x.dtype
     places = places or rows
-    out = [jax.ShapeDtypeStruct((places, size), jnp.dtype(kind)), jax.ShapeDtypeStruct((places,), jnp.float32)]
+    out = [
+        jax.ShapeDtypeStruct((places, size), jnp.dtype(kind)),
+        jax.ShapeDtypeStruct((places,), jnp.float32),
+    ]
     values, scale, *total = plgpu.kernel(
         partial(_kernel, norm=None if norm is None else (norm.eps, norm.offset), gate=gate),
         out_type=[*out, *([] if add is None else [jax.ShapeDtypeStruct(x.shape, x.dtype)])],
@@ -80,7 +87,15 @@ def quantize_rows(
 
 
 def _kernel(
-    x_ref: Any, add_ref: Any, weight_ref: Any, values_ref: Any, scale_ref: Any, *sum_ref: Any, smem: Any, norm: Any, gate: str | None
+    x_ref: Any,
+    add_ref: Any,
+    weight_ref: Any,
+    values_ref: Any,
+    scale_ref: Any,
+    *sum_ref: Any,
+    smem: Any,
+    norm: Any,
+    gate: str | None,
 ) -> None:
     row, (size,) = lax.axis_index("row"), smem.shape
     kind, dtype, chunk = values_ref.dtype, smem.dtype, math.gcd(size, CHUNK)
@@ -124,6 +139,8 @@ def _kernel(
 
 def _gated(words: jax.Array, activation: str) -> jax.Array:
     """Gate and factor are the lower and the upper half of a word."""
-    gate, up = (lax.bitcast_convert_type(half, jnp.float32) for half in (words << 16, words & jnp.uint32(0xFFFF0000)))
+    gate, up = (
+        lax.bitcast_convert_type(half, jnp.float32) for half in (words << 16, words & jnp.uint32(0xFFFF0000))
+    )
     result: jax.Array = GATES[activation](gate) * up
     return result

@@ -22,14 +22,18 @@ SMALLEST = 1e-30  # minimum for a row's largest magnitude: rows of zeros stay ze
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("dtype", "inputs", "kind", "hadamard"))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "scale"),
+    meta_fields=("dtype", "inputs", "kind", "hadamard"),
+)
 @dataclass(frozen=True)
 class Quantized:
     """Represents values * scale[..., None], transformed back.
 
     Attributes:
-        values: int8 or float8_e4m3fn [..., size]; for a cache uint8, the bits of float8_e4m3fn: on a CPU, XLA's
-            gather and scatter would convert all of an fp8 array there and back.
+        values: int8 or float8_e4m3fn [..., size]; for a cache uint8, the bits of float8_e4m3fn: on a CPU,
+            XLA's gather and scatter would convert all of an fp8 array there and back.
         scale: float32 [...]; or [..., size / 128], one for each group of a row (FP8 checkpoints with blocks).
         dtype: dtype of the represented numbers.
         inputs: whether products quantize their other side too, row by row, and multiply eight-bit numbers.
@@ -68,7 +72,9 @@ def is_quantized(node: object) -> bool:
 Pages = jax.Array | Quantized  # of a cache: [num_pages, kv_heads, page_size, head_dim]
 
 
-def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False, hadamard: int = 1) -> Quantized:
+def quantize(
+    x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False, hadamard: int = 1
+) -> Quantized:
     """Quantizes floats x [..., size] to int8 or float8_e4m3fn. A row's largest magnitude becomes the dtype's
     largest number.
 
@@ -91,7 +97,11 @@ def numbers(x: Quantized) -> jax.Array:
 
 def movable(x: Quantized) -> Quantized:
     """The same with fp8 values as bits."""
-    return x if x.kind == "int8" or x.values.dtype == jnp.uint8 else replace(x, values=lax.bitcast_convert_type(x.values, jnp.uint8))
+    return (
+        x
+        if x.kind == "int8" or x.values.dtype == jnp.uint8
+        else replace(x, values=lax.bitcast_convert_type(x.values, jnp.uint8))
+    )
 
 
 def dequantize(x: Quantized | Int4) -> jax.Array:

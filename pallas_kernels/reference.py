@@ -33,7 +33,9 @@ def kv_write(
     def put(pages: Any, new: jax.Array) -> Any:
         if isinstance(pages, Quantized):
             added = movable(quantize(new, pages.kind))
-            return dataclasses.replace(pages, values=put(pages.values, added.values), scale=put(pages.scale, added.scale))
+            return dataclasses.replace(
+                pages, values=put(pages.values, added.values), scale=put(pages.scale, added.scale)
+            )
         for i in range(new.shape[0]):
             pages = pages.at[page_ids[i], :, offsets[i]].set(new[i].astype(pages.dtype))
         return pages
@@ -53,7 +55,9 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     return wide.at[..., : 2 * pairs].set(jnp.concatenate([turned.real, turned.imag], axis=-1)).astype(x.dtype)
 
 
-def copy_pages(k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations: jax.Array) -> tuple[Pages, Pages]:
+def copy_pages(
+    k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations: jax.Array
+) -> tuple[Pages, Pages]:
     """See `xla.copy_pages`."""
 
     def copied(pages: jax.Array) -> jax.Array:
@@ -79,7 +83,13 @@ def paged_attention_decode(
 ) -> jax.Array:
     """See `xla.paged_attention_decode`."""
     tiles, real = q[:, None], jnp.minimum(lengths, 1)
-    ways: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "slopes": slopes}
+    ways: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "slopes": slopes,
+    }
     return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, **ways)[:, 0]
 
 
@@ -103,14 +113,22 @@ def paged_attention_prefill(
     width = block_tables.shape[1] * page_size
 
     def tokens(pages: Pages) -> jax.Array:  # [tiles, kv_heads, width, head_dim]
-        pages = dequantize(dataclasses.replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages
-        return pages[block_tables].astype(jnp.float32).transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, width, head_dim)
+        pages = (
+            dequantize(dataclasses.replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages
+        )
+        return (
+            pages[block_tables]
+            .astype(jnp.float32)
+            .transpose(0, 2, 1, 3, 4)
+            .reshape(tiles, kv_heads, width, head_dim)
+        )
 
     grouped = q.astype(jnp.float32).reshape(tiles, tile, kv_heads, heads // kv_heads, head_dim)
     k, v = tokens(k_pages), tokens(v_pages)
     at = positions[:, None] + jnp.arange(tile)
     token, window = jnp.arange(width), window or width + tile
-    used = (token < (positions + lengths)[:, None]) & (token > positions[:, None] - window)  # attended to by any query
+    # attended to by any query
+    used = (token < (positions + lengths)[:, None]) & (token > positions[:, None] - window)
     v = jnp.where(used[:, None, :, None], v, 0.0)
     distance = at[..., None] - token
     seen = (distance >= 0) & (distance < window) & used[:, None]

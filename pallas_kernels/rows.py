@@ -1,4 +1,5 @@
-"""Sums, norms and gated activations that are computed when they are needed, so that a kernel can compute them as it quantizes the result.
+"""Sums, norms and gated activations that are computed when they are needed, so that a kernel can compute them
+as it quantizes the result.
 
 They are only for code that is being traced: `Sum` remembers its result.
 """

@@ -1,7 +1,8 @@
-"""Shapes, dtypes and devices that kernels support. Each `why_no_` function returns the reason why not, or None.
+"""Shapes, dtypes and devices that kernels support. Each `why_no_` function returns the reason why not, or
+None.
 
-Arrays may be any objects with a shape and a dtype. `device` is the device to run on; None: the first of the default
-backend.
+Arrays may be any objects with a shape and a dtype. `device` is the device to run on; None: the first of the
+default backend.
 """
 
 from __future__ import annotations
@@ -28,17 +29,28 @@ def on_cpu(device: jax.Device | None) -> bool:
 def why_no_cpu_cache(k_pages: Pages, v_pages: Pages) -> str | None:
     for name, pages in ("k_pages", k_pages), ("v_pages", v_pages):
         if _stored(pages) not in STORED_ON_CPU:
-            return f"{name}={_stored(pages)}: the kernel takes {', '.join(STORED_ON_CPU)} (uint8: the bits of float8_e4m3fn)"
-    return None if _stored(k_pages) == _stored(v_pages) else f"v_pages={_stored(v_pages)}: the kernel takes what k_pages has"
+            return (
+                f"{name}={_stored(pages)}: the kernel takes {', '.join(STORED_ON_CPU)} (uint8: the bits of"
+                " float8_e4m3fn)"
+            )
+    return (
+        None
+        if _stored(k_pages) == _stored(v_pages)
+        else f"v_pages={_stored(v_pages)}: the kernel takes what k_pages has"
+    )
 
 
-def why_no_gpu_attention(q: jax.Array, k_pages: Pages, v_pages: Pages, slopes: bool, device: jax.Device | None) -> str | None:
+def why_no_gpu_attention(
+    q: jax.Array, k_pages: Pages, v_pages: Pages, slopes: bool, device: jax.Device | None
+) -> str | None:
     if slopes:
         return "slopes: the kernel has no ALiBi"
     if str(q.dtype) not in DTYPES:
         return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:
-        return f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"
+        return (
+            f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"
+        )
     if capability(device) in AMPERE and isinstance(k_pages, Quantized):
         return f"k_pages={k_pages.kind}: the kernel for Ampere and Ada takes no quantized cache"
     return why_no_cache(k_pages, v_pages, device, HOPPER + AMPERE)
@@ -48,7 +60,9 @@ def capability(device: jax.Device | None) -> str | None:
     return getattr(device or jax.devices()[0], "compute_capability", None)
 
 
-def why_no_cache(k_pages: Pages, v_pages: Pages, device: jax.Device | None, capabilities: tuple[str, ...]) -> str | None:
+def why_no_cache(
+    k_pages: Pages, v_pages: Pages, device: jax.Device | None, capabilities: tuple[str, ...]
+) -> str | None:
     """Why no kernel for these compute capabilities supports this cache, or None."""
     if capability(device) not in capabilities:
         kind = (device or jax.devices()[0]).device_kind
@@ -62,7 +76,10 @@ def why_no_cache(k_pages: Pages, v_pages: Pages, device: jax.Device | None, capa
     if head_dim not in HEAD_DIMS:
         return f"head_dim={head_dim}: the kernel takes {', '.join(map(str, HEAD_DIMS))}"
     if page_size not in PAGE_SIZES and page_size % PAGE_SIZES[-1]:
-        return f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of {PAGE_SIZES[-1]}"
+        return (
+            f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of"
+            f" {PAGE_SIZES[-1]}"
+        )
     return None
 
 
@@ -71,7 +88,8 @@ def _stored(pages: Pages) -> str:
 
 
 def kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
-    """Whether to use the device's kernel. `refused` is the reason why it does not support the arrays, or None.
+    """Whether to use the device's kernel. `refused` is the reason why it does not support the arrays, or
+    None.
 
     Raises:
         ValueError: impl is unknown, or names a kernel that cannot be used here.
@@ -82,7 +100,10 @@ def kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) ->
         raise ValueError(f"impl={impl!r}: only paged_attention_decode has FlashInfer's kernel")
     if impl not in ("auto", "xla"):
         if refused is None and (impl == "llvm") != on_cpu(device):
-            refused = f"device={(device or jax.devices()[0]).device_kind}: Mosaic's kernels are for GPUs, LLVM's for CPUs"
+            refused = (
+                f"device={(device or jax.devices()[0]).device_kind}: Mosaic's kernels are for GPUs, LLVM's"
+                " for CPUs"
+            )
         if refused is not None:
             raise ValueError(f"impl={impl!r}: {refused}")
     return impl != "xla" and refused is None

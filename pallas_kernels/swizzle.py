@@ -1,10 +1,11 @@
 """Checks that registers, tensor cores and TMA agree about where swizzled shared memory holds each number.
 
-A swizzle of n bytes permutes the 16-byte chunks of 8 rows of n bytes, differently in each row. TMA and the tensor cores
-take the row from the address. Mosaic's loads and stores of registers take it from the offset in the slice that they are
-given (jax 0.11 and 0.12). Both are the same only in slices that begin at a multiple of 8 * n bytes. But Mosaic infers
-tiles of fewer than 8 rows where TMA copies fewer, and column slices of such tiles begin in between. Registers then find
-other numbers than TMA has put there, without an error. Pallas's interpreter ignores layouts, so it cannot show this.
+A swizzle of n bytes permutes the 16-byte chunks of 8 rows of n bytes, differently in each row. TMA and the
+tensor cores take the row from the address. Mosaic's loads and stores of registers take it from the offset in
+the slice that they are given (jax 0.11 and 0.12). Both are the same only in slices that begin at a multiple
+of 8 * n bytes. But Mosaic infers tiles of fewer than 8 rows where TMA copies fewer, and column slices of such
+tiles begin in between. Registers then find other numbers than TMA has put there, without an error. Pallas's
+interpreter ignores layouts, so it cannot show this.
 """
 
 from __future__ import annotations
@@ -21,23 +22,28 @@ from jax.experimental.mosaic.gpu.utils import bitwidth
 from jaxlib.mlir import ir
 
 ROWS = 8  # after which a swizzle repeats
-VIEWS = {f"memref.{name}" for name in ("cast", "subview", "transpose", "collapse_shape", "expand_shape")} | {"mosaic_gpu.with_transforms"}
+VIEWS = {f"memref.{name}" for name in ("cast", "subview", "transpose", "collapse_shape", "expand_shape")} | {
+    "mosaic_gpu.with_transforms"
+}
 BUFFERS = {"mosaic_gpu.slice_smem"}  # aligned to 1024 bytes, where all swizzles repeat
 TMA = {"mosaic_gpu.async_load", "mosaic_gpu.async_store", "mosaic_gpu.async_prefetch"}
 
 
 @contextmanager
 def accesses() -> Iterator[dict[str, dict[str, bool]]]:
-    """Collects the accesses to swizzled shared memory, other than TMA's, of kernels that this process lowers meanwhile.
+    """Collects the accesses to swizzled shared memory, other than TMA's, of kernels that this process lowers
+    meanwhile.
 
-    Yields a dictionary that is filled: for the kernels of each name, whether each access is proven to begin where the swizzle does.
+    Yields a dictionary that is filled: for the kernels of each name, whether each access is proven to begin
+    where the swizzle does.
     """
     found: dict[str, dict[str, bool]] = {}
     infer = layout_inference.infer_layout
 
     def inferred(module: Any, **how: Any) -> None:
         infer(module, **how)
-        name, _ = module.operation.attributes["mosaic_gpu.dump_basename"].value.rsplit("_", 1)  # its number may differ when it is compiled
+        # its number may differ when it is compiled
+        name, _ = module.operation.attributes["mosaic_gpu.dump_basename"].value.rsplit("_", 1)
         found.setdefault(name, {}).update(accesses_of(module))
 
     layout_inference.infer_layout = inferred
@@ -59,7 +65,10 @@ def accesses_of(module: Any) -> dict[str, bool]:
                 if swizzle:
                     alignment = _alignment(ref)
                     place = " < ".join(map(":".join, re.findall(r'([\w.]+)":(\d+)', str(op.location))[:2]))
-                    text = f"{op.name} ({place}): tiles {tile}, begins at a multiple of {alignment} bytes, the swizzle repeats after {{}}"
+                    text = (
+                        f"{op.name} ({place}): tiles {tile}, begins at a multiple of {alignment} bytes, the"
+                        " swizzle repeats after {}"
+                    )
                     found[text.format(ROWS * swizzle)] = alignment % (ROWS * swizzle) == 0
         return ir.WalkResult.ADVANCE
 
@@ -75,7 +84,9 @@ def _read(transforms: Any) -> tuple[tuple[int, ...], int]:
 
 
 def _alignment(ref: Any) -> int:
-    """The largest number of bytes that is known to divide the place in its buffer where a reference begins; 0: it begins there."""
+    """The largest number of bytes that is known to divide the place in its buffer where a reference begins;
+    0: it begins there.
+    """
     op: Any = ref.owner.opview if isinstance(ref.owner, ir.OpView | ir.Operation) else None
     if op is None or op.name not in VIEWS | BUFFERS:
         return 1
@@ -88,10 +99,14 @@ def _alignment(ref: Any) -> int:
     kind, (tile, _) = ir.MemRefType(source.type), _read(op.attributes["in_transforms"][0])
     strides, _ = kind.get_strides_and_offset()
     tiles = (1,) * (kind.rank - len(tile)) + tile
-    for size, part, offset, stride, step in zip(kind.shape, op.static_sizes, op.static_offsets, strides, tiles, strict=True):
+    for size, part, offset, stride, step in zip(
+        kind.shape, op.static_sizes, op.static_offsets, strides, tiles, strict=True
+    ):
         if size == part or offset == 0:
             continue
-        numbers = stride * math.prod(other for other, wider in zip(tiles, strides, strict=True) if wider > stride)
+        numbers = stride * math.prod(
+            other for other, wider in zip(tiles, strides, strict=True) if wider > stride
+        )
         steps = step if ir.ShapedType.is_dynamic_size(offset) else offset  # slices begin with whole tiles
         known = math.gcd(known, steps * numbers * bitwidth(kind.element_type) // 8)
     return known

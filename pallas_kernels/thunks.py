@@ -1,4 +1,6 @@
-"""The launches of a program that XLA compiled for a GPU: thunks, and command buffers (CUDA graphs) of several thunks."""
+"""The launches of a program that XLA compiled for a GPU: thunks, and command buffers (CUDA graphs) of several
+thunks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from pathlib import Path
 
 import jax
 
-LINE = re.compile(r"^( *)\d+: (k\w+)\s+\[[^\]]*\]\s*(.*?)(?: grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), \d+, \d+\].*)?\s*$")
+LINE = re.compile(
+    r"^( *)\d+: (k\w+)\s+\[[^\]]*\]\s*(.*?)(?: grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), \d+,"
+    r" \d+\].*)?\s*$"
+)
 BUFFER, WHILE, COPY = "kCommandBuffer", "kWhile", "kCopy"
 
 
@@ -21,7 +26,8 @@ class Thunk:
     Attributes:
         kind: XLA's name, such as kCustomKernel, kGemm, kCommandBuffer, kWhile.
         name: name of the operation in the compiled text.
-        blocks, threads: number of blocks of a kernel, and of threads per block; 0 if XLA does not report them.
+        blocks, threads: number of blocks of a kernel, and of threads per block; 0 if XLA does not report
+            them.
         nested: thunks of a command buffer, or of a loop's condition and body.
     """
 
@@ -48,7 +54,8 @@ def dumped(folder: Path) -> dict[str, tuple[Thunk, ...]]:
     """The launches of each program in order, by the name at the beginning of XLA's text of the program."""
     found = {}
     for first in folder.glob("*.thunk_sequence.txt"):
-        last = Path(str(first).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes."))  # missing if the passes changed nothing
+        # missing if the passes changed nothing
+        last = Path(str(first).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes."))
         found[first.name.split(".")[1]] = parsed((last if last.exists() else first).read_text())
     return found
 

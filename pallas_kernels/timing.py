@@ -22,11 +22,13 @@ CHAIN = 8  # calls in one program, each of which uses the result of the previous
 REPEATED = 512  # distinct pages of a pool; the others are copies of them
 
 
-def median(call: Callable[[], Any], wait: Callable[[Any], object] = jax.block_until_ready, samples: int = SAMPLES) -> float:
+def median(
+    call: Callable[[], Any], wait: Callable[[Any], object] = jax.block_until_ready, samples: int = SAMPLES
+) -> float:
     """Median seconds of a call over several samples.
 
-    A sample consists of many calls, dispatched while earlier ones run. A device executes in order, so the host
-    only has to be faster than the device. Nothing is subtracted. The first calls, which compile, are not
+    A sample consists of many calls, dispatched while earlier ones run. A device executes in order, so the
+    host only has to be faster than the device. Nothing is subtracted. The first calls, which compile, are not
     counted.
 
     Args:
@@ -55,7 +57,8 @@ def chained(function: Callable[..., jax.Array], first: jax.Array, each: Any, *fi
     """Median seconds of function(x, one, *fixed), whose result is like x, in a program with CHAIN calls.
 
     Args:
-        each: a tree of arrays with CHAIN entries, one for each call, so that each call reads different memory.
+        each: a tree of arrays with CHAIN entries, one for each call, so that each call reads different
+            memory.
     """
     return seconds(chain(function), first, each, *fixed)
 
@@ -97,7 +100,8 @@ def page_pool(shape: Sequence[int], dtype: str, kind: str | None) -> tuple[Pages
 
 
 def block_tables(num_pages: int, pages: Sequence[int], calls: int = CHAIN, width: int = 0) -> np.ndarray:
-    """Block tables int32 [calls, rows, width] in random order. A page is repeated only after all have been used.
+    """Block tables int32 [calls, rows, width] in random order. A page is repeated only after all have been
+    used.
 
     Args:
         pages: number of pages in each row; the null page follows.

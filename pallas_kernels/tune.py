@@ -1,12 +1,13 @@
-"""Measures the best number of stages for decode attention on this machine's GPU and writes it to the table that
-`tuning` reads.
+"""Measures the best number of stages for decode attention on this machine's GPU and writes it to the table
+that `tuning` reads.
 
-    python -m pallas_kernels.tune [--heads 32 --kv-heads 8 --head-dim 128] [--page-size 64] [--dtype bfloat16] [--out FILE]
+    python -m pallas_kernels.tune [--heads 32 --kv-heads 8 --head-dim 128] [--page-size 64] [--dtype bfloat16]
+    [--out FILE]
 
-The options give one shape of attention (the heads on one device). Without --heads, the shapes of Llama 8B and 70B
-are measured. For each shape, each of the engine's row buckets and each kind of cache is timed with sequences of 8k
-tokens, and with one of 32k among short ones, with a cache of 1 GiB. FILE is written after each case, and cases
-that it lacks for this device come first, so an interrupted run can be continued.
+The options give one shape of attention (the heads on one device). Without --heads, the shapes of Llama 8B and
+70B are measured. For each shape, each of the engine's row buckets and each kind of cache is timed with
+sequences of 8k tokens, and with one of 32k among short ones, with a cache of 1 GiB. FILE is written after
+each case, and cases that it lacks for this device come first, so an interrupted run can be continued.
 
 If flashinfer-python is installed, its decode kernel is timed too, and the times are written to `--fastest`:
 `impl="auto"` uses the faster kernel.
@@ -72,7 +73,9 @@ def _read(file: Path) -> tuning.Table:
 
 
 def total_seconds(case: DecodeCase, choice: DecodeChoice) -> float:
-    """Total seconds of a call with each of the case's loads, on the default device; infinity if the choice does not fit."""
+    """Total seconds of a call with each of the case's loads, on the default device; infinity if the choice
+    does not fit.
+    """
     q, k, v, loads = arrays(case)
     attend = partial(paged_attention_decode, scale=case.head_dim**-0.5, choice=choice)
     program = chain(lambda q, tables, k, v, lengths: attend(q, k, v, tables, lengths))
@@ -91,15 +94,32 @@ def row(measured: Measured) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m pallas_kernels.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--heads", type=int, help="query heads on one device; with --kv-heads and --head-dim")
     parser.add_argument("--kv-heads", type=int, help="kv heads on one device")
     parser.add_argument("--head-dim", type=int)
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page; default: %(default)s")
-    parser.add_argument("--dtype", choices=dispatch.DTYPES, default="bfloat16", help="dtype of the queries; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=tuning.FILE, help="file to write; entries of other devices and shapes are kept")
-    parser.add_argument("--fastest", type=Path, default=fastest.FILE, help="file for times by implementation; default: %(default)s")
+    parser.add_argument(
+        "--dtype",
+        choices=dispatch.DTYPES,
+        default="bfloat16",
+        help="dtype of the queries; default: %(default)s",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=tuning.FILE,
+        help="file to write; entries of other devices and shapes are kept",
+    )
+    parser.add_argument(
+        "--fastest",
+        type=Path,
+        default=fastest.FILE,
+        help="file for times by implementation; default: %(default)s",
+    )
     options = parser.parse_args(arguments)
     shape = (options.heads, options.kv_heads, options.head_dim)
     if None in shape and any(shape):
@@ -107,7 +127,11 @@ def main(arguments: list[str] | None = None) -> None:
     shapes: list[tuple[int, int, int]] = SHAPES if None in shape else [shape]
     [device, *_] = visible_devices()
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
-        parser.exit(1, f"device={device.device_kind}: tuning needs a Hopper GPU (compute capability {dispatch.HOPPER[0]})\n")
+        parser.exit(
+            1,
+            f"device={device.device_kind}: tuning needs a Hopper GPU (compute capability"
+            f" {dispatch.HOPPER[0]})\n",
+        )
     print("| case | default, us | best, us | gain | stages |\n|---|---|---|---|---|")
     wanted = [case for shape in shapes for case in cases(*shape, options.page_size, options.dtype)]
     for measured in tune(wanted, device, options.out):

@@ -59,7 +59,8 @@ def cores(device: jax.Device | None) -> int:
 
 
 def decode_blocks(cache: str, head_dim: int, device: jax.Device | None) -> int:
-    """Thread blocks of a work list of decode attention: as many as the device runs at a time, for any number of rows.
+    """Thread blocks of a work list of decode attention: as many as the device runs at a time, for any number
+    of rows.
 
     Args:
         cache: stored dtype.
@@ -81,5 +82,8 @@ def table() -> Table:
 
 def updated(table: Table, device_kind: str, measured: dict[DecodeCase, DecodeChoice]) -> Table:
     """The table with new cases of a device, which replace those with the same key."""
-    entries: dict[str, Any] = {case.key(): {k: v for k, v in asdict(choice).items() if v is not None} for case, choice in measured.items()}
+    entries: dict[str, Any] = {
+        case.key(): {k: v for k, v in asdict(choice).items() if v is not None}
+        for case, choice in measured.items()
+    }
     return table | {device_kind: table.get(device_kind, {}) | entries}

@@ -25,9 +25,14 @@ class Load(NamedTuple):
     lengths: jax.Array  # int32 [rows]
 
 
-def cases(heads: int, kv_heads: int, head_dim: int, page_size: int = 64, dtype: str = "bfloat16") -> list[DecodeCase]:
+def cases(
+    heads: int, kv_heads: int, head_dim: int, page_size: int = 64, dtype: str = "bfloat16"
+) -> list[DecodeCase]:
     """All cases that an engine may need with attention of this shape, for any max_model_len."""
-    return [DecodeCase(cache or dtype, dtype, heads, kv_heads, head_dim, page_size, rows) for cache, rows in itertools.product(KINDS, ROWS)]
+    return [
+        DecodeCase(cache or dtype, dtype, heads, kv_heads, head_dim, page_size, rows)
+        for cache, rows in itertools.product(KINDS, ROWS)
+    ]
 
 
 @functools.lru_cache(maxsize=1)  # shared by all choices of a case

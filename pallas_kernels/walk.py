@@ -26,12 +26,16 @@ def longest_first(positions: jax.Array, lengths: jax.Array) -> jax.Array:
     ends = jnp.where(lengths > 0, positions + lengths, 0)
     before = (ends[None] > ends[:, None]) | ((ends[None] == ends[:, None]) & (index[None] < index[:, None]))
     is_at = before.sum(1, dtype=jnp.int32)[None] == index[:, None]
-    return jnp.stack([jnp.where(is_at, x[None], 0).sum(1, dtype=jnp.int32) for x in (index, positions, lengths)])
+    return jnp.stack(
+        [jnp.where(is_at, x[None], 0).sum(1, dtype=jnp.int32) for x in (index, positions, lengths)]
+    )
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Divides items 0, ..., items - 1, sorted by decreasing work, among blocks. Methods take integers or integer arrays."""
+    """Divides items 0, ..., items - 1, sorted by decreasing work, among blocks. Methods take integers or
+    integer arrays.
+    """
 
     items: int
     blocks: int

@@ -1,8 +1,8 @@
 """XLA implementations of every function, for CPUs and for GPUs without a suitable kernel.
 
-Attention is an online softmax over blocks of pages (Milakov and Gimelshein, 2018; Dao et al., 2022). The number
-of blocks in a loop is a device value on a CPU. On a GPU it is static (`pages`), since XLA would wait for the
-host at a loop of unknown length.
+Attention is an online softmax over blocks of pages (Milakov and Gimelshein, 2018; Dao et al., 2022). The
+number of blocks in a loop is a device value on a CPU. On a GPU it is static (`pages`), since XLA would wait
+for the host at a loop of unknown length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GROUPED = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [groups, out,
 )
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
 ROW_GROUP = 8  # decode rows that share a loop, whose length is that of the longest
-FEW_GROUP = 2  # the same if there are at most ROW_GROUP rows: many of them may be padding, which should not loop
+# the same if there are at most ROW_GROUP rows: many of them may be padding, which should not loop
+FEW_GROUP = 2
 DECODE_BLOCK = PREFILL_BLOCK = 128  # tokens read at a time
 
 
@@ -41,16 +42,17 @@ def kv_write(
     rows: int,
     rotation: Rotation | None = None,
 ) -> tuple[Queries, tuple[Pages, Pages]]:
-    """Normalizes and rotates queries and keys, and writes keys and values to their pages, in place if the caller
-    donates the cache.
+    """Normalizes and rotates queries and keys, and writes keys and values to their pages, in place if the
+    caller donates the cache.
 
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim]; if Quantized, each token of each head is
-            quantized separately, so that tokens can be added to a page without changing its contents. Scales may have more
-            rows than kv_heads; the others are unused.
+            quantized separately, so that tokens can be added to a page without changing its contents. Scales
+            may have more rows than kv_heads; the others are unused.
         qkv: of the tokens; a QkvProduct with a norm is normalized first.
         page_ids: int32 [tokens]; padding uses the null page, 0, whose contents are undefined.
-        offsets: int32 [tokens], in [0, page_size). No two tokens have the same place, except in the null page.
+        offsets: int32 [tokens], in [0, page_size). No two tokens have the same place, except in the null
+            page.
         rows: number of leading tokens whose queries are returned separately.
         rotation: rotates queries and keys, as `rotate` does; None: no rotation.
 
@@ -60,14 +62,20 @@ def kv_write(
     q, k, v = qkv.split()
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
-    return (q[:rows], q[rows:]), (page_write(k_pages, k, page_ids, offsets), page_write(v_pages, v, page_ids, offsets))
+    return (q[:rows], q[rows:]), (
+        page_write(k_pages, k, page_ids, offsets),
+        page_write(v_pages, v, page_ids, offsets),
+    )
 
 
 def page_write(pages: Any, new: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> Any:
     """Writes keys or values [tokens, kv_heads, head_dim] to their pages, as `kv_write` does."""
     if isinstance(pages, Quantized):
         added = movable(quantize(new, pages.kind))
-        values, scale = page_write(pages.values, added.values, page_ids, offsets), page_write(pages.scale, added.scale, page_ids, offsets)
+        values, scale = (
+            page_write(pages.values, added.values, page_ids, offsets),
+            page_write(pages.scale, added.scale, page_ids, offsets),
+        )
         return dataclasses.replace(pages, values=values, scale=scale)
     return pages.at[page_ids, : new.shape[1], offsets].set(new.astype(pages.dtype))
 
@@ -82,11 +90,15 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     cos, sin = (part[:, None] for part in rotation)
     pairs = cos.shape[-1]
     first, second = (x[..., i * pairs : (i + 1) * pairs].astype(jnp.float32) for i in range(2))
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
+        x.dtype
+    )
     return jnp.concatenate([turned, x[..., 2 * pairs :]], axis=-1)
 
 
-def copy_pages(k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations: jax.Array) -> tuple[Pages, Pages]:
+def copy_pages(
+    k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations: jax.Array
+) -> tuple[Pages, Pages]:
     """Copies whole pages, keys and values with their scales, in place if the caller donates the cache.
 
     Args:
@@ -121,18 +133,18 @@ def paged_attention_decode(
 
     Args:
         q: [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized. Contents for tokens that no
-            query attends to, NaN included, never affect a result.
-        block_tables: int32 [rows, width], page ids in order; pages behind the window may be another sequence's,
-            or the null page.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized. Contents for tokens that
+            no query attends to, NaN included, never affect a result.
+        block_tables: int32 [rows, width], page ids in order; pages behind the window may be another
+            sequence's, or the null page.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros.
         scale: multiplies the scores.
         window: a query at position p attends to keys in (p - window, p]; None: all up to p.
         soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap).
-        sinks: float32 [heads]; one additional score without a value in the softmax of each head, so weights may
-            sum to less than 1.
-        slopes: float32 [heads], at least 0 (ALiBi, Press et al., 2022); its product with the distance from a query to a key
-            is subtracted from the score, after any cap.
+        sinks: float32 [heads]; one additional score without a value in the softmax of each head, so weights
+            may sum to less than 1.
+        slopes: float32 [heads], at least 0 (ALiBi, Press et al., 2022); its product with the distance from a
+            query to a key is subtracted from the score, after any cap.
         pages: number of pages read of every sequence; 0: as many as the longest of each group of rows has.
 
     Returns:
@@ -145,9 +157,26 @@ def paged_attention_decode(
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, length = args
-        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, window, soft_cap, sinks, slopes, pages, DECODE_BLOCK, dtype)
+        return _attend(
+            q,
+            k_pages,
+            v_pages,
+            table,
+            length - 1,
+            length,
+            scale,
+            window,
+            soft_cap,
+            sinks,
+            slopes,
+            pages,
+            DECODE_BLOCK,
+            dtype,
+        )
 
-    out: jax.Array = lax.map(one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group)))
+    out: jax.Array = lax.map(
+        one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group))
+    )
     return out.reshape(q.shape)
 
 
@@ -171,7 +200,8 @@ def paged_attention_prefill(
     Args:
         q: [tiles, tile, heads, head_dim]; the tile's own keys and values are already in the pages.
         k_pages, v_pages, scale, window, soft_cap, sinks, slopes, pages: as in `paged_attention_decode`.
-        block_tables: int32 [tiles, width]; pages behind the first query's window may be another sequence's, or the null page.
+        block_tables: int32 [tiles, width]; pages behind the first query's window may be another sequence's,
+            or the null page.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
 
@@ -180,7 +210,9 @@ def paged_attention_prefill(
     """
 
     def one(i: jax.Array, tiles: jax.Array) -> jax.Array:
-        tile, table, position, length = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, block_tables, positions, lengths))
+        tile, table, position, length = (
+            lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, block_tables, positions, lengths)
+        )
         how = scale, window, soft_cap, sinks, slopes, pages, PREFILL_BLOCK, q.dtype
         out = _attend(tile, k_pages, v_pages, table, position, position + length, *how)
         return lax.dynamic_update_slice_in_dim(tiles, out, i, 0)
@@ -190,12 +222,13 @@ def paged_attention_prefill(
 
 
 def _read(pages: Pages, ids: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Reads pages ids [n, step] as [n, kv_heads, tokens, head_dim]. Scales [n, kv_heads, tokens] are applied to
-    scores and weights.
+    """Reads pages ids [n, step] as [n, kv_heads, tokens, head_dim]. Scales [n, kv_heads, tokens] are applied
+    to scores and weights.
 
     Heads come first, in the layout that products use.
     """
-    some = pages[ids[:, None], jnp.arange(pages.shape[1])[:, None]]  # [n, kv_heads, step, page_size, head_dim]
+    # [n, kv_heads, step, page_size, head_dim]
+    some = pages[ids[:, None], jnp.arange(pages.shape[1])[:, None]]
     shape = (*some.shape[:2], -1)
     if not isinstance(some, Quantized):
         return some.reshape(*shape, some.shape[-1]).astype(dtype), None
@@ -218,15 +251,20 @@ def _attend(
     block: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """q [n, queries, heads, head_dim] at positions[n] + arange(queries), over tokens [0, ends[n]); products in dtype."""
+    """q [n, queries, heads, head_dim] at positions[n] + arange(queries), over tokens [0, ends[n]); products
+    in dtype.
+    """
     n, queries, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     width = tables.shape[1]
     step = min(max(block // page_size, 1), pages or width)  # pages in a block
     span = step * page_size
-    grouped = q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).astype(dtype)
+    grouped = (
+        q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).astype(dtype)
+    )
     at = positions[:, None] + jnp.arange(queries)
-    oldest = None if window is None else positions - window + 1  # earlier tokens may be another sequence's, or NaN
+    # earlier tokens may be another sequence's, or NaN
+    oldest = None if window is None else positions - window + 1
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         m, total, acc = carry
@@ -245,7 +283,9 @@ def _attend(
         if soft_cap is not None:
             s = soft_cap * jnp.tanh(s / soft_cap)
         if slopes is not None:
-            s -= slopes.reshape(*s.shape[1:3], 1, 1) * (at[..., None] - token)[:, None, None].astype(jnp.float32)
+            s -= slopes.reshape(*s.shape[1:3], 1, 1) * (at[..., None] - token)[:, None, None].astype(
+                jnp.float32
+            )
         seen = (token <= at[..., None]) & used[:, None]
         if window is not None:
             seen &= token > at[..., None] - window
@@ -259,7 +299,11 @@ def _attend(
         return m_new, total * alpha + p.sum(-1), acc * alpha[..., None] + pv
 
     shape = (n, kv_heads, heads // kv_heads, queries)
-    start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
+    start = (
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, head_dim), jnp.float32),
+    )
     blocks = -(-pages // step) if pages else (jnp.max(ends) + span - 1) // span
     first: int | jax.Array = 0
     if oldest is not None and not pages:  # the first block that any row attends to
@@ -274,5 +318,7 @@ def _attend(
 def grouped_product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, groups: Groups) -> jax.Array:
     """See `grouped_product.grouped_product`; for any dtype. Eight-bit weights are all converted."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = lax.ragged_dot_general(x, weight.astype(x.dtype), groups.size, GROUPED, precision=precision, preferred_element_type=x.dtype)
+    y = lax.ragged_dot_general(
+        x, weight.astype(x.dtype), groups.size, GROUPED, precision=precision, preferred_element_type=x.dtype
+    )
     return y if scale is None else (y * scale[groups.owner]).astype(x.dtype)

@@ -46,22 +46,26 @@ def longest_stop(config: ServerConfig) -> float:
 
 
 def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. A second SIGINT exits immediately with code 130. SIGHUP reloads.
+    """Serves until SIGTERM or SIGINT, then drains. A second SIGINT exits immediately with code 130. SIGHUP
+    reloads.
 
     Args:
         model: the model's name, unless config sets another.
         make_engine: see Supervisor.
 
     Raises:
-        InvalidArgument: a file is invalid, an address is not available, or the model or device does not support
-            an option.
+        InvalidArgument: a file is invalid, an address is not available, or the model or device does not
+            support an option.
         ModelError, OutOfMemory, EngineDead: the engine cannot start.
     """
     allow_descriptors()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     log.setLevel(config.log_level.upper())
     if links := service_links(os.environ, PREFIX):
-        log.info("these variables are Kubernetes' service links, not options, and are ignored: %s", ", ".join(links))
+        log.info(
+            "these variables are Kubernetes' service links, not options, and are ignored: %s",
+            ", ".join(links),
+        )
     asyncio.run(ServerApp(config, config.served_model_name or model, make_engine).live())
 
 
@@ -81,7 +85,9 @@ class ServerApp:
         reloads: functions called in order on SIGHUP.
     """
 
-    def __init__(self, config: ServerConfig, name: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
+    def __init__(
+        self, config: ServerConfig, name: str, make_engine: Callable[[OnEnd], EngineProcess]
+    ) -> None:
         self._config, self._name, self._make_engine = config, name, make_engine
         self.reloads: list[Callable[[], None]] = []
         self._begun, self._ready, self._stopping = time.monotonic(), False, False
@@ -98,10 +104,14 @@ class ServerApp:
         access = Access(config, metrics)
         if access.reloads:
             self.reloads.append(access.reload)
-        interceptors: list[grpc.aio.ServerInterceptor] = [OutcomeInterceptor(metrics)] if isinstance(metrics, PrometheusMetrics) else []
+        interceptors: list[grpc.aio.ServerInterceptor] = (
+            [OutcomeInterceptor(metrics)] if isinstance(metrics, PrometheusMetrics) else []
+        )
         interceptors += access.interceptors
         request_log = None if config.request_log is None else RequestLog(config.request_log)
-        spans = None if config.otlp_traces_endpoint is None else Spans.of(config.otlp_traces_endpoint, self._name)
+        spans = (
+            None if config.otlp_traces_endpoint is None else Spans.of(config.otlp_traces_endpoint, self._name)
+        )
         self._built = await build_server(
             config,
             self._supervisor,
@@ -153,7 +163,9 @@ class ServerApp:
         with _needing_http("page", True):
             from jengine.serving.http.front import HttpFront
             from jengine.serving.playground.app import playground
-        return await self._started(HttpFront(playground(self._parts(metrics, access), pages), config, "metrics_port"), access)
+        return await self._started(
+            HttpFront(playground(self._parts(metrics, access), pages), config, "metrics_port"), access
+        )
 
     async def _started(self, front: HttpFront, access: Access) -> HttpFront:
         """Starts listening; with TLS, new certificates are used after reloads."""
@@ -166,7 +178,14 @@ class ServerApp:
     def _parts(self, metrics: Metrics, access: Access) -> Parts:
         from jengine.serving.http.app import Parts
 
-        return Parts(self._config, self._built.shared, self._built.calls, access.authenticator, metrics, self._why_not_ready)
+        return Parts(
+            self._config,
+            self._built.shared,
+            self._built.calls,
+            access.authenticator,
+            metrics,
+            self._why_not_ready,
+        )
 
     async def _serve(self, exporter: MetricsServer | HttpFront | None) -> None:
         """Serves until a signal arrives and everything has ended."""
@@ -205,7 +224,8 @@ class ServerApp:
         self._stopping = True
         seconds = self._config.drain_seconds
         log.info("stopping: requests in flight have %g s", seconds)
-        stopping = asyncio.create_task(self._built.server.stop(seconds + 2 * FLUSH_SECONDS))  # accepts nothing from now on
+        # accepts nothing from now on
+        stopping = asyncio.create_task(self._built.server.stop(seconds + 2 * FLUSH_SECONDS))
         if self._front is not None:
             self._front.drain()
         await self._supervisor.close(seconds)
@@ -223,7 +243,9 @@ class ServerApp:
         if self._config.metrics_port is None:
             return Metrics()
         supervisor = self._supervisor
-        return PrometheusMetrics(self._name, lambda: supervisor.load, lambda: supervisor.restarts, lambda: supervisor.totals)
+        return PrometheusMetrics(
+            self._name, lambda: supervisor.load, lambda: supervisor.restarts, lambda: supervisor.totals
+        )
 
     def _make(self, on_end: OnEnd) -> EngineProcess:
         self._engine = self._make_engine(on_end)
@@ -262,7 +284,10 @@ class ServerApp:
         seconds = time.monotonic() - self._begun
         parts = [
             f"{limits.sequence.max_model_len} tokens a sequence, {limits.max_num_seqs} sequences at once",
-            f"ready in {seconds:.1f} s, {engine.programs_compiled} programs compiled, {engine.programs_loaded} loaded",
+            (
+                f"ready in {seconds:.1f} s, {engine.programs_compiled} programs compiled,"
+                f" {engine.programs_loaded} loaded"
+            ),
         ]
         load = self._supervisor.load
         if load.programs_ready < load.programs:

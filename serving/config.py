@@ -23,7 +23,19 @@ from jengine.vllm.translate import SERVE_SETTINGS, suggestion, translated, value
 PREFIX = "JENGINE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 TOOL_CALL_PARSERS = (
-    *("auto", "none", "deepseek", "glm45", "harmony", "hermes", "kimi_k2", "llama3_json", "minimax_m2", "mistral", "pythonic"),
+    *(
+        "auto",
+        "none",
+        "deepseek",
+        "glm45",
+        "harmony",
+        "hermes",
+        "kimi_k2",
+        "llama3_json",
+        "minimax_m2",
+        "mistral",
+        "pythonic",
+    ),
     "qwen3_coder",
 )
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
@@ -36,54 +48,66 @@ class ServerConfig:
     Args:
         host: the address to listen on. By default only this machine can connect.
         port: the port for gRPC; 0 takes a free one.
-        metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes; 0 takes a
-            free one. By default there is none. See page.
-        http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs the extra http); 0 takes a free one. By
-            default there is none.
-        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work (needs the extra http). With API
-            keys, the chat needs one, and the view of the engine one with admin=1. With TLS, that port then speaks TLS too.
-        tool_call_parser: the format of the model's tool calls, for HTTP. auto detects it from the chat template or the tokenizer's
-            response_template.
-        reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for tool_call_parser.
+        metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and
+            /readyz for probes; 0 takes a free one. By default there is none. See page.
+        http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs the extra
+            http); 0 takes a free one. By default there is none.
+        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work
+            (needs the extra http). With API keys, the chat needs one, and the view of the engine one with
+            admin=1. With TLS, that port then speaks TLS too.
+        tool_call_parser: the format of the model's tool calls, for HTTP. auto detects it from the chat
+            template or the tokenizer's response_template.
+        reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for
+            tool_call_parser.
         served_model_name: the name that clients see and may ask for. By default the model's.
-        max_waiting: the most requests that may wait; further ones are rejected with RESOURCE_EXHAUSTED (429 over HTTP).
-        max_streams_per_client: the most completions that one client (an API key's name, or an address) may have at once. A request
-            counts n times. The keys file may set another number for a key.
-        max_calls_per_client: the most calls of every kind that one client may have at once; at least max_streams_per_client.
-        max_connections: the most open connections of a port, idle ones included. Further ones get 503 over HTTP; gRPC closes them.
-        max_connections_per_client: the most open HTTP connections from one address; further ones get 429. All clients behind a proxy
-            have the proxy's address. gRPC needs one connection for many calls, and has no such limit.
-        max_answer_logprobs: the most log probabilities that an answer may hold: those of each prompt, once for each completion, and those
-            of the output, as if it had max_tokens. Repeated prompt tokens (echo, return_token_ids) count too. It is also the most of
-            the prompts that one client may have in flight. A request with logprobs and without max_tokens gets a limit that fits.
-        max_tokens_limit: the largest max_tokens that a request may ask for. A request without a limit gets this one.
-        max_request_seconds: the longest timeout that a request may ask for. A request without a timeout gets this one.
+        max_waiting: the most requests that may wait; further ones are rejected with RESOURCE_EXHAUSTED (429
+            over HTTP).
+        max_streams_per_client: the most completions that one client (an API key's name, or an address) may
+            have at once. A request counts n times. The keys file may set another number for a key.
+        max_calls_per_client: the most calls of every kind that one client may have at once; at least
+            max_streams_per_client.
+        max_connections: the most open connections of a port, idle ones included. Further ones get 503 over
+            HTTP; gRPC closes them.
+        max_connections_per_client: the most open HTTP connections from one address; further ones get 429. All
+            clients behind a proxy have the proxy's address. gRPC needs one connection for many calls, and has
+            no such limit.
+        max_answer_logprobs: the most log probabilities that an answer may hold: those of each prompt, once
+            for each completion, and those of the output, as if it had max_tokens. Repeated prompt tokens
+            (echo, return_token_ids) count too. It is also the most of the prompts that one client may have in
+            flight. A request with logprobs and without max_tokens gets a limit that fits.
+        max_tokens_limit: the largest max_tokens that a request may ask for. A request without a limit gets
+            this one.
+        max_request_seconds: the longest timeout that a request may ask for. A request without a timeout gets
+            this one.
         max_message_bytes: the largest request.
-        client_chat_templates: accept chat templates from clients. A template is a program: it runs in a separate process, which is
-            ended when it takes too much time or memory.
-        allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by commas or as a
-            list in JSON, such as https://chat.example.com; * allows all. By default none.
+        client_chat_templates: accept chat templates from clients. A template is a program: it runs in a
+            separate process, which is ended when it takes too much time or memory.
+        allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by
+            commas or as a list in JSON, such as https://chat.example.com; * allows all. By default none.
         write_timeout: seconds after which a client that does not read is disconnected.
-        lame_duck_seconds: seconds after SIGTERM during which health says NOT_SERVING but requests are still accepted, so that load
-            balancers can leave. Then the drain begins. Has no effect if drain_seconds is 0.
-        drain_seconds: seconds that requests in flight have to finish during a shutdown; then they are aborted. By default a
-            shutdown takes at most 28 s, and Kubernetes kills the process after 30: raise terminationGracePeriodSeconds together
-            with this.
-        watchdog_seconds: seconds without progress after which the engine process is killed and replaced. A step may, in addition,
-            take five times as long as the longest known one. 0: no limit.
+        lame_duck_seconds: seconds after SIGTERM during which health says NOT_SERVING but requests are still
+            accepted, so that load balancers can leave. Then the drain begins. Has no effect if drain_seconds
+            is 0.
+        drain_seconds: seconds that requests in flight have to finish during a shutdown; then they are
+            aborted. By default a shutdown takes at most 28 s, and Kubernetes kills the process after 30:
+            raise terminationGracePeriodSeconds together with this.
+        watchdog_seconds: seconds without progress after which the engine process is killed and replaced. A
+            step may, in addition, take five times as long as the longest known one. 0: no limit.
         tls_cert: PEM file of the server's certificate chain; turns TLS on.
         tls_key: PEM file of the certificate's private key.
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
-        api_key: an API key; every request then needs it, or another one. Set the environment variable, since other users of the
-            machine can read flags. For several clients, use api_keys.
-        api_keys: file with the hashes of API keys, as `python -m jengine.serving.guards.security` writes them; every request then needs
-            one of these keys. Each key has its own request ids, aborts, limits and cached pages.
+        api_key: an API key; every request then needs it, or another one. Set the environment variable, since
+            other users of the machine can read flags. For several clients, use api_keys.
+        api_keys: file with the hashes of API keys, as `python -m jengine.serving.guards.security` writes
+            them; every request then needs one of these keys. Each key has its own request ids, aborts, limits
+            and cached pages.
         request_log: file to which a line of JSON is appended for each request, without its text; - is stdout.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, which receives a span for
-            each request, as a child of its client's `traceparent` (needs the extra otel).
+        otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces,
+            which receives a span for each request, as a child of its client's `traceparent` (needs the extra
+            otel).
         log_level: level of the server's log on stderr. Prompts and outputs are never logged.
-        log_stats: log a line every ten seconds if anything happened: requests, tokens a second, use of the cache, and before that the
-            progress of the start.
+        log_stats: log a line every ten seconds if anything happened: requests, tokens a second, use of the
+            cache, and before that the progress of the start.
     """
 
     host: str = "127.0.0.1"
@@ -154,7 +178,11 @@ class ServerConfig:
             raise InvalidArgument("allowed_origins", self.allowed_origins, "needs http_port")
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
-                raise InvalidArgument("allowed_origins", origin, "must be such as https://chat.example.com, without a path, or *")
+                raise InvalidArgument(
+                    "allowed_origins",
+                    origin,
+                    "must be such as https://chat.example.com, without a path, or *",
+                )
         if self.page and self.metrics_port is None:
             raise InvalidArgument("page", self.page, "needs metrics_port, where it is served")
         for name, above in (
@@ -167,8 +195,15 @@ class ServerConfig:
             value = getattr(self, name)
             if value is None and name == "max_request_seconds":
                 continue
-            if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (above and value == 0):
-                raise InvalidArgument(name, value, f"must be a number of seconds, {'above' if above else 'at least'} 0")
+            if (
+                type(value) not in (int, float)
+                or not math.isfinite(value)
+                or value < 0
+                or (above and value == 0)
+            ):
+                raise InvalidArgument(
+                    name, value, f"must be a number of seconds, {'above' if above else 'at least'} 0"
+                )
         if not isinstance(self.host, str) or not self.host:
             raise InvalidArgument("host", self.host, "must be an address or a name")
         if not isinstance(self.served_model_name, str | None) or self.served_model_name == "":
@@ -178,7 +213,11 @@ class ServerConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be a file's path")
         keys = (self.api_key,) if isinstance(self.api_key, str) else self.api_key
         if keys is not None:
-            if not isinstance(keys, list | tuple) or not keys or not all(isinstance(key, str) and key.strip() == key != "" for key in keys):
+            if (
+                not isinstance(keys, list | tuple)
+                or not keys
+                or not all(isinstance(key, str) and key.strip() == key != "" for key in keys)
+            ):
                 raise InvalidArgument("api_key", self.api_key, "must be text without spaces around it")
             object.__setattr__(self, "api_key", tuple(keys))
         if not isinstance(self.otlp_traces_endpoint, str | None) or self.otlp_traces_endpoint == "":
@@ -188,7 +227,11 @@ class ServerConfig:
             raise InvalidArgument(name, None, "tls_cert and tls_key go together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("tls_client_ca", self.tls_client_ca, "needs tls_cert and tls_key")
-        for name, choices in (("log_level", LOG_LEVELS), ("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        for name, choices in (
+            ("log_level", LOG_LEVELS),
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
             if getattr(self, name) not in choices:
                 raise InvalidArgument(name, getattr(self, name), f"must be {', '.join(choices)}")
             if name != "log_level" and getattr(self, name) != "auto" and self.http_port is None:
@@ -213,7 +256,8 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 
 # --- where values come from -----------------------------------------------------------------------
 
-SERVE_DEFAULTS: dict[str, Any] = {"policy": "fair"}  # where a server differs from the library, since clients share it
+# where a server differs from the library, since clients share it
+SERVE_DEFAULTS: dict[str, Any] = {"policy": "fair"}
 BY_TARGETS = ("latency", "auto")  # strategies that order the requests of all clients by their targets
 KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get_type_hints(of).items()}
 Sourced = dict[str, tuple[Any, str]]  # option: (value, place where it was given)
@@ -224,13 +268,17 @@ def print_note(text: str) -> None:
 
 
 def resolve_config(
-    flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, note: Callable[[str], None] = print_note
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    note: Callable[[str], None] = print_note,
 ) -> tuple[ServerConfig, EngineConfig]:
-    """The server's and the engine's options: each from its flag, else its JENGINE_* variable, else the TOML file, else the default.
+    """The server's and the engine's options: each from its flag, else its JENGINE_* variable, else the TOML
+    file, else the default.
 
     Args:
         flags: the flags that were given, by option name; `config` is the path of the TOML file.
-        environ: JENGINE_PORT is `port`, and so on; JENGINE_CONFIG is the file. Kubernetes' service links are ignored.
+        environ: JENGINE_PORT is `port`, and so on; JENGINE_CONFIG is the file. Kubernetes' service links are
+            ignored.
         note: gets a line about each option of vLLM that has no effect here.
 
     Raises:
@@ -238,9 +286,12 @@ def resolve_config(
     """
     given = sourced_options(flags, environ, note)
     if "model" not in given:
-        raise InvalidArgument("model", None, f"must be given: as an argument, as {PREFIX}MODEL, or in a file (--config)")
+        raise InvalidArgument(
+            "model", None, f"must be given: as an argument, as {PREFIX}MODEL, or in a file (--config)"
+        )
     server, engine = (
-        {name: value for name, (value, _) in given.items() if name in of.__dataclass_fields__} for of in (ServerConfig, EngineConfig)
+        {name: value for name, (value, _) in given.items() if name in of.__dataclass_fields__}
+        for of in (ServerConfig, EngineConfig)
     )
     if engine.get("strategy", "throughput") not in BY_TARGETS:
         engine = {**SERVE_DEFAULTS, **engine}
@@ -248,9 +299,13 @@ def resolve_config(
         return ServerConfig(**server), EngineConfig(**engine)
 
 
-def sourced_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, note: Callable[[str], None] = print_note) -> Sourced:
-    """The options of the server and the engine that were given in any of these places, for `resolve_config`; vLLM's under
-    jengine's names.
+def sourced_options(
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str] = os.environ,
+    note: Callable[[str], None] = print_note,
+) -> Sourced:
+    """The options of the server and the engine that were given in any of these places, for `resolve_config`;
+    vLLM's under jengine's names.
 
     Raises:
         InvalidArgument: an unknown name, or a value that cannot be read.
@@ -278,7 +333,11 @@ def _translated(given: Sourced, note: Callable[[str], None]) -> Sourced:
             note(f"{one} ({where})")
         for option, meant in options.items():
             if option in out and out[option][0] != meant:
-                raise InvalidArgument(name, value, f"{option} is given as {out[option][0]!r} too, perhaps under vLLM's name ({where})")
+                raise InvalidArgument(
+                    name,
+                    value,
+                    f"{option} is given as {out[option][0]!r} too, perhaps under vLLM's name ({where})",
+                )
             out[option] = (meant, where)
     return out
 
@@ -300,14 +359,20 @@ def _from_environ(environ: Mapping[str, str]) -> Sourced:
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name != "config" and name not in KINDS and name not in SERVE_SETTINGS:
-            raise InvalidArgument(variable, text, f"there is no such option; unset this environment variable{_similar(name, PREFIX)}")
+            raise InvalidArgument(
+                variable,
+                text,
+                f"there is no such option; unset this environment variable{_similar(name, PREFIX)}",
+            )
         given[name] = (_parsed(variable, text, _kind(name)), f"environment variable {variable}")
     return given
 
 
 def _from_file(path: Path, where: str) -> Sourced:
     if path.suffix in (".yaml", ".yml"):
-        raise InvalidArgument("config", str(path), f"must be TOML, lines such as max_model_len = 4096; this is YAML ({where})")
+        raise InvalidArgument(
+            "config", str(path), f"must be TOML, lines such as max_model_len = 4096; this is YAML ({where})"
+        )
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as wrong:
@@ -320,7 +385,9 @@ def _from_file(path: Path, where: str) -> Sourced:
 
 
 def _similar(name: str, prefix: str = "") -> str:
-    return suggestion(name, {*KINDS, *SERVE_SETTINGS}, lambda found: prefix + found.upper() if prefix else found)
+    return suggestion(
+        name, {*KINDS, *SERVE_SETTINGS}, lambda found: prefix + found.upper() if prefix else found
+    )
 
 
 def _kind(name: str) -> Any:
@@ -334,12 +401,14 @@ def _kind(name: str) -> Any:
 def _parsed(variable: str, text: str, hint: Any) -> Any:
     """Parse a variable's text as a value of this type; for a union that allows text, keep the text."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if not text:  # an error rather than the default, since an empty JENGINE_API_KEYS must not turn authentication off
+    # an error rather than the default, since an empty JENGINE_API_KEYS must not turn authentication off
+    if not text:
         raise InvalidArgument(variable, text, "is empty; unset it to take the default")
     try:
         if bool in kinds:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        kind = next((kind for kind in (str, float, int) if kind in kinds), str)  # the remaining hints are choices, which are text
+        # the remaining hints are choices, which are text
+        kind = next((kind for kind in (str, float, int) if kind in kinds), str)
         return whole_number(text) if kind is int else kind(text)
     except (KeyError, ValueError):
         wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"

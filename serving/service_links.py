@@ -1,6 +1,7 @@
 """The environment variables that Kubernetes sets for its Services ("service links").
 
-Those of a Service named `jengine` or `jengine-...` begin like this server's options, but are not meant for it.
+Those of a Service named `jengine` or `jengine-...` begin like this server's options, but are not meant for
+it.
 """
 
 from __future__ import annotations
@@ -33,4 +34,6 @@ def is_service_link(variable: str, value: str) -> bool:
 
 def service_links(environ: Mapping[str, str], prefix: str) -> list[str]:
     """The names of the service links that begin with this prefix."""
-    return sorted(name for name, value in environ.items() if name.startswith(prefix) and is_service_link(name, value))
+    return sorted(
+        name for name, value in environ.items() if name.startswith(prefix) and is_service_link(name, value)
+    )

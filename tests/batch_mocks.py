@@ -14,7 +14,10 @@ from jengine import AsyncLLM, EngineThread, Tokenizer
 from jengine.serving.processes.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write
 
-TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt"
+    " %}<s>assistant:{% endif %}"
+)
 CODE = """
 import sys
 from pathlib import Path

@@ -9,13 +9,17 @@ import jax
 
 from jengine.execution.programs import CompilerOptions
 
-QUICK: CompilerOptions = {"xla_backend_optimization_level": "0"}  # compiles in 60 % of the time; not for comparisons of bits
-QUICK_PROCESS = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # the same for a process: variables of its environment
+# compiles in 60 % of the time; not for comparisons of bits
+QUICK: CompilerOptions = {"xla_backend_optimization_level": "0"}
+# the same for a process: variables of its environment
+QUICK_PROCESS = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 @contextmanager
 def quickly_compiled(quickly: bool = True) -> Iterator[None]:
-    """XLA compiles with few optimizations here, or with all: the same operations, fusions and buffers, but slower code."""
+    """XLA compiles with few optimizations here, or with all: the same operations, fusions and buffers, but
+    slower code.
+    """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", quickly)
     try:

@@ -18,12 +18,16 @@ from hypothesis import settings
 os.environ.setdefault("JENGINE_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jengine"))
 # With the extra aot, JAX would look for the rest of CUDA too, and print that it is not there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Threads of XLA on a CPU. Each warpgroup of an interpreted kernel that waits holds one: two cores' two would be a deadlock.
-# Set before the first use of JAX, which may be the import of a test.
+# Threads of XLA on a CPU. Each warpgroup of an interpreted kernel that waits holds one: two cores' two would
+# be a deadlock. Set before the first use of JAX, which may be the import of a test.
 os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
 
-# A shell starts background jobs with SIGINT ignored, and so would be what tests start. Python then raises no KeyboardInterrupt.
-if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+# A shell starts background jobs with SIGINT ignored, and so would be what tests start. Python then raises no
+# KeyboardInterrupt.
+if (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two busy cores make any deadline flaky; a run that fails must fail again.
@@ -32,7 +36,8 @@ settings.register_profile("full", deadline=None, derandomize=True, max_examples=
 settings.load_profile("jengine")
 
 
-# Files that take longest. They come first, so that no process of a parallel run is left with one of them at the end.
+# Files that take longest. They come first, so that no process of a parallel run is left with one of them at
+# the end.
 LONGEST = (
     "tests/kernels/test_ahead_of_time.py",
     "tests/execution/test_gpu_programs.py",
@@ -87,9 +92,14 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("text_model")
     tokenizer = byte_level()
     config = {**VARIANTS["llama_tied"], "vocab_size": tokenizer.get_vocab_size()}
-    tensors = {name: 0.3 * uniform(name, math.prod(shape)).reshape(shape) for name, shape in tensor_shapes(config).items()}
+    tensors = {
+        name: 0.3 * uniform(name, math.prod(shape)).reshape(shape)
+        for name, shape in tensor_shapes(config).items()
+    }
     save_file(
-        {name: tensor.astype(np.float32) for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+        {name: tensor.astype(np.float32) for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     (folder / "config.json").write_text(json.dumps(config))
     return write(tokenizer, folder)

@@ -1,4 +1,6 @@
-"""Modules of extras. `make test` installs `dev` and `aot`, so there a test that lacks one fails; elsewhere it is skipped."""
+"""Modules of extras. `make test` installs `dev` and `aot`, so there a test that lacks one fails; elsewhere it
+is skipped.
+"""
 
 from __future__ import annotations
 
@@ -26,4 +28,6 @@ def compiler_for_gpus() -> None:
     """For tests that compile for GPUs that are not there."""
     of_extra("aot", "jax_plugins.xla_cuda13")
     if os.environ.get("JAX_PLATFORMS") != "cpu":
-        pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
+        pytest.skip(
+            "needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True
+        )

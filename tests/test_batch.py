@@ -45,10 +45,14 @@ def command(model: object, files: tuple[Path, Path], *more: str) -> list[str]:
 
 
 def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> None:
-    """A process is killed with some lines answered and others in progress. The last answer is cut off; another process continues."""
+    """A process is killed with some lines answered and others in progress. The last answer is cut off;
+    another process continues.
+    """
     source, target = files
     keys = [f"id {number}" if number % 2 else number for number in range(1, 121)]  # by id, or by line number
-    lines = [{"id": key, "prompt": f"{key}"} if isinstance(key, str) else {"prompt": f"{key}"} for key in keys]
+    lines = [
+        {"id": key, "prompt": f"{key}"} if isinstance(key, str) else {"prompt": f"{key}"} for key in keys
+    ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = [*FLAGS, "--max-tokens=100", "--temperature=0", "--ignore-eos"]
     arguments = [sys.executable, "-m", "jengine.cli", *command(text_model, files, *flags)]
@@ -69,7 +73,9 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     assert "the last line was incomplete and is answered again" in done.stderr
     assert f"\n{120 - before} of 120 lines answered; " in done.stderr and "tokens/s" in done.stderr
     answers = records(target)
-    assert sorted(str(answer.get("id", answer["line"])) for answer in answers) == sorted(str(key) for key in keys)
+    assert sorted(str(answer.get("id", answer["line"])) for answer in answers) == sorted(
+        str(key) for key in keys
+    )
     assert all(len(answer["outputs"][0]["token_ids"]) == 100 for answer in answers)
 
     content = target.read_bytes()
@@ -79,9 +85,18 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
 
 LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or a part of its error
     (b'{"prompt": "The quick", "id": "a"}', {"line": 1, "id": "a", "prompt_tokens": 3}),
-    (b'{"prompt_token_ids": [5, 6, 7], "custom_id": 17, "max_tokens": 3}', {"line": 2, "id": 17, "prompt_tokens": 3}),
-    (b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content }}y"}', {"line": 3, "prompt_tokens": 2}),
-    (b'{"prompt": "The quick", "seed": 3, "temperature": 1.0, "logprobs": 1, "prompt_logprobs": 0}', {"line": 4, "prompt_tokens": 3}),
+    (
+        b'{"prompt_token_ids": [5, 6, 7], "custom_id": 17, "max_tokens": 3}',
+        {"line": 2, "id": 17, "prompt_tokens": 3},
+    ),
+    (
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content }}y"}',
+        {"line": 3, "prompt_tokens": 2},
+    ),
+    (
+        b'{"prompt": "The quick", "seed": 3, "temperature": 1.0, "logprobs": 1, "prompt_logprobs": 0}',
+        {"line": 4, "prompt_tokens": 3},
+    ),
     (b"  ", ""),
     (b'{"prompt": "The', "Unterminated string"),
     (b'"prompt"', 'must be a JSON object: "prompt"'),
@@ -109,7 +124,9 @@ LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or
 ]
 
 
-def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_every_kind(
+    text_model: Path, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = files
     source.write_bytes(b"\n".join(line for line, _ in LINES))
     run = command(text_model, files, *FLAGS, "--max-tokens=5", "--temperature=0", "--quiet")
@@ -121,7 +138,9 @@ def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys:
         answer = answers.get(number)
         if isinstance(expected, dict):
             assert answer is not None and {field: answer.get(field) for field in expected} == expected
-            assert answer.keys() - expected.keys() == {"outputs"} | ({"prompt_logprobs"} if number == 4 else set())
+            assert answer.keys() - expected.keys() == {"outputs"} | (
+                {"prompt_logprobs"} if number == 4 else set()
+            )
         elif expected:
             assert answer is not None and expected in answer["error"] and "outputs" not in answer
             assert f"jengine: line {number}: " in told
@@ -131,12 +150,21 @@ def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys:
     work: list[tuple[int, Any, SamplingParams]] = [
         (1, "The quick", SamplingParams(temperature=0.0, top_p=0.95, max_tokens=5)),
         (2, [5, 6, 7], SamplingParams(temperature=0.0, top_p=0.95, max_tokens=3)),
-        (4, "The quick", SamplingParams(temperature=1.0, top_p=0.95, max_tokens=5, seed=3, logprobs=1, prompt_logprobs=0)),
+        (
+            4,
+            "The quick",
+            SamplingParams(temperature=1.0, top_p=0.95, max_tokens=5, seed=3, logprobs=1, prompt_logprobs=0),
+        ),
         (27, "The quick", SamplingParams(temperature=1.0, top_p=0.95, max_tokens=5, seed=3, n=3)),
     ]
     for line, prompt, params in work:
-        for shown, made in zip(answers[line]["outputs"], llm.generate(prompt, params, use_tqdm=False)[0].outputs, strict=True):
-            expected = {name: getattr(made, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
+        for shown, made in zip(
+            answers[line]["outputs"], llm.generate(prompt, params, use_tqdm=False)[0].outputs, strict=True
+        ):
+            expected = {
+                name: getattr(made, name)
+                for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")
+            }
             assert {name: shown.get(name) for name in expected} == expected
             assert ("logprobs" in shown) == (params.logprobs is not None)
     [scored] = answers[4]["outputs"]
@@ -157,7 +185,11 @@ def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys:
 
 def test_whatever_was_cut_off_is_repaired(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    written = [{"line": 1, "outputs": []}, {"line": 2, "id": "zwei", "error": "x"}, {"line": 3, "id": 3, "outputs": []}]
+    written = [
+        {"line": 1, "outputs": []},
+        {"line": 2, "id": "zwei", "error": "x"},
+        {"line": 3, "id": 3, "outputs": []},
+    ]
     with OutputFile(path) as answers:
         answers.write(written[:1])
         answers.write(written[1:])
@@ -177,7 +209,8 @@ def test_whatever_was_cut_off_is_repaired(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"my notes", b"my notes\n", b"{}\n", b'{"line": 1}\n\n{"line": 2}\n', b"[]", b"7\n", b'{"line": []}\n']
+    "content",
+    [b"my notes", b"my notes\n", b"{}\n", b'{"line": 1}\n\n{"line": 2}\n', b"[]", b"7\n", b'{"line": []}\n'],
 )
 def test_a_file_with_something_else_is_left_alone(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
@@ -229,7 +262,9 @@ class StandIn:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def generate(self, prompt: str, params: SamplingParams, output_kind: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: str, params: SamplingParams, output_kind: str
+    ) -> AsyncIterator[RequestOutput]:
         cls = type(self)
         cls.asked, cls.live = cls.asked + 1, cls.live + 1
         cls.most = max(cls.most, cls.live)
@@ -237,7 +272,12 @@ class StandIn:
         if cls.fail_at and cls.asked >= cls.fail_at:
             raise EngineDead("the engine has stopped: it was told to")
         cls.live -= 1
-        yield RequestOutput(request_id="0", prompt=prompt, prompt_token_ids=[1], outputs=[CompletionOutput(text=prompt, token_ids=[1, 2])])
+        yield RequestOutput(
+            request_id="0",
+            prompt=prompt,
+            prompt_token_ids=[1],
+            outputs=[CompletionOutput(text=prompt, token_ids=[1, 2])],
+        )
 
 
 @pytest.fixture
@@ -249,7 +289,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     return Fresh
 
 
-def test_few_requests_are_in_memory_at_a_time(stand_in: type[StandIn], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_requests_are_in_memory_at_a_time(
+    stand_in: type[StandIn], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     files[0].write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(500)))
     read, ahead = 0, []
     lines = batch.numbered
@@ -276,13 +318,20 @@ def test_failed_lines_are_answered_again_on_request(
     assert "2 of 4 lines answered, 2 failed; " in capsys.readouterr().err
     target.chmod(0o640)
     assert cli.main(command("demo", files)) == 1, "as the file still has errors"
-    told = "nothing to do: 4 lines answered before, 2 of them with an error: --retry-errors answers these again\n"
+    told = (
+        "nothing to do: 4 lines answered before, 2 of them with an error: --retry-errors answers these"
+        " again\n"
+    )
     assert capsys.readouterr().err == told
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n{"id": "d", "prompt": "d"}\n')
     assert cli.main(command("demo", files, "--quiet", "--retry-errors")) == 0
-    assert sorted((answer["line"], answer["outputs"][0]["text"]) for answer in records(target)) == [*enumerate("abcd", start=1)]
+    assert sorted((answer["line"], answer["outputs"][0]["text"]) for answer in records(target)) == [
+        *enumerate("abcd", start=1)
+    ]
     assert stand_in.asked == 4, "what had been answered was not asked again"
-    assert target.stat().st_mode & 0o777 == 0o640 and sorted(path.name for path in target.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert target.stat().st_mode & 0o777 == 0o640 and sorted(
+        path.name for path in target.parent.iterdir()
+    ) == ["in.jsonl", "out.jsonl"]
 
 
 def test_standard_input_to_standard_output(
@@ -292,7 +341,10 @@ def test_standard_input_to_standard_output(
     assert cli.main(["generate", "demo", "--input=-"]) == 1
     out, err = capsys.readouterr()
     answers = [json.loads(line) for line in out.splitlines()]
-    assert [answer["line"] for answer in answers] == [1, 3] or [answer["line"] for answer in answers] == [3, 1]
+    assert [answer["line"] for answer in answers] == [1, 3] or [answer["line"] for answer in answers] == [
+        3,
+        1,
+    ]
     last = err.replace("\r", "\n").splitlines()[-1]  # a bar may have been shown and cleared before it
     assert last.startswith("1 of 2 lines answered, 1 failed; 2 tokens, ") and last.endswith("tokens/s")
 

@@ -16,7 +16,13 @@ from jengine.execution.cache_folders import DAY
 from jengine.execution.program_folder import FolderLock, Manifest, write_manifest
 
 MODEL = {"family": "llama", "num_layers": 4, "hidden_size": 256}
-IDENTITY: dict[str, Any] = {"device": "NVIDIA H200", "mesh": {"tensor": 2}, "jengine": "0.1.0", "model": MODEL, "dtype": "bfloat16"}
+IDENTITY: dict[str, Any] = {
+    "device": "NVIDIA H200",
+    "mesh": {"tensor": 2},
+    "jengine": "0.1.0",
+    "model": MODEL,
+    "dtype": "bfloat16",
+}
 
 
 def saved(root: Path, number: int, *, days: float = 0, **identity: object) -> Path:
@@ -40,7 +46,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_shows_where_programs_are_and_of_which_models(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_shows_where_programs_are_and_of_which_models(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved(cache, 10, days=3)
     saved(cache / "process-1-of-2", 11, quantization="w8a8", mesh={"tensor": 1})
     (saved(cache, 12, days=1) / "manifest.json").write_text("{")
@@ -48,9 +56,27 @@ def test_it_shows_where_programs_are_and_of_which_models(cache: Path, capsys: py
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     assert cli.main(["cache"]) == 0
     head, blank, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith(f"{cache}: 3 folders of programs, ") and head.endswith(" KiB of at most 10.0 GiB") and not blank
+    assert (
+        head.startswith(f"{cache}: 3 folders of programs, ")
+        and head.endswith(" KiB of at most 10.0 GiB")
+        and not blank
+    )
     assert [line.split("  ")[0] for line in lines] == ["fingerprint", "0000000b", "0000000c", "0000000a"]
-    assert lines[1].split()[1:] == ["llama", "4", "x", "256,", "bfloat16,", "w8a8", "1", "2.3", "KiB", "NVIDIA", "H200", "0.1.0", "now"]
+    assert lines[1].split()[1:] == [
+        "llama",
+        "4",
+        "x",
+        "256,",
+        "bfloat16,",
+        "w8a8",
+        "1",
+        "2.3",
+        "KiB",
+        "NVIDIA",
+        "H200",
+        "0.1.0",
+        "now",
+    ]
     assert lines[2].split()[1:4] == ["?", "0", "2.0"] and lines[2].endswith("1 day ago")
     assert "2 x NVIDIA H200" in lines[3] and lines[3].endswith("3 days ago")
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before, "looking is no use"
@@ -58,12 +84,17 @@ def test_it_shows_where_programs_are_and_of_which_models(cache: Path, capsys: py
 
 def test_an_empty_cache_is_one_line(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["cache", "--cache-dir", str(tmp_path / "other")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'other'}: 0 folders of programs, 0 bytes of at most 10.0 GiB\n"
+    assert (
+        capsys.readouterr().out
+        == f"{tmp_path / 'other'}: 0 folders of programs, 0 bytes of at most 10.0 GiB\n"
+    )
     assert cli.main(["cache", "clear"]) == 0
     assert capsys.readouterr().err == f"{tmp_path}: nothing to delete\n"
 
 
-def test_clear_deletes_programs_and_measurements_and_nothing_else(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_deletes_programs_and_measurements_and_nothing_else(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved(cache, 1)
     saved(cache / "process-0-of-2", 2)
     (cache / "dtypes").mkdir()
@@ -79,7 +110,9 @@ def test_clear_deletes_programs_and_measurements_and_nothing_else(cache: Path, c
     assert sorted(path for path in cache.rglob("*") if path.is_file()) == mine
 
 
-def test_clear_keeps_what_was_used_lately_and_what_is_being_written(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_keeps_what_was_used_lately_and_what_is_being_written(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     new, old, busy = saved(cache, 1, days=1), saved(cache, 2, days=9), saved(cache, 3)
     lock = FolderLock(busy)
     assert lock.acquire()
@@ -93,7 +126,9 @@ def test_clear_keeps_what_was_used_lately_and_what_is_being_written(cache: Path,
 
 
 @pytest.mark.parametrize(("answer", "kept"), [("y", False), ("n", True), ("", True)])
-def test_it_asks_first(answer: str, kept: bool, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_asks_first(
+    answer: str, kept: bool, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = saved(cache, 1)
 
     class Terminal(io.StringIO):

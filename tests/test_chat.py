@@ -86,7 +86,11 @@ def test_commands(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     chat.send("Three?")
     assert chat.obey("/system")
     chat.send("Four?")
-    assert llm.prompts[1:] == ["[system] Be brief.\n[user] Two?\n", "[system] Be kind.\n[user] Three?\n", "[user] Four?\n"]
+    assert llm.prompts[1:] == [
+        "[system] Be brief.\n[user] Two?\n",
+        "[system] Be kind.\n[user] Three?\n",
+        "[user] Four?\n",
+    ]
     assert chat.obey("/help") and chat.obey("/what now")
     told = capsys.readouterr().err
     assert "/system TEXT" in told and "Unknown command /what." in told
@@ -101,7 +105,9 @@ def test_what_cannot_be_answered_is_forgotten(llm: StandIn, capsys: pytest.Captu
     assert llm.prompts == ["[user] Good?\n"]
 
 
-def test_the_oldest_messages_are_forgotten_when_room_is_wanting(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_oldest_messages_are_forgotten_when_room_is_wanting(
+    llm: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat = chat_with(llm, "Be brief.", max_tokens=None)
     for number in range(8):
         chat.send(f"Question number {number}?")
@@ -112,7 +118,9 @@ def test_the_oldest_messages_are_forgotten_when_room_is_wanting(llm: StandIn, ca
     assert "its oldest messages are forgotten" in capsys.readouterr().err
 
 
-def test_an_interrupted_answer_is_kept_as_far_as_it_came(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(
+    llm: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
     chat = chat_with(llm)
     outputs = llm._outputs
 
@@ -145,10 +153,23 @@ def test_without_a_template_the_text_is_continued(llm: StandIn) -> None:
 def test_messages_through_a_pipe(text_model: Path) -> None:
     """Each line a message; the answers go to stdout, everything else to stderr."""
     messages = b'The quick\n/system fox\n  \n\xff\n"""two\nlines"""\n/exit\nnever read\n'
-    command = [sys.executable, "-m", "jengine.cli", "chat", str(text_model), *FLAGS, "--max-tokens=4", "--temperature=0", "--stop=\n"]
+    command = [
+        sys.executable,
+        "-m",
+        "jengine.cli",
+        "chat",
+        str(text_model),
+        *FLAGS,
+        "--max-tokens=4",
+        "--temperature=0",
+        "--stop=\n",
+    ]
     done = subprocess.run(command, input=messages, capture_output=True, check=True)
     told = done.stderr.decode()
-    assert "The model has no chat template: it continues the text that you begin." in told and "/help" not in told
+    assert (
+        "The model has no chat template: it continues the text that you begin." in told
+        and "/help" not in told
+    )
     assert told.count("jengine: error: ") == 1 and "must be text that UTF-8 can encode" in told
     assert done.stdout.count(b"\n") == 2 and b"> " not in done.stdout
 
@@ -157,7 +178,10 @@ def test_messages_through_a_pipe(text_model: Path) -> None:
 
     params = SamplingParams(temperature=0.0, top_p=0.95, max_tokens=4, stop="\n")
     llm = LLM(text_model, progress=False, **OPTIONS)  # type: ignore[arg-type]
-    prompts = [llm.tokenizer.encode("<s>" + text, add_special_tokens=False) for text in ("The quick", "fox\ntwo\nlines")]
+    prompts = [
+        llm.tokenizer.encode("<s>" + text, add_special_tokens=False)
+        for text in ("The quick", "fox\ntwo\nlines")
+    ]
     answers = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     assert done.stdout.decode() == "".join(answer + "\n" for answer in answers)
 
@@ -188,7 +212,8 @@ sys.exit(cli.main(["chat", "demo"]))
 """
 
 
-CONTROLLING = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # the process's terminal: its Ctrl-C is a signal
+# the process's terminal: its Ctrl-C is a signal
+CONTROLLING = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
 
 
 class Terminal:
@@ -198,7 +223,9 @@ class Terminal:
         self.master, slave = pty.openpty()
         environment = {**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null"}
         streams = {"stdin": slave, "stdout": slave, "stderr": slave}
-        self.process = subprocess.Popen([sys.executable, "-c", CONTROLLING + code], start_new_session=True, env=environment, **streams)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CONTROLLING + code], start_new_session=True, env=environment, **streams
+        )
         os.close(slave)
         self.shown = ""
 
@@ -257,7 +284,11 @@ def test_keys(terminal: Terminal) -> None:
 
 def test_interrupted_before_it_listens() -> None:
     """While the model loads, Ctrl-C ends the program, as it does in `generate`."""
-    slow = Terminal(ENDLESS.replace("**options): pass", "**options):\n        print('loading', flush=True); time.sleep(300)"))
+    slow = Terminal(
+        ENDLESS.replace(
+            "**options): pass", "**options):\n        print('loading', flush=True); time.sleep(300)"
+        )
+    )
     slow.until("loading")
     slow.type("\x03")
     assert slow.process.wait(timeout=30) == 130

@@ -77,11 +77,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], Sam
     return StandIn.made
 
 
-def test_streams_text_to_stdout_and_statistics_to_stderr(made: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_text_to_stdout_and_statistics_to_stderr(
+    made: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["generate", "demo", "été"]) == 0
     out, err = capsys.readouterr()
     assert out == "<été>\n"
-    assert err.startswith("5 tokens, ") and err.endswith(" s after process start, programs: 3 compiled, 4 loaded, 7 of 9 ready by now\n")
+    assert err.startswith("5 tokens, ") and err.endswith(
+        " s after process start, programs: 3 compiled, 4 loaded, 7 of 9 ready by now\n"
+    )
     model, options, params = made[0]
     assert (model, options) == ("demo", {"progress": True})
     assert params == SamplingParams(**flags.SAMPLING_DEFAULTS)
@@ -96,23 +100,31 @@ def test_statistics_can_be_left_out(flag: str, made: list[Any], capsys: pytest.C
 
 def test_every_field_has_a_flag(made: list[Any]) -> None:
     values: dict[str, Any] = {
-        "n": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seed": -5, "max_tokens": 9, "min_tokens": 2,
+        "n": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seed": -5, "max_tokens": 9,
+        "min_tokens": 2,
         "ignore_eos": True, "stop": ("a", "b"), "stop_token_ids": (3, 4), "logprobs": 2,
-        "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": 2.0},
-        "allowed_token_ids": (1, 2), "bad_words": ("no",), "structured_outputs": {"regex": "a+"}, "include_stop_str_in_output": True,
+        "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "logit_bias": {"5": 2.0},
+        "allowed_token_ids": (1, 2), "bad_words": ("no",), "structured_outputs": {"regex": "a+"},
+        "include_stop_str_in_output": True,
         "skip_special_tokens": False, "detokenize": True, "prompt_logprobs": 3,
         "revision": "main", "tokenizer": "other",
         "chat_template": "chat.jinja", "dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 4,
-        "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
+        "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB",
+        "gpu_memory_utilization": 0.5,
         "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
-        "policy": "priority", "priority_ageing": 5.0, "strategy": "memory", "ttft_ms": 500.0, "tpot_ms": 40.0, "on_late": "reject",
+        "policy": "priority", "priority_ageing": 5.0, "strategy": "memory", "ttft_ms": 500.0, "tpot_ms": 40.0,
+        "on_late": "reject",
         "batching": "dynamic", "batch_wait_ms": 7.0,
-        "overlap": False, "cache_dir": "somewhere", "cache_max_size": "2GiB", "compile_threads": 3, "cpu_threads": 1,
-        "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 0,  # with 1 it would follow
+        "overlap": False, "cache_dir": "somewhere", "cache_max_size": "2GiB", "compile_threads": 3,
+        "cpu_threads": 1,
+        # with 1 it would follow
+        "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 0,
         "generation_config": "vllm", "programs": "compiled",
         "quantization": "int4", "quantization_group_size": 64, "calibration_data": "text",
         "kv_cache_dtype": "int8", "attention_backend": "mosaic", "warm_up": "all",
-        "record_trace": "trace", "embeddings": True, "stream_interval": 3, "num_scheduler_steps": "1",  # batch_invariant allows no other
+        # batch_invariant allows no other
+        "record_trace": "trace", "embeddings": True, "stream_interval": 3, "num_scheduler_steps": "1",
     }  # fmt: skip
     sampling = {field.name for field in dataclasses.fields(SamplingParams)}
     engine = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "seed"}
@@ -123,7 +135,13 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            texts = [json.dumps(value)] if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+            texts = (
+                [json.dumps(value)]
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, tuple)
+                else (value,)
+            )
             arguments += [f"--{flag}={text}" for text in texts]
     assert cli.main(["generate", "demo", "go", *arguments]) == 0
     _, options, params = made[0]
@@ -134,7 +152,9 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
 def test_engine_options_come_from_variables_and_files_too(
     made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Flags override variables, and variables override the file; the server's options in them do not affect commands."""
+    """Flags override variables, and variables override the file; the server's options in them do not affect
+    commands.
+    """
     file = tmp_path / "jengine.toml"
     file.write_text("max_num_seqs = 2\ntile_size = 16\npage_size = 8\nport = 1\nmodel = 'other'\n")
     monkeypatch.setenv("JENGINE_TILE_SIZE", "32")
@@ -143,7 +163,10 @@ def test_engine_options_come_from_variables_and_files_too(
     assert made[0][:2] == ("demo", {"progress": True, "max_num_seqs": 4, "tile_size": 32, "page_size": 8})
     monkeypatch.setenv("JENGINE_TILE_SIZE", "0")
     assert cli.main(["generate", "demo", "go"]) == 2
-    assert "tile_size=0: must be a whole number, at least 1 (environment variable JENGINE_TILE_SIZE)" in capsys.readouterr().err
+    assert (
+        "tile_size=0: must be a whole number, at least 1 (environment variable JENGINE_TILE_SIZE)"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +179,9 @@ def test_engine_options_come_from_variables_and_files_too(
         (["--input=a", "--retry-errors"], "retry_errors=True: needs --output FILE, which holds the errors"),
     ],
 )
-def test_either_a_prompt_or_files(arguments: list[str], message: str, made: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_either_a_prompt_or_files(
+    arguments: list[str], message: str, made: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["generate", "demo", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert made == []
@@ -168,7 +193,9 @@ def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert out.startswith("usage: jengine ") and "generate" in out and err == ""
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "convert", "compile", "plan", "completions"])
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "serve", "convert", "compile", "plan", "completions"]
+)
 def test_help_has_no_python_in_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help"])
@@ -180,14 +207,22 @@ def test_help_says_what_repeats_and_how_many(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         cli.main(["generate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"--stop TEXT [^-]* \(repeatable\)", text) and "at most 64, each" in text and "(default: on)" in text
+    assert (
+        re.search(r"--stop TEXT [^-]* \(repeatable\)", text)
+        and "at most 64, each" in text
+        and "(default: on)" in text
+    )
 
 
 @pytest.mark.parametrize(
-    "variables, styled", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)]
+    "variables, styled",
+    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
 )
 def test_notes_are_dim_where_styles_are_wanted(
-    variables: dict[str, str], styled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: dict[str, str],
+    styled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -197,9 +232,17 @@ def test_notes_are_dim_where_styles_are_wanted(
     assert capsys.readouterr().err == ("\033[2mhello\033[0m\n" if styled else "hello\n")
 
 
-@pytest.mark.parametrize("at_terminal, notebook, show, drawn", [(1, 0, 1, True), (0, 1, 1, True), (0, 0, 1, False), (1, 0, 0, False)])
+@pytest.mark.parametrize(
+    "at_terminal, notebook, show, drawn",
+    [(1, 0, 1, True), (0, 1, 1, True), (0, 0, 1, False), (1, 0, 0, False)],
+)
 def test_bars_are_for_people(
-    at_terminal: int, notebook: int, show: int, drawn: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    at_terminal: int,
+    notebook: int,
+    show: int,
+    drawn: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(at_terminal))
     from ipykernel.kernelapp import IPKernelApp  # which any process may import
@@ -215,14 +258,19 @@ def test_completions(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     script = capsys.readouterr().out
     assert all(word in script for word in ("generate", "serve", "temperature", "max-num-seqs"))
     if shell == "bash":
-        words = "source /dev/stdin; COMP_WORDS=(jengine generate --temp); COMP_CWORD=2; _shtab_jengine; echo ${COMPREPLY[@]}"
+        words = (
+            "source /dev/stdin; COMP_WORDS=(jengine generate --temp); COMP_CWORD=2; _shtab_jengine; echo"
+            " ${COMPREPLY[@]}"
+        )
         done = subprocess.run(["bash", "-c", words], input=script, capture_output=True, text=True, check=True)
         assert done.stdout == "--temperature\n"
 
 
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([sys.executable, "-c", STAND_IN], stdout=full, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", STAND_IN], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
     assert (done.returncode, done.stderr) == (2, b"jengine: error: No space left on device\n")
 
 
@@ -252,17 +300,22 @@ def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 def test_several_completions_are_written_one_below_the_other(
     made: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first that is unfinished as it comes; those after it, which grow meanwhile, when their turn has come."""
+    """The first that is unfinished as it comes; those after it, which grow meanwhile, when their turn has
+    come.
+    """
     first, second, third = (CompletionOutput(index=i) for i in range(3))
     written = []
 
     def outputs(self: StandIn, prompt: str) -> Iterator[RequestOutput]:
         for completion, text, reason in [
-            (second, "b", None), (first, "a", None), (second, "B", "stop"), (first, "A", "length"), (third, "c", None), (third, "C", "stop")
+            (second, "b", None), (first, "a", None), (second, "B", "stop"), (first, "A", "length"),
+            (third, "c", None), (third, "C", "stop")
         ]:  # fmt: skip
             completion.text, completion.finish_reason = completion.text + text, reason
             completion.token_ids.append(1)
-            yield RequestOutput(request_id="0", prompt=prompt, prompt_token_ids=[1], outputs=[first, second, third])
+            yield RequestOutput(
+                request_id="0", prompt=prompt, prompt_token_ids=[1], outputs=[first, second, third]
+            )
             written.append(capsys.readouterr().out)
 
     monkeypatch.setattr(StandIn, "_outputs", outputs)
@@ -272,7 +325,9 @@ def test_several_completions_are_written_one_below_the_other(
     assert out == "\n" and err.startswith("6 tokens, ") and made[0][2].n == 3
 
 
-def test_prompt_from_stdin(made: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompt_from_stdin(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("two\nlines ü".encode())))
     assert cli.main(["generate", "demo", "-", "--quiet"]) == 0
     assert capsys.readouterr().out == "<two\nlines ü>\n"
@@ -283,9 +338,15 @@ def test_prompt_from_stdin(made: list[Any], monkeypatch: pytest.MonkeyPatch, cap
     [
         (["bad"], "prompt='bad': must be good"),
         (["go", "--temperature=-1"], "temperature=-1.0: must be a finite number, at least 0"),
-        (["go", "--n=2", "--temperature=0"], "n=2: must be 1 if temperature is 0: greedy completions would all be the same"),
+        (
+            ["go", "--n=2", "--temperature=0"],
+            "n=2: must be 1 if temperature is 0: greedy completions would all be the same",
+        ),
         (["go", "--top-p=nan"], "top_p=nan: must be in (0, 1]"),
-        (["go", "--kv-cache-memory=lots"], "kv_cache_memory='lots': must be a number of bytes, or text such as 512MiB (command line)"),
+        (
+            ["go", "--kv-cache-memory=lots"],
+            "kv_cache_memory='lots': must be a number of bytes, or text such as 512MiB (command line)",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -297,7 +358,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def start(code: str, **options: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
 
 
 def test_interrupt_leaves_no_traceback() -> None:
@@ -310,7 +373,9 @@ def test_interrupt_leaves_no_traceback() -> None:
 
 
 def test_interrupt_does_not_wait_for_threads_that_compile() -> None:
-    compiling = "with ThreadPoolExecutor() as pool: print('compiling', flush=True); pool.submit(time.sleep, 300)"
+    compiling = (
+        "with ThreadPoolExecutor() as pool: print('compiling', flush=True); pool.submit(time.sleep, 300)"
+    )
     code = STAND_IN.replace(": pass", ":\n        " + compiling)
     with start(code) as process:
         assert process.stdout is not None
@@ -330,7 +395,16 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 
 def test_help_and_version_do_not_wait_for_jax() -> None:
-    code = "import sys; from jengine import cli\ntry: cli.main([sys.argv[1]])\nfinally: assert not {'jax', 'numpy'} & set(sys.modules)"
+    code = (
+        "import sys; from jengine import cli\ntry: cli.main([sys.argv[1]])\nfinally: assert not {'jax',"
+        " 'numpy'} & set(sys.modules)"
+    )
     for flag, shown in (("--help", "generate"), ("--version", jengine.__version__)):
-        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True, env=dict(os.environ))
+        done = subprocess.run(
+            [sys.executable, "-c", code, flag],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=dict(os.environ),
+        )
         assert shown in done.stdout

@@ -35,13 +35,20 @@ print(json.dumps([tokenizers, *(threads().count(name) for name in ("tf_XLAEigen"
 
 
 def threads_of(limit: int, tokenizer: Path) -> list[int]:
-    """Threads that the tokenizer, XLA's operations and XLA's compiler start in a separate process. limit: 0: none."""
-    done = subprocess.run([sys.executable, "-c", COUNT, str(limit), str(tokenizer)], capture_output=True, text=True, check=True)
+    """Threads that the tokenizer, XLA's operations and XLA's compiler start in a separate process. limit: 0:
+    none.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, str(limit), str(tokenizer)], capture_output=True, text=True, check=True
+    )
     counts: list[int] = json.loads(done.stdout.splitlines()[-1])
     return counts
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists() or CORES == 1, reason="threads are counted on Linux, with several cores")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists() or CORES == 1,
+    reason="threads are counted on Linux, with several cores",
+)
 def test_a_process_has_so_many_threads(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
@@ -50,7 +57,10 @@ def test_a_process_has_so_many_threads(text_model: Path, monkeypatch: pytest.Mon
 
 
 def test_more_than_there_are_cores_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match=rf"cpu_threads={CORES + 1}: must be at most {CORES}, the cores that this process may use"):
+    with pytest.raises(
+        InvalidArgument,
+        match=rf"cpu_threads={CORES + 1}: must be at most {CORES}, the cores that this process may use",
+    ):
         LLM("demo", cpu_threads=CORES + 1)
 
 
@@ -59,7 +69,9 @@ def test_jax_keeps_the_threads_it_has_started_with(monkeypatch: pytest.MonkeyPat
 
     jax.devices()
     monkeypatch.setenv("NPROC", str(CORES + 1))
-    with pytest.raises(InvalidArgument, match=rf"cpu_threads={CORES}: must be {CORES + 1}: JAX has already started"):
+    with pytest.raises(
+        InvalidArgument, match=rf"cpu_threads={CORES}: must be {CORES + 1}: JAX has already started"
+    ):
         LLM("demo", cpu_threads=CORES)
     monkeypatch.setenv("NPROC", str(CORES))
     limit_cpu_threads(CORES)  # as it is

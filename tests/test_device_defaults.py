@@ -28,7 +28,9 @@ def test_what_is_given_wins() -> None:
 def test_programs_are_compiled_by_cpu_threads_at_most() -> None:
     assert sizes(EngineConfig(cpu_threads=1), "cpu").compile_threads == 1
     assert sizes(EngineConfig(cpu_threads=99), "cpu").compile_threads == 2
-    assert sizes(EngineConfig(cpu_threads=1, compile_threads=3), "cpu").compile_threads == 3, "what is given wins"
+    assert sizes(EngineConfig(cpu_threads=1, compile_threads=3), "cpu").compile_threads == 3, (
+        "what is given wins"
+    )
 
 
 def test_the_default_budget_grows_with_the_rows() -> None:
@@ -37,7 +39,9 @@ def test_the_default_budget_grows_with_the_rows() -> None:
 
 
 def test_a_default_that_cannot_be_met_is_named() -> None:
-    with pytest.raises(InvalidArgument, match=r"max_num_batched_tokens=300: must be at least max_num_seqs \+ tile_size = 320"):
+    with pytest.raises(
+        InvalidArgument, match=r"max_num_batched_tokens=300: must be at least max_num_seqs \+ tile_size = 320"
+    ):
         sizes(EngineConfig(max_num_batched_tokens=300), "gpu")
 
 

@@ -6,7 +6,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+from jengine.api.embeddings import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from jengine.base import display
 from jengine.base.display import Summary, answer_html, counted, image_html, short, table_html
 from jengine.core.request import CompletionOutput, RequestOutput
@@ -40,7 +45,9 @@ class Visible(HTMLParser):
 def output(text: str, prompt: str | None = "def f", finished: bool = True) -> RequestOutput:
     ended = {"finish_reason": "stop", "stop_reason": "\n"} if finished else {}
     completion = CompletionOutput(text=text, token_ids=[1] * 500, **ended)  # type: ignore[arg-type]
-    return RequestOutput(request_id="7", prompt=prompt, prompt_token_ids=[1], outputs=[completion], finished=finished)
+    return RequestOutput(
+        request_id="7", prompt=prompt, prompt_token_ids=[1], outputs=[completion], finished=finished
+    )
 
 
 def test_a_line_in_a_terminal() -> None:
@@ -55,7 +62,10 @@ def test_a_line_in_a_terminal() -> None:
 
 def test_a_notebook_shows_text_as_it_is() -> None:
     shown = Visible(output(NASTY, prompt=NASTY)._repr_html_())
-    assert shown.text == NASTY + NASTY + "500 tokens, finish_reason='stop', stop_reason='\\n'" and "script" not in shown.tags
+    assert (
+        shown.text == NASTY + NASTY + "500 tokens, finish_reason='stop', stop_reason='\\n'"
+        and "script" not in shown.tags
+    )
     assert Visible(output("x", prompt=None)._repr_html_()).text.startswith("[1 token] x")
     several = output("one")
     several.outputs.append(CompletionOutput(text="two"))
@@ -71,10 +81,18 @@ def test_small_parts() -> None:
 
 def test_a_notebook_shows_embeddings_and_scores() -> None:
     embedding = EmbeddingRequestOutput(
-        request_id="1", outputs=EmbeddingOutput(embedding=[0.5] * 8), prompt_token_ids=[1, 2], num_cached_tokens=0
+        request_id="1",
+        outputs=EmbeddingOutput(embedding=[0.5] * 8),
+        prompt_token_ids=[1, 2],
+        num_cached_tokens=0,
     )
-    assert Visible(embedding._repr_html_()).text == "prompt2 tokens, 0 cachedembedding8 dimensions: " + "0.5000, " * 6 + "..."
-    score = ScoringRequestOutput(request_id="1", outputs=ScoringOutput(score=0.25), prompt_token_ids=[1], num_cached_tokens=0)
+    assert (
+        Visible(embedding._repr_html_()).text
+        == "prompt2 tokens, 0 cachedembedding8 dimensions: " + "0.5000, " * 6 + "..."
+    )
+    score = ScoringRequestOutput(
+        request_id="1", outputs=ScoringOutput(score=0.25), prompt_token_ids=[1], num_cached_tokens=0
+    )
     assert Visible(score._repr_html_()).text == "prompt1 token, 0 cachedscore0.2500"
 
 

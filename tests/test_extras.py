@@ -44,9 +44,13 @@ def test_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_message_names_a_project_that_does_not_exist() -> None:
-    known = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    known = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for extra in known:
         line = extras.install_line(extra)
         assert line.startswith("pip install ") and "jengine[" not in line
     error = InvalidArgument.needs_extra("http_port", 8000, "http", ImportError("No module named 'uvicorn'"))
-    assert str(error).startswith("http_port=8000: needs pip install ") and str(error).endswith("(No module named 'uvicorn')")
+    assert str(error).startswith("http_port=8000: needs pip install ") and str(error).endswith(
+        "(No module named 'uvicorn')"
+    )

@@ -12,7 +12,20 @@ from xml.etree import ElementTree
 import full_tests
 import jobs
 import pytest
-from full_tests import LEDGER, PARTS, ROOT, age, arguments, chosen, outcomes, part_of, read, recorded, within, write
+from full_tests import (
+    LEDGER,
+    PARTS,
+    ROOT,
+    age,
+    arguments,
+    chosen,
+    outcomes,
+    part_of,
+    read,
+    recorded,
+    within,
+    write,
+)
 
 OLDEST = 60  # commits
 FULL = "mark.full"
@@ -22,7 +35,9 @@ FILES = [str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.
 def test_a_part_is_named_or_counted() -> None:
     names = list(PARTS)
     assert chosen("") == names
-    assert [chosen(f"{place}/{len(names)}") for place in range(1, len(names) + 1)] == [[name] for name in names]
+    assert [chosen(f"{place}/{len(names)}") for place in range(1, len(names) + 1)] == [
+        [name] for name in names
+    ]
     assert chosen("models") == ["models"]
     for wrong in ("model", "0/8", f"{len(names) + 1}/{len(names)}", "1/3", "1/", "-1/8"):
         with pytest.raises(ValueError, match=rf"PART={wrong}: there are 1/{len(names)} {names[0]}, "):
@@ -36,7 +51,11 @@ def test_each_long_test_is_in_one_part() -> None:
         paths = [word for word in arguments(name) if not word.startswith("--")]
         ignored = [word.removeprefix("--ignore=") for word in arguments(name) if word.startswith("--")]
         assert all((ROOT / path).exists() for path in [*paths, *ignored])
-        collected = [f for f in FILES if any(within(f, path) for path in paths) and not any(within(f, path) for path in ignored)]
+        collected = [
+            f
+            for f in FILES
+            if any(within(f, path) for path in paths) and not any(within(f, path) for path in ignored)
+        ]
         assert {part_of(file) for file in collected} == {name}
         assert any(FULL in (ROOT / file).read_text() for file in collected)
         runs.update(collected)
@@ -65,7 +84,13 @@ def test_results_are_counted() -> None:
 
 def test_a_run_with_failures_is_recorded_and_does_not_renew_the_age(tmp_path: Path) -> None:
     ledger = tmp_path / "full.toml"
-    first = {"commit": "b", "date": datetime(2026, 11, 23, 12, 0, tzinfo=UTC), "passed": 3, "failed": 1, "files": {"tests/a.py": 4}}
+    first = {
+        "commit": "b",
+        "date": datetime(2026, 11, 23, 12, 0, tzinfo=UTC),
+        "passed": 3,
+        "failed": 1,
+        "files": {"tests/a.py": 4},
+    }
     write(ledger, {"models": recorded({"since": "a", "never_run": True}, first)})
     assert read(ledger) == {"models": {"since": "a", **first}}
     second = {**first, "commit": "c", "failed": 0}
@@ -75,7 +100,9 @@ def test_a_run_with_failures_is_recorded_and_does_not_renew_the_age(tmp_path: Pa
 
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=Test", "-c", "user.email=test@example.com", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def commit(folder: Path, file: str) -> str:
@@ -118,11 +145,15 @@ def test_is_of_make_test(): pass
 
 
 @needs_git
-def test_a_run_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """If it ends, and nothing is uncommitted."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_long.py").write_text(TESTS)
-    (tmp_path / "tests" / "conftest.py").write_text("from hypothesis import settings\nsettings.register_profile('full')\n")
+    (tmp_path / "tests" / "conftest.py").write_text(
+        "from hypothesis import settings\nsettings.register_profile('full')\n"
+    )
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full\ntestpaths = tests\n")
     git(tmp_path, "init", "--quiet")
     head = commit(tmp_path, "code.py")
@@ -155,7 +186,9 @@ def test_each_part_ran_not_long_ago(name: str) -> None:
     assert commits <= OLDEST, f"{commits} commits since `make test-full PART={name}` passed"
 
 
-@pytest.mark.parametrize("cores, gib, expected", [(2, 24, 2), (16, 128, 16), (16, 24, 4), (1.5, 24, 1), (2, 3, 1)])
+@pytest.mark.parametrize(
+    "cores, gib, expected", [(2, 24, 2), (16, 128, 16), (16, 24, 4), (1.5, 24, 1), (2, 3, 1)]
+)
 def test_processes_follow_cores_and_memory(cores: float, gib: float, expected: int) -> None:
     assert jobs.jobs(cores, gib * jobs.GIB) == expected
 
@@ -164,7 +197,9 @@ def test_a_containers_limits_count(tmp_path: Path) -> None:
     cores, memory = jobs.cores(tmp_path), jobs.memory(tmp_path)
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert (jobs.cores(tmp_path), jobs.memory(tmp_path)) == (cores, memory) and cores >= 1 and memory > jobs.GIB
+    assert (
+        (jobs.cores(tmp_path), jobs.memory(tmp_path)) == (cores, memory) and cores >= 1 and memory > jobs.GIB
+    )
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text(f"{jobs.GIB}\n")
     assert (jobs.cores(tmp_path), jobs.memory(tmp_path)) == (0.5, jobs.GIB)

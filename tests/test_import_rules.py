@@ -15,21 +15,25 @@ import pytest
 import jengine
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"jengine": "jengine", "pallas_kernels": "pallas_kernels", "serving": "jengine.serving"}  # and the packages that they are
+# and the packages that they are
+FOLDERS = {"jengine": "jengine", "pallas_kernels": "pallas_kernels", "serving": "jengine.serving"}
 SERVING = "jengine.serving"
 GENERATED = ROOT / "serving" / "generated"
 MAX_LINES = 400
 MAX_OBJECT_LINES = 500  # of a class with its bases
 MAX_CHAIN = 3  # classes from the most derived to the last base of ours
-ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity")  # packages of packages, among which there is no circle either
-COMMANDS = ("jengine.cli", "jengine.commands", "jengine.ray")  # users of the library, as others are, that come with it
+# packages of packages, among which there is no circle either
+ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity")
+# users of the library, as others are, that come with it
+COMMANDS = ("jengine.cli", "jengine.commands", "jengine.ray")
 SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these of the network
 BATCH = "jengine.commands.batch_openai"  # answers requests as the service does
 FLAGS = "jengine.commands.flags"  # takes the engine's options from where the server's come from
 RAY = "jengine.ray.serve"  # the service's application, elsewhere
 CLIENT = "jengine.client"  # the network's client, under a name for users
 VLLM = "jengine.vllm"  # plain data: other names of options
-OPEN_TO_ALL = {"jengine", "jengine.__version__"}  # other public names are asked of the module that has them, not of the front door
+# other public names are asked of the module that has them, not of the front door
+OPEN_TO_ALL = {"jengine", "jengine.__version__"}
 SETUP = "jengine.capacity.simulation.setup"  # from an engine's options; what it makes is plain data
 STEP_PLAN = "jengine.scheduling.step_plan"
 
@@ -55,7 +59,9 @@ def sources() -> dict[str, str]:
 
 
 def imports_of(modules: dict[str, str]) -> list[Import]:
-    return [found for name, source in modules.items() for found in _imports(name, ast.parse(source), lazy=False)]
+    return [
+        found for name, source in modules.items() for found in _imports(name, ast.parse(source), lazy=False)
+    ]
 
 
 def _imports(importer: str, node: ast.AST, lazy: bool) -> Iterator[Import]:
@@ -66,7 +72,11 @@ def _imports(importer: str, node: ast.AST, lazy: bool) -> Iterator[Import]:
             assert child.level == 0 and child.module, f"{importer}: relative import; say the full name"
             yield from (Import(importer, f"{child.module}.{alias.name}", lazy) for alias in child.names)
         else:
-            yield from _imports(importer, child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            yield from _imports(
+                importer,
+                child,
+                lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda),
+            )
 
 
 def inside(name: str, *packages: str) -> bool:
@@ -81,19 +91,35 @@ def broken_rules(imports: list[Import]) -> list[str]:
         forbidden = (
             (inside(who, "jengine.scheduling") and inside(what, "jax", "jaxlib", "flax", "jengine.execution"))
             or (
-                inside(who, "jengine.execution") and inside(what, "jengine.scheduling") and not inside(what, "jengine.scheduling.step_plan")
+                inside(who, "jengine.execution")
+                and inside(what, "jengine.scheduling")
+                and not inside(what, "jengine.scheduling.step_plan")
             )
-            or (inside(who, "jengine.capacity.simulation") and who != SETUP and inside(what, "jax", "jaxlib", "flax", "jengine.execution"))
+            or (
+                inside(who, "jengine.capacity.simulation")
+                and who != SETUP
+                and inside(what, "jax", "jaxlib", "flax", "jengine.execution")
+            )
             or (inside(who, "jengine.models") and inside(what, "jengine.execution"))
             or inside(what, "serving")  # a second copy of every class: its name is jengine.serving
             or (inside(who, "pallas_kernels") and inside(what, "jengine"))
-            or (inside(who, SERVING) and inside(what, "jengine") and not inside(what, SERVING, VLLM) and what not in public)
+            or (
+                inside(who, SERVING)
+                and inside(what, "jengine")
+                and not inside(what, SERVING, VLLM)
+                and what not in public
+            )
             or (
                 not inside(who, SERVING)
                 and inside(what, SERVING)
                 and not (who in (CLIENT, RAY) or (who in (SERVE, CHAT, BATCH, FLAGS) and found.lazy))
             )
-            or (inside(who, "jengine") and not inside(who, SERVING, *COMMANDS) and who != "jengine" and what in public - OPEN_TO_ALL)
+            or (
+                inside(who, "jengine")
+                and not inside(who, SERVING, *COMMANDS)
+                and who != "jengine"
+                and what in public - OPEN_TO_ALL
+            )
         )
         if forbidden:
             out.append(str(found))
@@ -101,7 +127,9 @@ def broken_rules(imports: list[Import]) -> list[str]:
 
 
 def node_of(name: str, modules: dict[str, str]) -> str:
-    """The node of a module, or of a name in it: its package within jengine (jengine.text of jengine.text.tokenizer), else the module."""
+    """The node of a module, or of a name in it: its package within jengine (jengine.text of
+    jengine.text.tokenizer), else the module.
+    """
     if inside(name, "jengine"):
         return ".".join(name.split(".")[: 3 if inside(name, *ROOFS) else 2])
     return name if name in modules or "." not in name else node_of(name.rpartition(".")[0], modules)
@@ -113,7 +141,8 @@ def cycle(imports: list[Import], modules: dict[str, str]) -> list[str]:
     graph: dict[str, set[str]] = {}
     for found in imports:
         importer, target = node_of(found.importer, modules), node_of(found.target, modules)
-        if {importer, target} <= nodes and importer not in (target, "jengine"):  # the front door imports nothing until asked
+        # the front door imports nothing until asked
+        if {importer, target} <= nodes and importer not in (target, "jengine"):
             graph.setdefault(importer, set()).add(target)
     path: list[str] = []
     done: set[str] = set()
@@ -139,9 +168,17 @@ def test_the_house_keeps_its_rules() -> None:
 
 def test_serving_has_one_name() -> None:
     """Elsewhere too: under two names, every class would be two."""
-    files = [file for folder in ("tests", "tools", "benchmarks", "serving") for file in (ROOT / folder).rglob("*.py")]
+    files = [
+        file
+        for folder in ("tests", "tools", "benchmarks", "serving")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
     assert len(files) > 100
-    assert [str(file) for file in files if re.search(r"(^|\\n)\s*(from|import) serving\b", file.read_text(), re.MULTILINE)] == []
+    assert [
+        str(file)
+        for file in files
+        if re.search(r"(^|\\n)\s*(from|import) serving\b", file.read_text(), re.MULTILINE)
+    ] == []
 
 
 def test_no_import_cycle() -> None:
@@ -193,10 +230,17 @@ def test_cycles_are_found() -> None:
     assert cycle(imports_of(modules), modules) == []
     modules["jengine.a"] = "def lazily():\n    import jengine.b.x"
     assert cycle(imports_of(modules), modules) == ["jengine.a", "jengine.b", "jengine.a"]
-    kernels = {"pallas_kernels.cpu.a": "from pallas_kernels.b import f", "pallas_kernels.b": "from pallas_kernels.cpu import c"}
+    kernels = {
+        "pallas_kernels.cpu.a": "from pallas_kernels.b import f",
+        "pallas_kernels.b": "from pallas_kernels.cpu import c",
+    }
     assert cycle(imports_of(kernels), kernels | {"pallas_kernels.cpu.c": ""}) == []
     kernels["pallas_kernels.b"] = "from pallas_kernels.cpu import a"
-    assert cycle(imports_of(kernels), kernels) == ["pallas_kernels.b", "pallas_kernels.cpu.a", "pallas_kernels.b"]
+    assert cycle(imports_of(kernels), kernels) == [
+        "pallas_kernels.b",
+        "pallas_kernels.cpu.a",
+        "pallas_kernels.b",
+    ]
 
 
 def test_files_stay_short() -> None:
@@ -208,7 +252,9 @@ def test_files_stay_short() -> None:
 
 
 def test_objects_stay_short() -> None:
-    """A class counts with its bases in this repository: splitting one object over a chain of classes does not make it shorter."""
+    """A class counts with its bases in this repository: splitting one object over a chain of classes does not
+    make it shorter.
+    """
     bases: dict[str, list[str]] = {}
     lines: dict[str, int] = {}
     for source in sources().values():
@@ -219,14 +265,21 @@ def test_objects_stay_short() -> None:
                 lines[node.name] = (node.end_lineno or node.lineno) - node.lineno + 1
 
     def chain(name: str) -> list[str]:
-        return [name, *max((chain(base) for base in bases[name] if base in bases and base != name), key=len, default=[])]
+        return [
+            name,
+            *max(
+                (chain(base) for base in bases[name] if base in bases and base != name), key=len, default=[]
+            ),
+        ]
 
     def whole(name: str) -> set[str]:
         return {name}.union(*[whole(base) for base in bases[name] if base in bases and base != name])
 
     assert len(bases) > 300
     assert {name: chain(name) for name in bases if len(chain(name)) > MAX_CHAIN} == {}
-    assert {name: total for name in bases if (total := sum(lines[one] for one in whole(name))) > MAX_OBJECT_LINES} == {}
+    assert {
+        name: total for name in bases if (total := sum(lines[one] for one in whole(name))) > MAX_OBJECT_LINES
+    } == {}
 
 
 SIDE_EFFECTS = """
@@ -254,12 +307,22 @@ def test_importing_has_no_side_effects() -> None:
     subprocess.run([sys.executable, "-c", SIDE_EFFECTS], check=True)
 
 
-LATER = {"grpc", "huggingface_hub", "jax.experimental.mosaic", "llguidance", "llvmlite", "orbax", "transformers"}
+LATER = {
+    "grpc",
+    "huggingface_hub",
+    "jax.experimental.mosaic",
+    "llguidance",
+    "llvmlite",
+    "orbax",
+    "transformers",
+}
 
 
 def test_a_start_imports_no_more_than_it_needs() -> None:
     code = "import sys; from jengine import LLM, start_engine; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    modules = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
     assert {"jax", "jengine.engine.start"} <= set(modules) and not LATER & set(modules)
 
 

@@ -13,7 +13,12 @@ from safetensors.numpy import load_file
 from jengine.checkpoints.hugging_face import model_config
 from jengine.text.tokenizer import Tokenizer
 
-TINY = make_model.SHAPES["134m"] | {"vocab_size": 600, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY = make_model.SHAPES["134m"] | {
+    "vocab_size": 600,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+}
 
 
 def test_writes_a_readable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +44,7 @@ def test_writes_a_readable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_shapes_have_the_sizes_they_are_known_by() -> None:
     sizes = {
-        name: sum(int(np.prod(shape)) for shape in make_model.tensor_shapes(config).values()) for name, config in make_model.SHAPES.items()
+        name: sum(int(np.prod(shape)) for shape in make_model.tensor_shapes(config).values())
+        for name, config in make_model.SHAPES.items()
     }
     assert sizes == {"134m": 124_668_672, "1b": 1_235_814_400, "8b": 8_030_261_248}

@@ -23,11 +23,14 @@ TABLE = ProgramTable((1, 8, 16), (8, 16), (1, 2, 4), 16)
 class ExactRunner:
     """Its clock advances only by the cost of steps. Checks that every span's pages and parameters are set."""
 
-    def __init__(self, *, windows: tuple[int | None, ...] = (None,), max_model_len: int = 4096, num_pages: int = 5000) -> None:
+    def __init__(
+        self, *, windows: tuple[int | None, ...] = (None,), max_model_len: int = 4096, num_pages: int = 5000
+    ) -> None:
         config = SimpleNamespace(vocab_size=100)
         groups = tuple(CacheGroup("full" if window is None else "window", (0,), window) for window in windows)
         self.spec: Any = SimpleNamespace(
-            table=TABLE, groups=groups, num_states=0, max_model_len=max_model_len, num_pages=num_pages, page_size=4, host_pages=0,
+            table=TABLE, groups=groups, num_states=0, max_model_len=max_model_len, num_pages=num_pages,
+            page_size=4, host_pages=0,
             max_slots=12, table_width=-(-max_model_len // 4), model=SimpleNamespace(config=config),
         )  # fmt: skip
         self.costs = StepCosts(
@@ -53,14 +56,22 @@ class ExactRunner:
         for reset in plan.resets:
             self._params[reset.slot] = reset.params
         for group, slot, index, page in plan.table:
-            assert 0 <= index < self.spec.table_width and 1 <= slot <= self.spec.max_slots and 1 <= page < self.spec.num_pages
+            assert (
+                0 <= index < self.spec.table_width
+                and 1 <= slot <= self.spec.max_slots
+                and 1 <= page < self.spec.num_pages
+            )
             self._pages.add((group, slot, index))
         rows = [span for span in plan.spans if span.tokens is None]
         prompts = plan.spans[len(rows) :]
         for span in plan.spans:
             last = span.start + span.length - 1
             assert last < self.spec.max_model_len and span.slot in self._params
-            assert all((group, span.slot, i) in self._pages for group in range(len(self._windows)) for i in range(last // 4 + 1))
+            assert all(
+                (group, span.slot, i) in self._pages
+                for group in range(len(self._windows))
+                for i in range(last // 4 + 1)
+            )
         assert len(rows) <= plan.trunk.rows and len(TABLE.place(plan.spans).tiles) <= plan.trunk.tiles
         assert plan.sampler.rows == TABLE.sample_rows(plan.trunk) >= len(plan.samples)
         attended = sum(pairs(span.start, span.length, self._windows) for span in prompts)
@@ -85,13 +96,17 @@ class ExactRunner:
         return self._ends
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, runner: Any, costs: StepCosts, ready: ReadyPrograms | None = None) -> set[Any]:
+def measured(
+    monkeypatch: pytest.MonkeyPatch, runner: Any, costs: StepCosts, ready: ReadyPrograms | None = None
+) -> set[Any]:
     monkeypatch.setattr(measure_module.time, "perf_counter", runner.perf_counter)
     return measure(runner, ready or ReadyPrograms(TABLE), costs, progress=False)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 200)])
-def test_an_exact_device_is_measured_exactly(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_device_is_measured_exactly(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner, costs = ExactRunner(windows=windows), StepCosts(TABLE)
     assert measured(monkeypatch, runner, costs) == {*TABLE.trunks(), *TABLE.samplers()} and runner.forgotten
     exact = runner.costs
@@ -101,7 +116,9 @@ def test_an_exact_device_is_measured_exactly(windows: tuple[int | None, ...], mo
 
 
 @pytest.mark.parametrize(("max_model_len", "num_pages"), [(2, 2), (16, 5), (64, 17), (4096, 40)])
-def test_small_models_and_small_caches_are_measured_too(max_model_len: int, num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_models_and_small_caches_are_measured_too(
+    max_model_len: int, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner, costs = ExactRunner(max_model_len=max_model_len, num_pages=num_pages), StepCosts(TABLE)
     measured(monkeypatch, runner, costs)
     for key in TABLE.trunks():
@@ -113,7 +130,9 @@ def test_only_what_is_ready_and_unknown_is_measured(monkeypatch: pytest.MonkeyPa
     first = first_needed(TABLE)
     assert measured(monkeypatch, runner, costs, ReadyPrograms(TABLE, first)) <= {*first}
     samplers = {key for key in costs.known if isinstance(key, SamplerKey)}
-    assert {*costs.known} - samplers == {TrunkKey(16, 0), TrunkKey(8, 1)} and {key.variant for key in samplers} == {"full"}
+    assert {*costs.known} - samplers == {TrunkKey(16, 0), TrunkKey(8, 1)} and {
+        key.variant for key in samplers
+    } == {"full"}
     costs.known[TrunkKey(16, 0)] = Cost(7.0)
     measured(monkeypatch, runner, costs)
     assert {*costs.known} == {*TABLE.trunks(), *TABLE.samplers()}
@@ -148,7 +167,9 @@ def test_a_sampler_is_measured_with_what_its_variant_is_for(monkeypatch: pytest.
         def begin(self, plan: StepPlan) -> PendingSample:
             begun = super().begin(plan)
             if plan.sampler.variant == "truncated":
-                seen.setdefault(plan.sampler, set()).add(all(self._params[span.slot].top_p < 1.0 for span in plan.spans))
+                seen.setdefault(plan.sampler, set()).add(
+                    all(self._params[span.slot].top_p < 1.0 for span in plan.spans)
+                )
             return begun
 
     measured(monkeypatch, Watching(), StepCosts(TABLE))

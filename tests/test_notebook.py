@@ -76,7 +76,9 @@ def test_names_that_are_imported_exist(path: Path) -> None:
                 assert node.module is not None
                 module = importlib.import_module(node.module)
                 for name in node.names:
-                    assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
+                    assert hasattr(module, name.name) or importlib.util.find_spec(
+                        f"{node.module}.{name.name}"
+                    ), name.name
 
 
 @each_notebook
@@ -93,7 +95,9 @@ def test_the_install_cell_is_the_quickstarts(path: Path) -> None:
         ("git+https://git.example/jengine", True, "jengine[cuda12] @ git+https://git.example/jengine"),
     ],
 )
-def test_the_install_cell_installs(source: str, gpu: bool, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_install_cell_installs(
+    source: str, gpu: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a kernel without jengine, the cell installs it with pip, from a source that exists."""
     installed: list[list[str]] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -119,8 +123,12 @@ def test_quickstart_runs() -> None:
     assert sum("text/html" in data for data in shown["generate"]) == 3
     assert "def" in shown["chat"][-1]["text/html"]
     assert "image/png" in shown["plot"][-1]
-    told = [output["text"] for outputs in cells.values() for output in outputs if output.get("name") == "stderr"]
-    assert not [text for text in told if "IProgress" in text], "the kernel here has no ipywidgets, which is no reason to warn"
+    told = [
+        output["text"] for outputs in cells.values() for output in outputs if output.get("name") == "stderr"
+    ]
+    assert not [text for text in told if "IProgress" in text], (
+        "the kernel here has no ipywidgets, which is no reason to warn"
+    )
     assert shown["end"] == [{"text/plain": "0"}]
 
 

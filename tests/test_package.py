@@ -1,5 +1,6 @@
-"""The packages that users install. The sdist has only its sources, and its wheel works without the checkout, on the newest Python and with
-the newest dependencies."""
+"""The packages that users install. The sdist has only its sources, and its wheel works without the checkout,
+on the newest Python and with the newest dependencies.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.compiling import QUICK_PROCESS
 ROOT = Path(__file__).parent.parent
 PYTHONS = "3.14", "3.13", "3.12"  # in order of preference
 PACKAGES = "jengine", "pallas_kernels"
-TABLE = "--max-num-seqs=1", "--tile-size=16", "--max-num-batched-tokens=17", "--max-model-len=64"  # few programs to compile
+# few programs to compile
+TABLE = "--max-num-seqs=1", "--tile-size=16", "--max-num-batched-tokens=17", "--max-model-len=64"
 
 pytestmark = pytest.mark.timeout(1200)  # a first installation downloads some hundred megabytes
 
@@ -42,13 +44,29 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pip(home: Path, *arguments: str | Path) -> None:
-    run(home / "venv" / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments, cwd=home)
+    run(
+        home / "venv" / "bin" / "python",
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+        *arguments,
+        cwd=home,
+    )
 
 
 @pytest.fixture(scope="module")
 def sdist(home: Path) -> Path:
     pip(home, "install", "hatchling")
-    run(home / "venv" / "bin" / "python", "-m", "hatchling", "build", "--target=sdist", f"--directory={home}", cwd=ROOT)
+    run(
+        home / "venv" / "bin" / "python",
+        "-m",
+        "hatchling",
+        "build",
+        "--target=sdist",
+        f"--directory={home}",
+        cwd=ROOT,
+    )
     [path] = home.glob("*.tar.gz")
     return path
 
@@ -72,8 +90,20 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tops = {name.partition("/")[0] for name in names}
-    assert tops == {*PACKAGES, "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
-    data = {"jengine/demo/model.safetensors", "jengine/serving/protos/jengine/v1/generate.proto", "pallas_kernels/targets/h200.txtpb"}
+    assert tops == {
+        *PACKAGES,
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "pyproject.toml",
+        "PKG-INFO",
+        ".gitignore",
+    }
+    data = {
+        "jengine/demo/model.safetensors",
+        "jengine/serving/protos/jengine/v1/generate.proto",
+        "pallas_kernels/targets/h200.txtpb",
+    }
     data.add("jengine/serving/playground/static/index.html")
     assert data <= names
 
@@ -91,7 +121,9 @@ def test_the_wheel_is_typed_and_described(wheel: Path) -> None:
 
 
 def test_the_client_has_a_public_name(bin: Path, home: Path) -> None:
-    names = run(bin / "python", "-c", "from jengine import client; print(*client.__all__)", cwd=home).stdout.split()
+    names = run(
+        bin / "python", "-c", "from jengine import client; print(*client.__all__)", cwd=home
+    ).stdout.split()
     assert {"AsyncClient", "Client"} <= set(names)
     assert not [*(home / "venv" / "lib").glob("python*/site-packages/serving")]
 

@@ -17,14 +17,27 @@ from tests.kernels.interpreted import more_scales, with_sinks
 
 pytestmark = pytest.mark.usefixtures("quickly")
 NUM_PAGES, WIDTH = 40, 7
-WAYS = [{}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20}, {"window": 80, "soft_cap": 2.0}, {"window": 1000}]
+WAYS = [
+    {},
+    {"soft_cap": 0.5},
+    {"window": 1},
+    {"window": 20},
+    {"window": 80, "soft_cap": 2.0},
+    {"window": 1000},
+]
 ALSO = [*WAYS, {"window": 20, "sinks": True, "slopes": True}]
 
 
 def in_turn(cases, forms):
-    """Each case in every second form, beginning with the first or the second in turn; the rest are long tests."""
+    """Each case in every second form, beginning with the first or the second in turn; the rest are long
+    tests.
+    """
     rest = pytest.mark.full
-    return [pytest.param(*case, *form, marks=[rest] * ((i + j) % 2)) for i, case in enumerate(cases) for j, form in enumerate(forms)]
+    return [
+        pytest.param(*case, *form, marks=[rest] * ((i + j) % 2))
+        for i, case in enumerate(cases)
+        for j, form in enumerate(forms)
+    ]
 
 
 def cache(rng, kv_heads, page_size, head_dim, dtype):
@@ -38,7 +51,9 @@ def new_tokens(rng, tokens):
 
 
 def poisoned(pages, tables, page_size, starts, ends):
-    """NaN but for the tokens from each sequence's start to its end; of eight bits the scales, and numbers that are NaN in fp8."""
+    """NaN but for the tokens from each sequence's start to its end; of eight bits the scales, and numbers
+    that are NaN in fp8.
+    """
     used = np.zeros((NUM_PAGES, page_size), bool)
     for table, start, end in zip(np.asarray(tables), np.asarray(starts), np.asarray(ends), strict=True):
         for token in range(max(start, 0), end):
@@ -60,8 +75,11 @@ FORMS = [(0, "float32"), (0, "bfloat16"), (WIDTH, "bfloat16"), (WIDTH, "float32"
 def test_decode_matches_reference(shape, how, pages, dtype):
     heads, kv_heads, head_dim, page_size = shape
     rng = np.random.default_rng(0)
-    lengths = jnp.array([0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, WIDTH * page_size, 5], jnp.int32)
-    tables = jnp.asarray(rng.permutation(np.arange(1, NUM_PAGES))[None, :WIDTH] * np.ones((8, 1)), jnp.int32)  # shared pages
+    lengths = jnp.array(
+        [0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, WIDTH * page_size, 5], jnp.int32
+    )
+    # shared pages
+    tables = jnp.asarray(rng.permutation(np.arange(1, NUM_PAGES))[None, :WIDTH] * np.ones((8, 1)), jnp.int32)
     tables = tables.at[6].set(jnp.arange(20, 20 + WIDTH))
     clean = cache(rng, kv_heads, page_size, head_dim, dtype)
     k, v = (poisoned(x, tables, page_size, lengths - how.get("window", 1000), lengths) for x in clean)
@@ -82,7 +100,9 @@ TILES = [*((64, 16, how) for how in ALSO), (8, 16, {}), (64, 64, {})]
 def test_prefill_matches_reference(tile, page_size, pages, how):
     rng = np.random.default_rng(1)
     clean = cache(rng, 2, page_size, 32, "float32")
-    tables = jnp.asarray(np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(4)]), jnp.int32)
+    tables = jnp.asarray(
+        np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(4)]), jnp.int32
+    )
     positions = jnp.array([0, page_size - 1, 0, WIDTH * page_size - tile], jnp.int32)
     lengths = jnp.array([tile, tile // 2, 0, tile], jnp.int32)
     q = jnp.asarray(rng.normal(size=(4, tile, 6, 32)), jnp.float32)
@@ -103,7 +123,10 @@ def test_a_window_and_a_cap_change_the_result_and_a_wide_window_does_not():
     k, v = cache(rng, 2, 16, 32, "float32")
     tables, lengths = jnp.arange(1, 1 + WIDTH, dtype=jnp.int32)[None], jnp.array([100], jnp.int32)
     q = jnp.asarray(rng.normal(size=(1, 4, 32)), jnp.float32)
-    plain, *others = (np.asarray(reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)) for how in WAYS)
+    plain, *others = (
+        np.asarray(reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how))
+        for how in WAYS
+    )
     differs = [not np.allclose(plain, other, atol=1e-3) for other in others]
     assert differs == [True, True, True, True, False]
     alone = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, window=1)
@@ -113,7 +136,9 @@ def test_a_window_and_a_cap_change_the_result_and_a_wide_window_does_not():
 
 @pytest.mark.parametrize("static", [False, True])
 def test_what_rows_hold_behind_their_windows_changes_no_bit(static):
-    """NaN pages, and the null page, which rows with later windows read where others of their group have theirs."""
+    """NaN pages, and the null page, which rows with later windows read where others of their group have
+    theirs.
+    """
     rng = np.random.default_rng(4)
     lengths = jnp.array([0, 100, 300, 98, 0, 212, 129, 40], jnp.int32)
     tables = jnp.arange(1, 161, dtype=jnp.int32).reshape(8, 20)
@@ -170,12 +195,18 @@ def test_a_write_may_rotate_queries_and_keys(pairs):
 def test_a_product_is_split_and_normed(offset):
     rng = np.random.default_rng(7)
     k, v = cache(rng, 2, 16, 8, "float32")
-    rows, weights = rng.normal(size=(3, 2, 6, 8)), rng.normal(size=(2, 8))  # of three queries, and a row that is not read
+    # of three queries, and a row that is not read
+    rows, weights = rng.normal(size=(3, 2, 6, 8)), rng.normal(size=(2, 8))
     where = jnp.array([3, 9, 1], jnp.int32), jnp.array([0, 15, 4], jnp.int32)
-    product = QkvProduct(jnp.asarray(rows, jnp.float32), 3, HeadNorm(*jnp.asarray(weights, jnp.float32), 1e-3, offset))
+    product = QkvProduct(
+        jnp.asarray(rows, jnp.float32), 3, HeadNorm(*jnp.asarray(weights, jnp.float32), 1e-3, offset)
+    )
     (decoding, prompts), (k_pages, v_pages) = xla.kv_write(k, v, product, *where, rows=1)
     normed = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-3)
-    q, keys = normed[:, :, :3].reshape(3, 6, 8) * (weights[0] + offset), normed[:, :, 3] * (weights[1] + offset)
+    q, keys = (
+        normed[:, :, :3].reshape(3, 6, 8) * (weights[0] + offset),
+        normed[:, :, 3] * (weights[1] + offset),
+    )
     np.testing.assert_allclose(np.concatenate([decoding, prompts]), q, atol=1e-5)
     np.testing.assert_allclose(k_pages[where[0], :, where[1]], keys, atol=1e-5)
     np.testing.assert_allclose(v_pages[where[0], :, where[1]], rows[:, :, 4], atol=1e-6)
@@ -205,7 +236,9 @@ def test_eight_bit_caches_match_reference(kind, how, pages):
     rng = np.random.default_rng(5)
     k, v = (movable(quantize(x, kind)) for x in cache(rng, 2, 16, 32, "float32"))
     lengths = jnp.array([0, 1, 15, 16, 17, 48, WIDTH * 16, 5], jnp.int32)
-    tables = jnp.asarray(np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(8)]), jnp.int32)
+    tables = jnp.asarray(
+        np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(8)]), jnp.int32
+    )
     q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
     want = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)
     seen = [poisoned(x, tables, 16, lengths - how.get("window", 1000), lengths) for x in (k, v)]
@@ -216,7 +249,9 @@ def test_eight_bit_caches_match_reference(kind, how, pages):
     tiles, positions, real = q[:, None].repeat(8, 1), lengths // 2, jnp.minimum(lengths, 8)
     where = tables, positions, real
     want = reference.paged_attention_prefill(tiles, k, v, *where, scale=0.3, **how)
-    seen = [poisoned(x, tables, 16, positions + 1 - how.get("window", 1000), positions + real) for x in (k, v)]
+    seen = [
+        poisoned(x, tables, 16, positions + 1 - how.get("window", 1000), positions + real) for x in (k, v)
+    ]
     run = jax.jit(partial(xla.paged_attention_prefill, scale=0.3, pages=pages, **how))
     got = run(tiles, *map(more_scales, seen), *where)
     np.testing.assert_array_equal(got, run(tiles, k, v, *where))
@@ -238,4 +273,6 @@ def test_an_eight_bit_write_changes_its_own_tokens_only(kind, error):
         assert np.all(np.abs(written - new) <= error * np.abs(new).max(-1, keepdims=True) * 1.0001)
         untouched = np.ones((NUM_PAGES, 16), bool)
         untouched[where] = False
-        np.testing.assert_array_equal(np.asarray(mine.scale).swapaxes(1, 2)[untouched], np.asarray(old.scale).swapaxes(1, 2)[untouched])
+        np.testing.assert_array_equal(
+            np.asarray(mine.scale).swapaxes(1, 2)[untouched], np.asarray(old.scale).swapaxes(1, 2)[untouched]
+        )

@@ -19,7 +19,15 @@ def test_readme_has_the_share() -> None:
 
 
 def test_reasons() -> None:
-    groups = judged({"groups": [group("llama", "unheard_of"), group("llama", quantized=["awq", "nvfp4"]), group("opt", format="pickle")]})
+    groups = judged(
+        {
+            "groups": [
+                group("llama", "unheard_of"),
+                group("llama", quantized=["awq", "nvfp4"]),
+                group("opt", format="pickle"),
+            ]
+        }
+    )
     assert [list(found.reasons.values()) for found in groups] == [
         [None, "the family is not supported"],
         ["nvfp4 is not read"],
@@ -35,5 +43,11 @@ def test_the_sentence_claims_a_share_only_if_something_does_not_load() -> None:
 
 
 def test_share_is_a_range_where_a_group_loads_in_part() -> None:
-    survey = {"groups": [group("llama", downloads=5), group("llama", "unheard_of", downloads=3), group("unheard_of", downloads=2)]}
+    survey = {
+        "groups": [
+            group("llama", downloads=5),
+            group("llama", "unheard_of", downloads=3),
+            group("unheard_of", downloads=2),
+        ]
+    }
     assert share(judged(survey)) == (50, 80)

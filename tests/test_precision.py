@@ -33,7 +33,9 @@ def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16", "bf16"])
-def test_a_cpu_with_products_of_bfloat16_is_not_measured(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_with_products_of_bfloat16_is_not_measured(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(precision, "_product_seconds", lambda *_: pytest.fail("there is nothing to measure"))
     monkeypatch.setattr(precision, "cpu_features", lambda: f"fpu {flag} avx2")
     assert choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path) == "bfloat16"
@@ -41,14 +43,20 @@ def test_a_cpu_with_products_of_bfloat16_is_not_measured(flag: str, tmp_path: Pa
 
 @pytest.mark.parametrize("given", ["bfloat16", "float16", "float32"])
 @pytest.mark.usefixtures("plain_cpu")
-def test_a_given_dtype_is_taken_where_auto_would_warn_or_measure(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_dtype_is_taken_where_auto_would_warn_or_measure(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(precision, "_product_seconds", lambda *_: pytest.fail("there is nothing to choose"))
-    assert [choose_dtype(given, MODEL, device, tmp_path) for device in (gpu("7.5"), jax.devices("cpu")[0])] == [given] * 2
+    assert [
+        choose_dtype(given, MODEL, device, tmp_path) for device in (gpu("7.5"), jax.devices("cpu")[0])
+    ] == [given] * 2
 
 
 def test_a_gpu_takes_the_checkpoints(tmp_path: Path) -> None:
     assert choose_dtype("auto", MODEL, gpu("8.0"), tmp_path) == "bfloat16"
-    assert choose_dtype("auto", dataclasses.replace(MODEL, dtype="float32"), gpu("7.5"), tmp_path) == "float32"
+    assert (
+        choose_dtype("auto", dataclasses.replace(MODEL, dtype="float32"), gpu("7.5"), tmp_path) == "float32"
+    )
 
 
 def test_a_gpu_without_bfloat16_takes_float16_and_says_so(tmp_path: Path) -> None:
@@ -58,12 +66,17 @@ def test_a_gpu_without_bfloat16_takes_float16_and_says_so(tmp_path: Path) -> Non
 
 def test_float32_on_a_cpu_is_not_narrowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "_product_seconds", lambda *_: pytest.fail("there is nothing to measure"))
-    assert choose_dtype("auto", dataclasses.replace(MODEL, dtype="float32"), jax.devices("cpu")[0], tmp_path) == "float32"
+    assert (
+        choose_dtype("auto", dataclasses.replace(MODEL, dtype="float32"), jax.devices("cpu")[0], tmp_path)
+        == "float32"
+    )
 
 
 @pytest.mark.parametrize(("narrow", "chosen"), [(0.5, "bfloat16"), (0.9, "float32"), (3.0, "float32")])
 @pytest.mark.usefixtures("plain_cpu")
-def test_a_cpu_is_measured_once(narrow: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_measured_once(
+    narrow: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def seconds(_: ModelConfig, dtype: str, __: jax.Device) -> float:
@@ -80,7 +93,9 @@ def test_a_cpu_is_measured_once(narrow: float, chosen: str, tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("plain_cpu")
-def test_of_processes_that_measure_at_once_all_take_the_first_ones_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_processes_that_measure_at_once_all_take_the_first_ones_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def choose(root: Path, narrow: float, before: Callable[[], object]) -> str:
         def seconds(_: ModelConfig, dtype: str, __: jax.Device) -> float:
             if dtype == "float32":

@@ -41,7 +41,9 @@ def test_weights_alone(kind: str, outputs: int, rows: int) -> None:
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(rng.normal(size=(n, 96)), jnp.float32) for n in (rows, outputs))
     quantized = quantize(weight, kind)
-    np.testing.assert_allclose(jax.jit(product)(x, quantized), np.asarray(x) @ np.asarray(dequantize(quantized)).T, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(product)(x, quantized), np.asarray(x) @ np.asarray(dequantize(quantized)).T, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -68,6 +70,8 @@ def test_an_int8_product_multiplies_int8() -> None:
 
 
 def test_slices_of_leading_axes() -> None:
-    weight = quantize(jnp.asarray(np.random.default_rng(3).normal(size=(3, 4, 8)), jnp.float32), "int8", inputs=True)
+    weight = quantize(
+        jnp.asarray(np.random.default_rng(3).normal(size=(3, 4, 8)), jnp.float32), "int8", inputs=True
+    )
     one: Quantized = weight[1]
     assert one.shape == (4, 8) and one.scale.shape == (4,) and one.inputs and weight[...] is weight

@@ -33,15 +33,24 @@ def test_the_order_holds_every_program_once(table: ProgramTable) -> None:
 
 
 @given(table=tables, data=st.data())
-def test_whatever_is_ready_serves_every_step_within_its_limits(table: ProgramTable, data: st.DataObject) -> None:
-    """With any further programs ready, in any order, a step within the limits has a trunk, and every variant has a sampler."""
+def test_whatever_is_ready_serves_every_step_within_its_limits(
+    table: ProgramTable, data: st.DataObject
+) -> None:
+    """With any further programs ready, in any order, a step within the limits has a trunk, and every variant
+    has a sampler.
+    """
     more = data.draw(st.sets(st.sampled_from(every(table))))
     ready = ReadyPrograms(table, [*first_needed(table), *more])
     rows, tiles = data.draw(st.integers(0, ready.max_rows)), data.draw(st.integers(0, ready.max_tiles))
-    pages, samples = data.draw(st.integers(0, table.page_buckets[-1])), data.draw(st.integers(0, ready.max_rows))
+    pages, samples = (
+        data.draw(st.integers(0, table.page_buckets[-1])),
+        data.draw(st.integers(0, ready.max_rows)),
+    )
     trunk = ready.trunk(rows, tiles, pages, samples)
     assert trunk in ready.trunks() and trunk.rows >= rows and trunk.tiles >= tiles
-    assert (trunk.pages >= pages or (not tiles and not table.paged_rows)) and table.sample_rows(trunk) >= samples
+    assert (trunk.pages >= pages or (not tiles and not table.paged_rows)) and table.sample_rows(
+        trunk
+    ) >= samples
     for variant in VARIANTS:
         sampler = ready.sampler(trunk, variant)
         assert sampler in ready.samplers() and sampler.rows == table.sample_rows(trunk)
@@ -53,7 +62,11 @@ def test_whatever_is_ready_serves_every_step_within_its_limits(table: ProgramTab
 @given(table=tables, data=st.data())
 def test_with_all_ready_it_picks_as_the_table_does(table: ProgramTable, data: st.DataObject) -> None:
     ready = ReadyPrograms(table)
-    assert (ready.max_rows, ready.max_tiles, ready.tile_buckets) == (table.max_rows, table.max_tiles, table.tile_buckets)
+    assert (ready.max_rows, ready.max_tiles, ready.tile_buckets) == (
+        table.max_rows,
+        table.max_tiles,
+        table.tile_buckets,
+    )
     rows, tiles = data.draw(st.integers(0, table.max_rows)), data.draw(st.integers(0, table.max_tiles))
     trunk = ready.trunk(rows, tiles, table.page_buckets[-1])
     assert trunk == table.trunk(rows, tiles, table.page_buckets[-1])
@@ -71,14 +84,27 @@ def test_limits_grow_with_the_programs(table: ProgramTable) -> None:
 def test_a_trunk_without_its_full_sampler_does_not_count() -> None:
     table = ProgramTable.build(max_num_seqs=32, max_num_batched_tokens=512, tile_size=64)
     first = first_needed(table)
-    assert first == [TrunkKey(8, 1), SamplerKey(16, "full"), ScoreKey(1), TrunkKey(16, 0)], "they share the sampler"
+    assert first == [TrunkKey(8, 1), SamplerKey(16, "full"), ScoreKey(1), TrunkKey(16, 0)], (
+        "they share the sampler"
+    )
     ready = ReadyPrograms(table, [*first, TrunkKey(8, 0), TrunkKey(32, 0), TrunkKey(32, 1)])
     assert ready.max_rows == 8 and ready.trunk(1, 0) == TrunkKey(16, 0)
     assert ReadyPrograms(table, [*first, TrunkKey(8, 0), SamplerKey(8, "full")]).trunk(1, 0) == TrunkKey(8, 0)
     ready = ReadyPrograms(
-        table, [*first, TrunkKey(32, 0), TrunkKey(32, 1), SamplerKey(32, "full"), SamplerKey(table.sample_rows(TrunkKey(32, 1)), "full")]
+        table,
+        [
+            *first,
+            TrunkKey(32, 0),
+            TrunkKey(32, 1),
+            SamplerKey(32, "full"),
+            SamplerKey(table.sample_rows(TrunkKey(32, 1)), "full"),
+        ],
     )
-    assert ready.max_rows == 32 and ready.trunk(17, 0) == TrunkKey(32, 0) and ready.sampler(TrunkKey(32, 0), "greedy").variant == "full"
+    assert (
+        ready.max_rows == 32
+        and ready.trunk(17, 0) == TrunkKey(32, 0)
+        and ready.sampler(TrunkKey(32, 0), "greedy").variant == "full"
+    )
     with pytest.raises(ValueError, match="empty"):
         ReadyPrograms(table, first[:3])
 
@@ -88,7 +114,12 @@ def test_a_trunk_without_its_pooler_does_not_count() -> None:
     first = first_needed(table)
     assert first[2:4] == [ScoreKey(1), PoolKey(1)]
     assert ReadyPrograms(table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full")]).max_tiles == 1
-    assert ReadyPrograms(table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full"), PoolKey(2)]).max_tiles == 2
+    assert (
+        ReadyPrograms(
+            table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full"), PoolKey(2)]
+        ).max_tiles
+        == 2
+    )
 
 
 def test_only_trunks_with_tiles_may_have_page_buckets() -> None:

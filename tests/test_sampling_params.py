@@ -11,8 +11,18 @@ from jengine.core.request import MAX_ALLOWED_TOKEN_IDS, MAX_ENTRIES
 
 
 def test_duplicates_are_removed() -> None:
-    params = SamplingParams(stop=["b", "a", "b"], stop_token_ids=[7, 7, 3], allowed_token_ids=[5] * 1000 + [4], bad_words=["x", "x"])
-    assert (params.stop, params.stop_token_ids, params.allowed_token_ids, params.bad_words) == (("b", "a"), (7, 3), (5, 4), ("x",))
+    params = SamplingParams(
+        stop=["b", "a", "b"],
+        stop_token_ids=[7, 7, 3],
+        allowed_token_ids=[5] * 1000 + [4],
+        bad_words=["x", "x"],
+    )
+    assert (params.stop, params.stop_token_ids, params.allowed_token_ids, params.bad_words) == (
+        ("b", "a"),
+        (7, 3),
+        (5, 4),
+        ("x",),
+    )
 
 
 @pytest.mark.parametrize("name", MAX_ENTRIES)
@@ -21,7 +31,13 @@ def test_maxima(name: str) -> None:
 
     def given(count: int) -> dict[str, Any]:
         ids = range(count)
-        return {name: {i: 1.0 for i in ids} if name == "logit_bias" else [str(i) for i in ids] if name in ("stop", "bad_words") else [*ids]}
+        return {
+            name: {i: 1.0 for i in ids}
+            if name == "logit_bias"
+            else [str(i) for i in ids]
+            if name in ("stop", "bad_words")
+            else [*ids]
+        }
 
     assert len(getattr(SamplingParams(**given(most)), name)) == most
     with pytest.raises(InvalidArgument, match=f"^{name}='{most + 1} entries': at most {most}$"):
@@ -31,7 +47,9 @@ def test_maxima(name: str) -> None:
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 def test_characters_together(name: str) -> None:
     assert SamplingParams(**{name: ["x" * 4000, "y" * 6000]})
-    with pytest.raises(InvalidArgument, match=f"{name}='10001 characters': at most 10000 characters together"):
+    with pytest.raises(
+        InvalidArgument, match=f"{name}='10001 characters': at most 10000 characters together"
+    ):
         SamplingParams(**{name: ["x" * 4000, "y" * 6001]})
 
 

@@ -46,7 +46,15 @@ def clock() -> StepClock:
     return StepClock()
 
 
-def read(clock: StepClock, costs: StepCosts, *, started: float, now: float, waited: bool = True, counts: bool = True) -> None:
+def read(
+    clock: StepClock,
+    costs: StepCosts,
+    *,
+    started: float,
+    now: float,
+    waited: bool = True,
+    counts: bool = True,
+) -> None:
     """A step, in milliseconds."""
     clock.read(PLAN, started / 1e3, now / 1e3, costs, waited=waited, counts=counts)
 
@@ -64,7 +72,9 @@ def test_a_step_that_was_started_late_lasts_from_there(clock: StepClock, costs: 
 
 
 def test_a_step_that_nobody_waited_for_is_not_counted_nor_is_the_next(clock: StepClock, costs: Noted) -> None:
-    """That step ended at an unknown time before 130. The next one was already running then; the one after was not."""
+    """That step ended at an unknown time before 130. The next one was already running then; the one after was
+    not.
+    """
     read(clock, costs, started=100, now=130, waited=False)
     read(clock, costs, started=110, now=135)
     read(clock, costs, started=134, now=141)
@@ -74,7 +84,9 @@ def test_a_step_that_nobody_waited_for_is_not_counted_nor_is_the_next(clock: Ste
     assert costs.steps == [6, 5]
 
 
-def test_a_step_with_other_work_between_is_not_counted_but_its_end_is_known(clock: StepClock, costs: Noted) -> None:
+def test_a_step_with_other_work_between_is_not_counted_but_its_end_is_known(
+    clock: StepClock, costs: Noted
+) -> None:
     read(clock, costs, started=100, now=110, counts=False)
     read(clock, costs, started=105, now=117)
     assert costs.steps == [7]

@@ -21,7 +21,10 @@ REPORT = """<testsuites><testsuite>
 
 def rows(platform: str) -> dict[str, list[str]]:
     lines = table(outcomes(ElementTree.fromstring(REPORT)), platform).splitlines()[2:]
-    return {cells[1].strip("`"): cells[2:] for cells in ([c.strip() for c in line.strip("|").split("|")] for line in lines)}
+    return {
+        cells[1].strip("`"): cells[2:]
+        for cells in ([c.strip() for c in line.strip("|").split("|")] for line in lines)
+    }
 
 
 def test_cells() -> None:

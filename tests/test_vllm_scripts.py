@@ -13,12 +13,17 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PRINTED = {
-    "offline": "Prompt: 'def fibonacci(n):', tokens: 8, reason: length\nPrompt: 'import os\\\\n', tokens: \\d, reason: \\w+\n"
-    "Prompt: 'class Stack:', tokens: \\d, reason: \\w+\nTokens: 4\n",
+    "offline": (
+        "Prompt: 'def fibonacci(n):', tokens: 8, reason: length\nPrompt: 'import os\\\\n', tokens: \\d,"
+        " reason: \\w+\nPrompt: 'class Stack:', tokens: \\d, reason: \\w+\nTokens: 4\n"
+    ),
     "chat": "assistant:\nAnswers: 2 Prompt tokens: [True, True]\nDecoded: True True\n",
     "structured": "Choice: True\nRegex: v 4\nJSON: ['age']\n",
-    "logprobs": "Prompt: None True Mean finite: True\nTokens: [True, True, True] True\nPrompt: None True Mean finite: True\n"
-    "Tokens: [True, True, True] True\nOne token: [None]\nEmbedding: True 1.0\nEmbedding: True 1.0\n",
+    "logprobs": (
+        "Prompt: None True Mean finite: True\nTokens: [True, True, True] True\nPrompt: None True Mean finite:"
+        " True\nTokens: [True, True, True] True\nOne token: [None]\nEmbedding: True 1.0\nEmbedding: True"
+        " 1.0\n"
+    ),
     "streaming": "Streamed: True True\n",
 }
 IN_VLLM = {  # vLLM's modules and what scripts import from them
@@ -44,8 +49,14 @@ def test_only_the_import_differs() -> None:
     assert found.keys() == PRINTED.keys()
     for file in found.values():
         tree = ast.parse(file.read_text())
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jengine")]
+        imports = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("jengine")
+        ]
         assert imports
         for node in imports:
-            assert {alias.name for alias in node.names} <= IN_VLLM[str(node.module).replace("jengine", "vllm")]
+            assert {alias.name for alias in node.names} <= IN_VLLM[
+                str(node.module).replace("jengine", "vllm")
+            ]
         assert "import jengine" not in file.read_text()

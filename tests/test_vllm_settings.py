@@ -1,4 +1,6 @@
-"""Settings of vLLM: each is accepted under its name, renamed, accepted without effect, or refused with what to do instead."""
+"""Settings of vLLM: each is accepted under its name, renamed, accepted without effect, or refused with what
+to do instead.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from jengine.vllm.translate import SAMPLING_SETTINGS, SERVE_SETTINGS, STRUCTURED
 
 NOTHING: dict[str, Any] = {}
 
-# Flags of `vllm serve` as scripts give them: the options that they become, or what the refusal says. "" in notes: none.
+# Flags of `vllm serve` as scripts give them: the options that they become, or what the refusal says. "" in
+# notes: none.
 ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--max-model-len 4k", {"max_model_len": 4000}, ""),
     ("--max-model-len 4K", {"max_model_len": 4096}, ""),
@@ -43,7 +46,11 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--served-model-name gpt", {"served_model_name": "gpt"}, ""),
     ("--seed 7", {"seed": 7}, ""),
     ("--generation-config vllm", {"generation_config": "vllm"}, ""),
-    ("--host 0.0.0.0 --port 8000", {"host": "0.0.0.0", "port": 8000}, "--port 8000 serves gRPC; OpenAI's API over HTTP is served with"),
+    (
+        "--host 0.0.0.0 --port 8000",
+        {"host": "0.0.0.0", "port": 8000},
+        "--port 8000 serves gRPC; OpenAI's API over HTTP is served with",
+    ),
     ("--model demo", {"model": "demo"}, ""),
     ("--api-key sk-secret", {"api_key": ("sk-secret",)}, ""),
     ("--chat-template chat.jinja", {"chat_template": "chat.jinja"}, ""),
@@ -73,7 +80,11 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--structured-outputs-config.backend xgrammar", NOTHING, ""),
     ('--structured-outputs-config={"backend":"xgrammar"}', NOTHING, ""),
     ("--enforce-eager", NOTHING, "--enforce-eager has no effect: programs are always compiled"),
-    ("--trust-remote-code", NOTHING, "code that comes with a model is never run; model families are part of jengine"),
+    (
+        "--trust-remote-code",
+        NOTHING,
+        "code that comes with a model is never run; model families are part of jengine",
+    ),
     ("--no-enable-chunked-prefill", NOTHING, "prompts are always computed in chunks"),
     ("-O3", NOTHING, "-O has no effect: a fixed table of programs"),
     ("--compilation-config.mode 3", NOTHING, "a fixed table of programs"),
@@ -83,7 +94,10 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--uvicorn-log-level debug", NOTHING, "see log_level"),
 ]
 REFUSED: list[tuple[str, str]] = [
-    ("--pipeline-parallel-size 2", "must be 1: layers are not spread over devices; tensor_parallel_size splits each layer"),
+    (
+        "--pipeline-parallel-size 2",
+        "must be 1: layers are not spread over devices; tensor_parallel_size splits each layer",
+    ),
     ("--data-parallel-size 2", "run several engines: jengine.ray"),
     ("--enable-lora", "merge the adapter into the weights"),
     ("--lora-modules a=b", "merge the adapter into the weights"),
@@ -102,7 +116,10 @@ REFUSED: list[tuple[str, str]] = [
     ("--enable-log-requests", "request_log=- does this"),
     ("--max-logprobs 50", "at most 20 log probabilities"),
     ("--structured-outputs-config.disable_any_whitespace true", "only backend may be set"),
-    ('--default-chat-template-kwargs {"enable_thinking":false}', "send chat_template_kwargs with each request"),
+    (
+        '--default-chat-template-kwargs {"enable_thinking":false}',
+        "send chat_template_kwargs with each request",
+    ),
     ("--quantization bitsandbytes", "AWQ, GPTQ and other quantized checkpoints need no option"),
     ("--kv-cache-dtype fp8_e5m2", "must be auto, int8, fp8"),
     ("--kv-cache-dtyp fp8", "there is no such option; did you mean --kv-cache-dtype?"),
@@ -144,7 +161,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
 
 
 @pytest.mark.parametrize("line, options, note", ACCEPTED, ids=[line for line, *_ in ACCEPTED])
-def test_serve_accepts(line: str, options: dict[str, Any], note: str, served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_accepts(
+    line: str, options: dict[str, Any], note: str, served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["serve", *([] if "--model " in line else ["demo"]), *line.split()]) == 0
     [(server, engine)] = served
     defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig()) | SERVE_DEFAULTS
@@ -155,17 +174,26 @@ def test_serve_accepts(line: str, options: dict[str, Any], note: str, served: li
 
 
 @pytest.mark.parametrize("line, says", REFUSED, ids=[line for line, _ in REFUSED])
-def test_serve_says_what_to_do(line: str, says: str, served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_says_what_to_do(
+    line: str, says: str, served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """In one line, with exit code 2 and without secrets."""
     with pytest.raises(SystemExit, match=r"^[12]$"):
         raise SystemExit(cli.main(["serve", "demo", *line.split()]))
     err = capsys.readouterr().err
-    assert err.startswith(("jengine serve: error: ", "jengine: error: ")) and says in err and err.count("\n") == 1
+    assert (
+        err.startswith(("jengine serve: error: ", "jengine: error: "))
+        and says in err
+        and err.count("\n") == 1
+    )
     assert "unrecognized" not in err and "secret" not in err and not served
 
 
 def test_more_than_sixty_settings_are_tried() -> None:
-    names = {re.findall(r"--?[\w.-]+", line)[0].split("=")[0] for line in [line for line, *_ in (*ACCEPTED, *REFUSED)]}
+    names = {
+        re.findall(r"--?[\w.-]+", line)[0].split("=")[0]
+        for line in [line for line, *_ in (*ACCEPTED, *REFUSED)]
+    }
     assert len(names) >= 60
 
 
@@ -183,7 +211,9 @@ def test_the_table_is_whole(setting: Any) -> None:
 
 
 def test_settings_with_the_same_name_exist() -> None:
-    fields = {field.name for of in (ServerConfig, EngineConfig) for field in dataclasses.fields(of)} | {"config"}
+    fields = {field.name for of in (ServerConfig, EngineConfig) for field in dataclasses.fields(of)} | {
+        "config"
+    }
     assert {*engine_settings.SAME, *server_settings.SAME} <= fields
 
 
@@ -215,11 +245,20 @@ def test_what_is_no_whole_number(text: str) -> None:
 
 
 def test_options_in_python() -> None:
-    nothing = {"pipeline_parallel_size": 1, "distributed_executor_backend": "mp", "enable_chunked_prefill": True, "enable_lora": None}
+    nothing = {
+        "pipeline_parallel_size": 1,
+        "distributed_executor_backend": "mp",
+        "enable_chunked_prefill": True,
+        "enable_lora": None,
+    }
     nothing |= {"task": "auto", "load_format": "gguf", "max_logprobs": 5}
     assert EngineConfig.of("demo", {"block_size": 16, **nothing}) == EngineConfig(page_size=16)
-    assert EngineConfig.of("demo", {"dtype": "half", "swap_space": 4}) == EngineConfig(dtype="float16", swap_space=4)
-    assert EngineConfig(hf_overrides={}, speculative_config=None, runner="pooling") == EngineConfig(embeddings=True)  # type: ignore[call-arg]
+    assert EngineConfig.of("demo", {"dtype": "half", "swap_space": 4}) == EngineConfig(
+        dtype="float16", swap_space=4
+    )
+    assert EngineConfig(hf_overrides={}, speculative_config=None, runner="pooling") == EngineConfig(
+        embeddings=True
+    )  # type: ignore[call-arg]
     for options, says in (
         ({"enable_lora": True}, "enable_lora=True: LoRA adapters are not supported"),
         ({"max_logprob": 5}, "did you mean max_logprobs?"),
@@ -239,13 +278,25 @@ def test_a_warning_names_the_callers_line() -> None:
 
 
 def test_sampling_parameters() -> None:
-    params = SamplingParams(spaces_between_special_tokens=True, best_of=1, output_kind="delta", extra_args=None)  # type: ignore[call-arg]
-    assert params == SamplingParams() and params.output_kind == "delta" and params.clone(top_k=3).output_kind == "delta"
+    params = SamplingParams(
+        spaces_between_special_tokens=True, best_of=1, output_kind="delta", extra_args=None
+    )  # type: ignore[call-arg]
+    assert (
+        params == SamplingParams()
+        and params.output_kind == "delta"
+        and params.clone(top_k=3).output_kind == "delta"
+    )
     schema = {"json": {"type": "object"}}
-    for given in (StructuredOutputs(json_object=True), {"json_object": True}, StructuredOutputs(**schema, backend="auto")):  # type: ignore[call-arg,arg-type]
+    for given in (
+        StructuredOutputs(json_object=True),
+        {"json_object": True},
+        StructuredOutputs(**schema, backend="auto"),
+    ):  # type: ignore[call-arg,arg-type]
         assert SamplingParams(structured_outputs=given) == SamplingParams(structured_outputs=schema)
     assert SamplingParams(guided_decoding=schema) == SamplingParams(structured_outputs=schema)  # type: ignore[call-arg]
-    with pytest.raises(InvalidArgument, match=r"structured_outputs\.whitespace_pattern=' ': a schema's x-guidance"):
+    with pytest.raises(
+        InvalidArgument, match=r"structured_outputs\.whitespace_pattern=' ': a schema's x-guidance"
+    ):
         SamplingParams(structured_outputs={**schema, "whitespace_pattern": " "})
     with pytest.warns(UserWarning, match="spaces_between_special_tokens=False has no effect"):
         SamplingParams(spaces_between_special_tokens=False)  # type: ignore[call-arg]
@@ -254,7 +305,10 @@ def test_sampling_parameters() -> None:
 
 
 def test_names_of_the_package() -> None:
-    assert jengine.AsyncLLMEngine is jengine.AsyncLLM and jengine.AsyncEngineArgs is jengine.EngineArgs is EngineConfig  # type: ignore[attr-defined]
+    assert (
+        jengine.AsyncLLMEngine is jengine.AsyncLLM
+        and jengine.AsyncEngineArgs is jengine.EngineArgs is EngineConfig
+    )  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="jengine has no 'LLMEngine': use LLM"):
         from jengine import LLMEngine  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
@@ -265,7 +319,10 @@ def test_names_of_the_package() -> None:
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"quantization": "awq"}, "quantization='awq': this checkpoint is not quantized; None keeps weights as they are"),
+        (
+            {"quantization": "awq"},
+            "quantization='awq': this checkpoint is not quantized; None keeps weights as they are",
+        ),
         ({"chat_template": "nowhere.jinja"}, "there is no such file, and it is no Jinja template either"),
         ({"tensor_parallel_size": 99}, "JAX_NUM_CPU_DEVICES=99"),
     ],
@@ -277,7 +334,12 @@ def test_what_only_the_start_can_refuse(options: dict[str, Any], says: str) -> N
 
 def test_a_format_that_a_checkpoint_has_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    assert kept_format("gptq", tmp_path) is kept_format("gptq_marlin", tmp_path) is kept_format(None, tmp_path) is None
+    assert (
+        kept_format("gptq", tmp_path)
+        is kept_format("gptq_marlin", tmp_path)
+        is kept_format(None, tmp_path)
+        is None
+    )
     assert kept_format("int4", tmp_path) == "int4"
     with pytest.raises(InvalidArgument, match="quantization='awq': this checkpoint is stored as gptq"):
         kept_format("awq", tmp_path)
@@ -287,7 +349,11 @@ def test_attributes_of_engines() -> None:
     """An AttributeError names what to use instead."""
     for of in (jengine.LLM, jengine.AsyncLLM):
         engine = of.__new__(of)
-        for name, says in (("encode", "embed gives embeddings"), ("llm_engine", "LLM.engine is the engine"), ("sleep", "close() frees")):
+        for name, says in (
+            ("encode", "embed gives embeddings"),
+            ("llm_engine", "LLM.engine is the engine"),
+            ("sleep", "close() frees"),
+        ):
             with pytest.raises(AttributeError, match=re.escape(says)):
                 getattr(engine, name)
         assert not hasattr(engine, "nothing_of_the_kind")

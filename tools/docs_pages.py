@@ -1,4 +1,5 @@
-"""Generates parts of the documentation from the code; each replaces a line `<!-- from the code: NAME -->` of a page.
+"""Generates parts of the documentation from the code; each replaces a line `<!-- from the code: NAME -->` of
+a page.
 
 A hook in mkdocs.yml. Options, sampling parameters, metrics and figures are never copied by hand.
 """
@@ -73,8 +74,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 # --- options -----------------------------------------------------------------------------------------
 
 
-def options(of: type, sections: dict[str, str], defaults: dict[str, Any] | None = None, skip: tuple[str, ...] = ()) -> str:
-    """A heading for each field of a dataclass, with the flag, environment variable, default and help of the command line."""
+def options(
+    of: type, sections: dict[str, str], defaults: dict[str, Any] | None = None, skip: tuple[str, ...] = ()
+) -> str:
+    """A heading for each field of a dataclass, with the flag, environment variable, default and help of the
+    command line.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     add_fields(parser, of, skip, defaults)  # type: ignore[arg-type]  # a parser also has add_argument
     flags = {action.dest: action for action in parser._actions}
@@ -85,12 +90,23 @@ def options(of: type, sections: dict[str, str], defaults: dict[str, Any] | None 
         if field.name not in flags:
             continue
         flag = flags[field.name]
-        lines += [f"### `{field.name}` {{ #{field.name} }}", "", _facts(field, flag, of, defaults or {}), "", _text(flag, of), ""]
+        lines += [
+            f"### `{field.name}` {{ #{field.name} }}",
+            "",
+            _facts(field, flag, of, defaults or {}),
+            "",
+            _text(flag, of),
+            "",
+        ]
     return "\n".join(lines)
 
 
 def _facts(field: dataclasses.Field[Any], flag: argparse.Action, of: type, defaults: dict[str, Any]) -> str:
-    value = "" if flag.nargs == 0 else " " + ("{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else str(flag.metavar))
+    value = (
+        ""
+        if flag.nargs == 0
+        else " " + ("{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else str(flag.metavar))
+    )
     default = defaults.get(field.name, field.default)
     facts = ["Argument `MODEL`" if field.name == "model" else f"`{' / '.join(flag.option_strings)}{value}`"]
     if of is not SamplingParams:
@@ -108,7 +124,9 @@ def _text(flag: argparse.Action, of: type) -> str:
         text = re.sub(rf"(?<![\w`-])({value}): ", r"`\1`: ", text, flags=re.IGNORECASE)
     names = {field.name for field in dataclasses.fields(of)} - {flag.dest}
     text = re.sub(
-        r"(?<![\w`-])[a-z]+(?:_[a-z]+)+(?![\w`-])", lambda name: f"[`{name[0]}`](#{name[0]})" if name[0] in names else name[0], text
+        r"(?<![\w`-])[a-z]+(?:_[a-z]+)+(?![\w`-])",
+        lambda name: f"[`{name[0]}`](#{name[0]})" if name[0] in names else name[0],
+        text,
     )
     return text if text.endswith(".") else text + "."
 
@@ -121,7 +139,9 @@ def metrics() -> str:
     load = Load(running=0, waiting=0, free_pages=0, pages=0, preemptions=0, compiles_since_start=0)
     server = PrometheusMetrics("model", lambda: load, lambda: 0)
     server.certificate_expiry = lambda: 0.0
-    rows = [f"| `{_exposed(metric)}` | {metric.type} | {metric.documentation} |" for metric in server.collect()]
+    rows = [
+        f"| `{_exposed(metric)}` | {metric.type} | {metric.documentation} |" for metric in server.collect()
+    ]
     return "\n".join(["| Metric | Type | Meaning |", "| --- | --- | --- |", *sorted(rows)])
 
 
@@ -134,7 +154,9 @@ def _exposed(metric: Metric) -> str:
 
 def vllm_same() -> str:
     """A table of vLLM's settings that jengine has under the same name."""
-    rows = [f"| `{name}` | {note} |" for name, note in {**engine_settings.SAME, **server_settings.SAME}.items()]
+    rows = [
+        f"| `{name}` | {note} |" for name, note in {**engine_settings.SAME, **server_settings.SAME}.items()
+    ]
     return "\n".join(["| Setting | Differences |", "| --- | --- |", *rows])
 
 
@@ -146,9 +168,21 @@ def vllm_settings(kind: str | None, settings: tuple[Setting, ...]) -> str:
 
 def _accepted(setting: Setting) -> str:
     if setting.kind == "renamed":
-        given = [f"`{name}={value!r}`" for options in setting.gives.values() for name, value in options.items()]
-        return f"`{setting.to}`{'; ' if setting.why else ''}" if setting.to else f"{given[0]}; " if setting.why else given[0]
-    values = [f"`{fit}`" for fit in setting.fits if not isinstance(fit, bool)] if setting.kind == "not supported" else []
+        given = [
+            f"`{name}={value!r}`" for options in setting.gives.values() for name, value in options.items()
+        ]
+        return (
+            f"`{setting.to}`{'; ' if setting.why else ''}"
+            if setting.to
+            else f"{given[0]}; "
+            if setting.why
+            else given[0]
+        )
+    values = (
+        [f"`{fit}`" for fit in setting.fits if not isinstance(fit, bool)]
+        if setting.kind == "not supported"
+        else []
+    )
     return f"only {', '.join(values)}: " if values else ""
 
 
@@ -163,7 +197,9 @@ def compare() -> str:
         engine, _, numbers = arm.partition(" ")
         if not result["failed"] and result["measured"].keys() >= MEASURES.keys():
             medians = [result["measured"][name]["median"] for name in MEASURES]
-            rows.append(f"| {ENGINES.get(engine, engine)}, {numbers} | " + " | ".join(map(_number, medians)) + " |")
+            rows.append(
+                f"| {ENGINES.get(engine, engine)}, {numbers} | " + " | ".join(map(_number, medians)) + " |"
+            )
     return "\n".join([*rows, "", _machine(found)])
 
 
@@ -171,7 +207,10 @@ def perplexity() -> str:
     found = json.loads((RESULTS / "quantization_perplexity.json").read_text())
     base = found["perplexity"]["bfloat16"]
     rows = [
-        "| | English | / bfloat16 | Technical | / bfloat16 | Chats | / bfloat16 | Weights, MiB | Cache, KiB a token |",
+        (
+            "| | English | / bfloat16 | Technical | / bfloat16 | Chats | / bfloat16 | Weights, MiB | Cache,"
+            " KiB a token |"
+        ),
         "| --- |" + " ---: |" * 8,
     ]
     for name, row in found["perplexity"].items():
@@ -181,7 +220,9 @@ def perplexity() -> str:
 
 
 def _beside(row: dict[str, float], base: dict[str, float], text: str) -> str:
-    """A text's perplexity, and its ratio to the base's with the standard error; empty cells where it was not measured."""
+    """A text's perplexity, and its ratio to the base's with the standard error; empty cells where it was not
+    measured.
+    """
     if text not in row:
         return "|"
     error = f" ± {row[f'{text}_ratio_error']:.3f}" if f"{text}_ratio_error" in row else ""
@@ -206,7 +247,10 @@ def quantized_steps() -> str:
 def start_time() -> str:
     found = json.loads((RESULTS / "start_time.json").read_text())
     rows = ["| | First start, s | Later start, s |", "| --- | ---: | ---: |"]
-    rows += [f"| {name} | {model['first']['seconds']:.1f} | {model['later']['seconds']:.1f} |" for name, model in found["models"].items()]
+    rows += [
+        f"| {name} | {model['first']['seconds']:.1f} | {model['later']['seconds']:.1f} |"
+        for name, model in found["models"].items()
+    ]
     return "\n".join([*rows, "", _machine(found)])
 
 
@@ -216,7 +260,10 @@ def sharing() -> str:
     rows = [
         "| Requests | Quantity | Factor |",
         "| --- | --- | ---: |",
-        f"| {arrivals['requests']} at once, with a common prefix | median time to first token | {ratios['first_token_median']} |",
+        (
+            f"| {arrivals['requests']} at once, with a common prefix | median time to first token |"
+            f" {ratios['first_token_median']} |"
+        ),
         f"| the same | output tokens a second | {ratios['tokens_per_second']} |",
         f"| turn {chat['turns']} of a conversation | time to first token | {chat['ratio_last_turn']} |",
     ]
@@ -227,18 +274,28 @@ def targets() -> str:
     """The share of requests within their targets, by load."""
     found = json.loads((RESULTS / "scheduling.json").read_text())
     loads = {name: load for name, load in found["latency"]["tight"].items() if name != "targets"}
-    arms = {"best_fixed": "best of the fixed settings", "throughput": "`throughput`", "latency, serve": '`latency`, `on_late="serve"`'}
+    arms = {
+        "best_fixed": "best of the fixed settings",
+        "throughput": "`throughput`",
+        "latency, serve": '`latency`, `on_late="serve"`',
+    }
     arms |= {"latency, reject": '`latency`, `on_late="reject"`', "auto": "`auto`"}
-    rows = ["| Strategy | " + " | ".join(map(str.capitalize, loads)) + " |", "| --- |" + " ---: |" * len(loads)]
-    rows += [f"| {title} | " + " | ".join(f"{load[arm]['in_target']:.2f}" for load in loads.values()) + " |" for arm, title in arms.items()]
+    rows = [
+        "| Strategy | " + " | ".join(map(str.capitalize, loads)) + " |",
+        "| --- |" + " ---: |" * len(loads),
+    ]
+    rows += [
+        f"| {title} | " + " | ".join(f"{load[arm]['in_target']:.2f}" for load in loads.values()) + " |"
+        for arm, title in arms.items()
+    ]
     return "\n".join([*rows, "", _machine(found)])
 
 
 def simulation() -> str:
     million = json.loads((RESULTS / "simulation.json").read_text())["million"]
     return (
-        f"A million requests with the lengths of Azure's conversations, {million['output_tokens'] / 1e6:.0f} million output tokens, "
-        f"simulate in {million['seconds'] / 60:.0f} minutes on one core."
+        f"A million requests with the lengths of Azure's conversations, {million['output_tokens'] / 1e6:.0f}"
+        f" million output tokens, simulate in {million['seconds'] / 60:.0f} minutes on one core."
     )
 
 
@@ -250,7 +307,9 @@ def _machine(found: dict[str, Any]) -> str:
     machine = found["machine"]
     others = machine["used_by_others"]
     busy = "" if others < 0.05 else f", while other work took {others:.0%} of the machine"
-    return f"*{machine['cpu']}, {machine['cores']} cores, JAX {machine['jax']}, {machine['date'][:10]}{busy}.*"
+    return (
+        f"*{machine['cpu']}, {machine['cores']} cores, JAX {machine['jax']}, {machine['date'][:10]}{busy}.*"
+    )
 
 
 # --- other files -------------------------------------------------------------------------------------
@@ -263,11 +322,19 @@ def included(name: str) -> str:
 
 def readme(block: str) -> str:
     """A generated block of README.md."""
-    return (ROOT / "README.md").read_text().split(f"<!-- {block}: begin -->")[1].split(f"<!-- {block}: end -->")[0].strip()
+    return (
+        (ROOT / "README.md")
+        .read_text()
+        .split(f"<!-- {block}: begin -->")[1]
+        .split(f"<!-- {block}: end -->")[0]
+        .strip()
+    )
 
 
 def notebook() -> str:
-    """The cells of the quickstart notebook, without the title, which the page has, and without the installation."""
+    """The cells of the quickstart notebook, without the title, which the page has, and without the
+    installation.
+    """
     cells = json.loads((ROOT / "notebooks" / "01_quickstart.ipynb").read_text())["cells"]
     return "\n\n".join(_cells(cells[1:]))
 
@@ -288,7 +355,9 @@ CONTENT: dict[str, Callable[[], str]] = {
     "vllm: same": vllm_same,
     "vllm: renamed": lambda: vllm_settings("renamed", (*engine_settings.ENGINE, *server_settings.SERVER)),
     "vllm: no effect": lambda: vllm_settings("no effect", (*engine_settings.ENGINE, *server_settings.SERVER)),
-    "vllm: not supported": lambda: vllm_settings("not supported", (*engine_settings.ENGINE, *server_settings.SERVER)),
+    "vllm: not supported": lambda: vllm_settings(
+        "not supported", (*engine_settings.ENGINE, *server_settings.SERVER)
+    ),
     "vllm: sampling": lambda: vllm_settings(None, (*SAMPLING, *STRUCTURED, *CALLS)),
     "comparison": compare,
     "perplexity": perplexity,

@@ -2,9 +2,9 @@
 
     python tools/full_tests.py [PART] [options of pytest ...]
 
-PART is a name, or a place such as 3/8; without one, all parts run, one after another. A part has the tests with the marker
-`full`, and Hypothesis's tests again, with more examples; `make test` runs the others. A run is recorded if it came to its end
-and nothing but the record was uncommitted.
+PART is a name, or a place such as 3/8; without one, all parts run, one after another. A part has the tests
+with the marker `full`, and Hypothesis's tests again, with more examples; `make test` runs the others. A run
+is recorded if it came to its end and nothing but the record was uncommitted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ KERNELS, MODELS = "pallas_kernels", ("jengine/models", "jengine/checkpoints")
 ENGINE = ("jengine/engine", "jengine/scheduling", "jengine/table", "jengine/execution")
 PARTS = {  # each should take less than an hour on two cores
     "attention": Part(
-        ("tests/kernels/test_attention_decode.py", "tests/kernels/test_attention_prefill.py", "tests/test_paged_attention.py"), (KERNELS,)
+        (
+            "tests/kernels/test_attention_decode.py",
+            "tests/kernels/test_attention_prefill.py",
+            "tests/test_paged_attention.py",
+        ),
+        (KERNELS,),
     ),
     "kernels": Part(("tests/kernels",), (KERNELS,)),
     "compiled": Part(  # for GPUs that are not there
@@ -58,10 +63,17 @@ PARTS = {  # each should take less than an hour on two cores
         (KERNELS, "jengine/execution", "jengine/capacity/planning"),
     ),
     "models": Part(("tests/models", "tests/checkpoints", "tests/test_smollm2.py"), MODELS),
-    "families": Part(("tests/engine/test_golden.py", "tests/engine/test_quantization.py"), (*MODELS, "jengine/execution")),
-    "cache": Part(("tests/engine/test_sharing.py", "tests/engine/test_poison.py", "tests/engine/test_host_tier.py"), ENGINE),
+    "families": Part(
+        ("tests/engine/test_golden.py", "tests/engine/test_quantization.py"), (*MODELS, "jengine/execution")
+    ),
+    "cache": Part(
+        ("tests/engine/test_sharing.py", "tests/engine/test_poison.py", "tests/engine/test_host_tier.py"),
+        ENGINE,
+    ),
     "engine": Part(("tests/engine", "tests/scheduling", "tests/execution"), ENGINE),
-    "service": Part(("tests",), ("serving", "jengine/api", "jengine/ray", "jengine/parallel", "jengine/commands")),
+    "service": Part(
+        ("tests",), ("serving", "jengine/api", "jengine/ray", "jengine/parallel", "jengine/commands")
+    ),
 }
 
 
@@ -85,7 +97,10 @@ def chosen(part: str) -> list[str]:
 
 def part_of(file: str) -> str:
     """The part whose path is the closest to this test file."""
-    lengths = {name: max((len(path) for path in part.tests if within(file, path)), default=0) for name, part in PARTS.items()}
+    lengths = {
+        name: max((len(path) for path in part.tests if within(file, path)), default=0)
+        for name, part in PARTS.items()
+    }
     return max(lengths, key=lambda name: lengths[name])
 
 
@@ -97,7 +112,14 @@ def arguments(name: str) -> list[str]:
     """pytest's: the part's paths, less those of other parts within them."""
     mine = PARTS[name].tests
     others = [path for other, part in PARTS.items() if other != name for path in part.tests]
-    return [*mine, *(f"--ignore={path}" for path in others if any(within(path, own) and path not in mine for own in mine))]
+    return [
+        *mine,
+        *(
+            f"--ignore={path}"
+            for path in others
+            if any(within(path, own) and path not in mine for own in mine)
+        ),
+    ]
 
 
 def run(name: str, options: Sequence[str]) -> int:
@@ -106,19 +128,40 @@ def run(name: str, options: Sequence[str]) -> int:
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{LEDGER.relative_to(ROOT)}")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *arguments(name), "-m", TESTS, "--hypothesis-profile=full", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *arguments(name),
+            "-m",
+            TESTS,
+            "--hypothesis-profile=full",
+            *options,
+        ]
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
         print(f"Part {name}", flush=True)
         began, before = time.monotonic(), processor_seconds()
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        measured = {"seconds": round(time.monotonic() - began), "processor_seconds": round(processor_seconds() - before)}
+        measured = {
+            "seconds": round(time.monotonic() - began),
+            "processor_seconds": round(processor_seconds() - before),
+        }
         if status not in (0, FAILED):
             print(f"Part {name} did not come to its end (status {status}): not recorded")
         elif not commit or changed:
-            print(f"Part {name} is not recorded: {'there are uncommitted changes' if commit else 'this is no git repository'}")
+            print(
+                f"Part {name} is not recorded:"
+                f" {'there are uncommitted changes' if commit else 'this is no git repository'}"
+            )
         else:
             found = outcomes(ElementTree.parse(report).getroot())
-            entry = {"commit": commit, "date": datetime.now(UTC).replace(microsecond=0), **found.counts, **measured, "files": found.files}
+            entry = {
+                "commit": commit,
+                "date": datetime.now(UTC).replace(microsecond=0),
+                **found.counts,
+                **measured,
+                "files": found.files,
+            }
             write(LEDGER, {**read(LEDGER), name: recorded(read(LEDGER).get(name, {}), entry)})
             print(f"Part {name} is recorded in {LEDGER.relative_to(ROOT)}")
         return status
@@ -137,17 +180,24 @@ class Outcomes:
 
 
 def outcomes(report: ElementTree.Element) -> Outcomes:
-    """The results in pytest's JUnit report. A test whose setup or teardown fails has failed; one that is expected to fail passes."""
+    """The results in pytest's JUnit report. A test whose setup or teardown fails has failed; one that is
+    expected to fail passes.
+    """
     counts, seconds = Counter({"passed": 0, "failed": 0, "skipped": 0}), Counter[str]()
     for case in report.iter("testcase"):
-        bad, skipped = case.find("failure") is not None or case.find("error") is not None, case.find("skipped")
+        bad, skipped = (
+            case.find("failure") is not None or case.find("error") is not None,
+            case.find("skipped"),
+        )
         counts["failed" if bad else "skipped" if skipped is not None else "passed"] += 1
         seconds[case.get("file", "")] += float(case.get("time", 0))  # type: ignore[assignment]
     return Outcomes(dict(counts), {file: round(spent) for file, spent in sorted(seconds.items())})
 
 
 def recorded(before: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A part's new entry. Its age counts from the commit `since`, which a run with failures does not renew."""
+    """A part's new entry. Its age counts from the commit `since`, which a run with failures does not
+    renew.
+    """
     return {"since": before.get("since", entry["commit"]) if entry["failed"] else entry["commit"], **entry}
 
 
@@ -161,7 +211,11 @@ def write(ledger: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
         plain = {key: value for key, value in entries[name].items() if key != "files"}
         lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in plain.items()), ""]
         if files := entries[name].get("files"):
-            lines += [f"[{name}.files] # seconds", *(f'"{file}" = {seconds}' for file, seconds in files.items()), ""]
+            lines += [
+                f"[{name}.files] # seconds",
+                *(f'"{file}" = {seconds}' for file, seconds in files.items()),
+                "",
+            ]
     ledger.write_text("\n".join(lines))
 
 
@@ -170,7 +224,9 @@ def _toml(value: Any) -> str:
 
 
 def age(entry: Mapping[str, Any], covers: Sequence[str], root: Path = ROOT) -> int | None:
-    """Commits that changed this code since the part passed; None where git cannot tell: no repository, or history without that commit."""
+    """Commits that changed this code since the part passed; None where git cannot tell: no repository, or
+    history without that commit.
+    """
     if git("rev-parse", "--is-shallow-repository", root=root) != "false":
         return None
     counted = git("rev-list", "--count", "--no-merges", f"{entry['since']}..HEAD", "--", *covers, root=root)

@@ -45,14 +45,26 @@ def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
 
 
 def decode(
-    head_dim: int, page_size: int, *, rows: int = 16, group: int = 4, dtype: Any = jnp.bfloat16, in_registers: bool = True, **ways: Any
+    head_dim: int,
+    page_size: int,
+    *,
+    rows: int = 16,
+    group: int = 4,
+    dtype: Any = jnp.bfloat16,
+    in_registers: bool = True,
+    **ways: Any,
 ) -> Case:
     """Rows of up to 4096 tokens and eight kv heads."""
     kv_heads, pages = 8, 1 << 10
     cache = jax.ShapeDtypeStruct((pages, kv_heads, page_size, head_dim), dtype)
     q = jax.ShapeDtypeStruct((rows, kv_heads * group, head_dim), dtype)
-    tables, lengths = jax.ShapeDtypeStruct((rows, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
-    function = partial(paged_attention_decode, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways)
+    tables, lengths = (
+        jax.ShapeDtypeStruct((rows, 4096 // page_size), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    function = partial(
+        paged_attention_decode, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways
+    )
     return function, (q, cache, cache, tables, lengths)
 
 
@@ -68,7 +80,10 @@ CASES: dict[str, Case] = {
     "head dim 128, pages of 128, one head": decode(128, 128, group=1),
     "head dim 64, group 8, window, sinks": _sinks(*decode(64, 64, group=8, window=128)),
 }
-INTERPRETED: dict[str, Case] = {f"head dim {size}": decode(size, 64, in_registers=False) for size in (64, 256)}  # 128 does not fit
+# 128 does not fit
+INTERPRETED: dict[str, Case] = {
+    f"head dim {size}": decode(size, 64, in_registers=False) for size in (64, 256)
+}
 
 
 def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pages:
@@ -77,7 +92,9 @@ def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pa
     return jax.eval_shape(lambda x: movable(quantize(x, kind)), plain) if kind else plain  # type: ignore[return-value]
 
 
-def write(tokens: int, head_dim: int, kind: str = "", *, pairs: int = 0, group: int = 4, normed: bool = False) -> Case:
+def write(
+    tokens: int, head_dim: int, kind: str = "", *, pairs: int = 0, group: int = 4, normed: bool = False
+) -> Case:
     """Tokens of eight kv heads."""
     pages = cache_of(kind, (1 << 10, 8, 64, head_dim))
     where = jax.ShapeDtypeStruct((tokens,), jnp.int32)
@@ -86,7 +103,14 @@ def write(tokens: int, head_dim: int, kind: str = "", *, pairs: int = 0, group: 
     rows = jax.ShapeDtypeStruct((tokens, 8, group + 2, head_dim), jnp.bfloat16)
     qkv: Any = QkvProduct(rows, group, HeadNorm(weight, weight, 1e-6) if normed else None)  # type: ignore[arg-type]
     rotation = (angles, angles) if pairs else None
-    return lambda *args: kv_write(*args[:-1], rows=tokens - tokens % 64, rotation=args[-1]), (pages, pages, qkv, where, where, rotation)
+    return lambda *args: kv_write(*args[:-1], rows=tokens - tokens % 64, rotation=args[-1]), (
+        pages,
+        pages,
+        qkv,
+        where,
+        where,
+        rotation,
+    )
 
 
 WRITES: dict[str, Case] = {
@@ -99,7 +123,9 @@ WRITES: dict[str, Case] = {
     "64 tokens, normed, rotated in part, head dim 64, int8": write(64, 64, "int8", pairs=32, normed=True),
     "4096 tokens, normed, rotated in part, head dim 256": write(4096, 256, pairs=32, normed=True),
     "4096 tokens, rotated, fp8": write(4096, 128, "float8_e4m3fn", pairs=64),
-    "4096 tokens, normed, rotated, head dim 256, fp8": write(4096, 256, "float8_e4m3fn", pairs=128, normed=True),
+    "4096 tokens, normed, rotated, head dim 256, fp8": write(
+        4096, 256, "float8_e4m3fn", pairs=128, normed=True
+    ),
 }
 
 
@@ -109,7 +135,9 @@ def copy(kind: str, page_size: int) -> Case:
     return copy_pages, (pages, pages, ids, ids)
 
 
-def decode_eight_bits(head_dim: int, page_size: int, kind: str, *, in_registers: bool = True, **ways: Any) -> Case:
+def decode_eight_bits(
+    head_dim: int, page_size: int, kind: str, *, in_registers: bool = True, **ways: Any
+) -> Case:
     function, (q, cache, _, tables, lengths) = decode(head_dim, page_size, in_registers=in_registers, **ways)
     pages = cache_of(kind, cache.shape)
     return function, (q, pages, pages, tables, lengths)
@@ -123,7 +151,9 @@ EIGHT_BITS: dict[str, Case] = {
     "head dim 64, fp8, pages of 16, window, cap": decode_eight_bits(64, 16, "float8_e4m3fn", **ALL),
     "head dim 256, fp8, pages of 32, window, cap": decode_eight_bits(256, 32, "float8_e4m3fn", **ALL),
 }
-EIGHT_BITS_INTERPRETED: dict[str, Case] = {"head dim 128, int8": decode_eight_bits(128, 64, "int8", in_registers=False)}
+EIGHT_BITS_INTERPRETED: dict[str, Case] = {
+    "head dim 128, int8": decode_eight_bits(128, 64, "int8", in_registers=False)
+}
 COPIES: dict[str, Case] = {
     "pages of 64": copy("", 64),
     "pages of 16, int8": copy("int8", 16),
@@ -131,10 +161,18 @@ COPIES: dict[str, Case] = {
 }
 
 
-def latent(heads: int, page_size: int = 64, *, rank: int = 512, key_dim: int = 576, dtype: Any = jnp.bfloat16) -> Case:
+def latent(
+    heads: int, page_size: int = 64, *, rank: int = 512, key_dim: int = 576, dtype: Any = jnp.bfloat16
+) -> Case:
     """Rows of up to 4096 tokens, in DeepSeek V3's form if nothing else is said."""
-    q, pages = jax.ShapeDtypeStruct((16, heads, key_dim), dtype), jax.ShapeDtypeStruct((1 << 10, 1, page_size, key_dim), dtype)
-    tables, lengths = jax.ShapeDtypeStruct((16, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.int32)
+    q, pages = (
+        jax.ShapeDtypeStruct((16, heads, key_dim), dtype),
+        jax.ShapeDtypeStruct((1 << 10, 1, page_size, key_dim), dtype),
+    )
+    tables, lengths = (
+        jax.ShapeDtypeStruct((16, 4096 // page_size), jnp.int32),
+        jax.ShapeDtypeStruct((16,), jnp.int32),
+    )
     return partial(latent_attention_decode, rank=rank, scale=0.1), (q, pages, tables, lengths)
 
 
@@ -159,12 +197,19 @@ def prefill(
     in_registers: bool = True,
     **ways: Any,
 ) -> Case:
-    """Tiles of sequences of up to 4096 tokens, so many that blocks walk over several, and eight kv heads; kind: of an eight-bit cache."""
+    """Tiles of sequences of up to 4096 tokens, so many that blocks walk over several, and eight kv heads;
+    kind: of an eight-bit cache.
+    """
     tiles, kv_heads = 64, 8
     cache = cache_of(kind, (1 << 10, kv_heads, page_size, head_dim), dtype)
     q = jax.ShapeDtypeStruct((tiles, tile, kv_heads * group, head_dim), dtype)
-    tables, numbers = jax.ShapeDtypeStruct((tiles, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((tiles,), jnp.int32)
-    function = partial(paged_attention_prefill, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways)
+    tables, numbers = (
+        jax.ShapeDtypeStruct((tiles, 4096 // page_size), jnp.int32),
+        jax.ShapeDtypeStruct((tiles,), jnp.int32),
+    )
+    function = partial(
+        paged_attention_prefill, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways
+    )
     return function, (q, cache, cache, tables, numbers, numbers)
 
 
@@ -183,7 +228,10 @@ def grouped_rows(rows: int, kind: str = "", *, out: int = 1536, in_registers: bo
 
 def eight_bits(rows: int, kind: str, dtype: Any = jnp.bfloat16) -> Case:
     """Rows by a dense weight."""
-    x, weight = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((1, 28672, 4096), jnp.dtype(kind))
+    x, weight = (
+        jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 28672, 4096), jnp.dtype(kind)),
+    )
 
     def run(x: Any, weight: Any, scale: Any) -> Any:
         groups, block = one_group(rows)
@@ -200,7 +248,12 @@ def both_eight_bits(rows: int, kind: str, out: int = 28672) -> Case:
         return grouped_product(x, weight, scale, groups, block=block, dtype=jnp.bfloat16, x_scale=x_scale)
 
     x, weight = (jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape in ((rows, 4096), (1, out, 4096)))
-    return run, (x, weight, jax.ShapeDtypeStruct((1, out), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.float32))
+    return run, (
+        x,
+        weight,
+        jax.ShapeDtypeStruct((1, out), jnp.float32),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+    )
 
 
 def by_blocks(rows: int, out: int = 28672) -> Case:
@@ -219,7 +272,11 @@ def row_of(size: int, kind: str, **how: Any) -> Case:
     if how:
         return partial(quantize_rows, kind=kind, **how), (jax.ShapeDtypeStruct((64, 2 * size), jnp.bfloat16),)
     weight = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-    return lambda x, add, weight: quantize_rows(x, kind, add=add, norm=Norm(weight, 1e-5, 0.0)), (row, row, weight)
+    return lambda x, add, weight: quantize_rows(x, kind, add=add, norm=Norm(weight, 1e-5, 0.0)), (
+        row,
+        row,
+        weight,
+    )
 
 
 ROWS: dict[str, Case] = {
@@ -256,7 +313,15 @@ def four_bits(shape: tuple[int, ...], group: int, offset: bool, kind: str) -> An
     return jax.eval_shape(partial(pack, group=group, kind=kind), numbers, scale, scale if offset else None)
 
 
-def int4(rows: int, out: int = 28672, size: int = 4096, *, group: int = 128, offset: bool = True, kind: str = "int4") -> Case:
+def int4(
+    rows: int,
+    out: int = 28672,
+    size: int = 4096,
+    *,
+    group: int = 128,
+    offset: bool = True,
+    kind: str = "int4",
+) -> Case:
     """Rows of a Llama of 8B parameters by gate and up, if nothing else is said."""
     x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)
     return partial(int4_product, cores=132), (x, four_bits((out, size), group, offset, kind))
@@ -308,15 +373,21 @@ PREFILL_CASES: dict[str, Case] = {
     "head dim 64, group 8, window, sinks": _sinks(*prefill(64, 64, group=8, window=128)),
 }
 PREFILL_WIDE: dict[str, Case] = {"head dim 256, int8": prefill(256, 64, kind="int8")}
-PREFILL_ALONE: dict[str, Case] = {f"head dim {size}, one head a kv head": prefill(size, 64, group=1) for size in (64, 128)}
-PREFILL_INTERPRETED: dict[str, Case] = {f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)}
+PREFILL_ALONE: dict[str, Case] = {
+    f"head dim {size}, one head a kv head": prefill(size, 64, group=1) for size in (64, 128)
+}
+PREFILL_INTERPRETED: dict[str, Case] = {
+    f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)
+}
 
 
 # --- Ampere and Ada ---
 AMPERE, AMPERE_THREADS = ("a100", "l4"), 128
 
 
-def ampere_decode(head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any) -> Case:
+def ampere_decode(
+    head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any
+) -> Case:
     """As `decode`."""
     _, arrays = decode(head_dim, page_size, group=group, dtype=dtype)
     return partial(ampere.paged_attention_decode, scale=head_dim**-0.5, splits=splits, **ways), arrays
@@ -326,7 +397,14 @@ def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> C
     """Sixteen tiles of 64 queries, otherwise as `decode`."""
     _, (q, k, v, tables, lengths) = decode(head_dim, page_size)
     tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
-    return partial(ampere.paged_attention_prefill, scale=head_dim**-0.5, splits=splits, **ways), (tiles, k, v, tables, lengths, lengths)
+    return partial(ampere.paged_attention_prefill, scale=head_dim**-0.5, splits=splits, **ways), (
+        tiles,
+        k,
+        v,
+        tables,
+        lengths,
+        lengths,
+    )
 
 
 AMPERE_CASES: dict[str, Case] = {
@@ -349,7 +427,9 @@ AMPERE_CASES: dict[str, Case] = {
 
 
 def facts_of(target: str, cases: list[Case]) -> list[KernelFacts]:
-    """Facts about each case's kernel. The process must not have compiled for another compute capability before."""
+    """Facts about each case's kernel. The process must not have compiled for another compute capability
+    before.
+    """
     there = device(target)
     return [facts for function, args in cases for facts in kernel_facts(there, function, *args)[0]]
 
@@ -366,7 +446,10 @@ def row(name: str, facts: KernelFacts, threads: int = THREADS) -> str:
 
 
 def table(title: str, cases: dict[str, Case], threads: int = THREADS, target: str = "h200") -> None:
-    print(f"| {title} on {target} | registers | bytes spilled | shared memory | blocks a multiprocessor | products |")
+    print(
+        f"| {title} on {target} | registers | bytes spilled | shared memory | blocks a multiprocessor |"
+        " products |"
+    )
     print("|---|---|---|---|---|---|")
     of = facts_of if target == "h200" else facts_elsewhere
     for name, facts in zip(cases, of(target, list(cases.values())), strict=True):

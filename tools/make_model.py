@@ -2,9 +2,9 @@
 
     python tools/make_model.py --shape 134m --out DIR
 
-Weights are bfloat16. Each tensor is drawn from the seed and its name, and written before the next, so the memory needed
-is that of the largest tensor. The tokenizer is byte-level BPE, trained on Python's standard library. Made-up words fill
-the rest of the vocabulary, since random weights choose every id.
+Weights are bfloat16. Each tensor is drawn from the seed and its name, and written before the next, so the
+memory needed is that of the largest tensor. The tokenizer is byte-level BPE, trained on Python's standard
+library. Made-up words fill the rest of the vocabulary, since random weights choose every id.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def write_weights(file: BinaryIO, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
-    """Write a safetensors file: the header's length in 8 bytes, the header in JSON, then the tensors without gaps."""
+    """Write a safetensors file: the header's length in 8 bytes, the header in JSON, then the tensors without
+    gaps.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -141,7 +143,10 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     blank = Tokenizer(models.BPE())
     blank.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocab_size, TRAINED_VOCABULARY), special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=min(vocab_size, TRAINED_VOCABULARY),
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     blank.train_from_iterator(standard_library(), trainer)
     # No merge creates these words: encoding never produces them, but each decodes to its own text.
@@ -172,7 +177,11 @@ def make_model(shape: str, out: Path, seed: int) -> int:
     files = {
         "config.json": config,
         "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1},
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+        },
     }
     for name, content in files.items():
         (out / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -9,7 +9,8 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).parent.parent
 PROTOS = ROOT / "serving" / "protos"
-PACKAGE = "jengine/serving/generated"  # the generated modules import each other from this package, so protoc must see the protos there
+# the generated modules import each other from this package, so protoc must see the protos there
+PACKAGE = "jengine/serving/generated"
 
 
 def make(out: Path) -> None:
@@ -23,7 +24,10 @@ def make(out: Path) -> None:
     if status := protoc.main(["protoc", f"-I{PACKAGE}={PROTOS}", *outputs, *files]):
         sys.exit(status)
     package = out / PACKAGE
-    for folder in (package, *(path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+    for folder in (
+        package,
+        *(path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__"),
+    ):
         (folder / "__init__.py").touch()
 
 

@@ -1,9 +1,10 @@
-"""Print which popular checkpoints load, and why the others do not; write their share of downloads into README.md.
+"""Print which popular checkpoints load, and why the others do not; write their share of downloads into
+README.md.
 
     python tools/popular_checkpoints.py
 
-Reads tests/data/popular_checkpoints.json. Its survey counts downloads by group, so the share is a range. The low end counts
-groups that load completely; the high end also counts groups that load in part.
+Reads tests/data/popular_checkpoints.json. Its survey counts downloads by group, so the share is a range. The
+low end counts groups that load completely; the high end also counts groups that load in part.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ BEGIN, END = "<!-- popular checkpoints: begin -->", "<!-- popular checkpoints: e
 
 @dataclass(frozen=True)
 class Group:
-    """A group of the survey: its downloads, and for each model_type why it does not load, or None if it does."""
+    """A group of the survey: its downloads, and for each model_type why it does not load, or None if it
+    does.
+    """
 
     name: str
     downloads: float
@@ -36,7 +39,10 @@ class Group:
 
 
 def judged(survey: dict[str, Any]) -> list[Group]:
-    return [Group(group["name"], group["downloads"], {t: _reason(t, group) for t in group["model_types"]}) for group in survey["groups"]]
+    return [
+        Group(group["name"], group["downloads"], {t: _reason(t, group) for t in group["model_types"]})
+        for group in survey["groups"]
+    ]
 
 
 def _reason(model_type: str, group: dict[str, Any]) -> str | None:
@@ -49,7 +55,9 @@ def _reason(model_type: str, group: dict[str, Any]) -> str | None:
 
 
 def share(groups: list[Group]) -> tuple[int, int]:
-    """The percentages of downloads in groups that load completely, and in groups that load at least in part."""
+    """The percentages of downloads in groups that load completely, and in groups that load at least in
+    part.
+    """
     total = sum(group.downloads for group in groups)
     whole = sum(group.downloads for group in groups if not any(group.reasons.values()))
     part = sum(group.downloads for group in groups if not all(group.reasons.values()))
@@ -62,14 +70,14 @@ def sentence(survey: dict[str, Any]) -> str:
     low, _ = share(groups)
     if not any(reason for group in groups for reason in group.reasons.values()):
         return (
-            f"jengine supports the model types and formats of all groups of {survey['checkpoints']} popular checkpoints\n"
-            f"({survey['source']}, {survey['surveyed']}). The survey kept groups,\n"
-            "not names: the checkpoints were not loaded one by one. `tools/popular_checkpoints.py` lists the groups."
+            f"jengine supports the model types and formats of all groups of {survey['checkpoints']} popular"
+            f" checkpoints\n({survey['source']}, {survey['surveyed']}). The survey kept groups,\nnot names:"
+            " the checkpoints were not loaded one by one. `tools/popular_checkpoints.py` lists the groups."
         )
     return (
-        f"Among {survey['checkpoints']} popular checkpoints ({survey['source']}, {survey['surveyed']}),\n"
-        f"those that jengine loads account for at least {low} % of the downloads. `tools/popular_checkpoints.py` lists them, and the\n"
-        "reason why each of the others does not load."
+        f"Among {survey['checkpoints']} popular checkpoints ({survey['source']},"
+        f" {survey['surveyed']}),\nthose that jengine loads account for at least {low} % of the downloads."
+        " `tools/popular_checkpoints.py` lists them, and the\nreason why each of the others does not load."
     )
 
 

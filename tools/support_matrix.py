@@ -2,8 +2,8 @@
 
     python tools/support_matrix.py [MODEL_TYPE ...]
 
-With names, only the tests of these families run, and only their rows change. A cell has the number of a family's tiny models that
-agree with transformers, or "untested" if this machine runs no such test.
+With names, only the tests of these families run, and only their rows change. A cell has the number of a
+family's tiny models that agree with transformers, or "untested" if this machine runs no such test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TESTS = {
     "test_sharded_over_two_devices": "two devices",
 }
 PLATFORMS = {"cpu": "CPU", "gpu": "NVIDIA GPU"}
-Outcomes = dict[tuple[str, str], Counter[bool]]  # (family, kind of test) -> numbers of passed (True) and failed tests
+# (family, kind of test) -> numbers of passed (True) and failed tests
+Outcomes = dict[tuple[str, str], Counter[bool]]
 
 
 def run(families: Collection[str] = FAMILIES) -> Outcomes:
@@ -40,7 +41,9 @@ def run(families: Collection[str] = FAMILIES) -> Outcomes:
         report = Path(folder) / "report.xml"
         files = ["tests/models/test_golden.py", "tests/engine/test_golden.py"]
         command = [sys.executable, "-m", "pytest", *files, "-m", "full or not full", f"--junitxml={report}"]
-        command += [f"--deselect={file}::{test}[{variant}]" for file in files for test in TESTS for variant in others]
+        command += [
+            f"--deselect={file}::{test}[{variant}]" for file in files for test in TESTS for variant in others
+        ]
         subprocess.run(command, cwd=ROOT, check=False)
         return outcomes(ElementTree.parse(report).getroot())
 
@@ -65,10 +68,17 @@ def table(found: Outcomes, platform: str, before: Mapping[str, str] | None = Non
         counts = found.get((family, kind)) if where == platform else None
         if not counts:
             return "untested"
-        return f"passed ({counts[True]})" if not counts[False] else f"**failed** ({counts[False]} of {counts.total()})"
+        return (
+            f"passed ({counts[True]})"
+            if not counts[False]
+            else f"**failed** ({counts[False]} of {counts.total()})"
+        )
 
     head = ["Family", "`model_type`", *(f"{PLATFORMS[where]}: {kind}" for where, kind in columns)]
-    rows = {name: [family.title, f"`{name}`", *(cell(name, *column) for column in columns)] for name, family in FAMILIES.items()}
+    rows = {
+        name: [family.title, f"`{name}`", *(cell(name, *column) for column in columns)]
+        for name, family in FAMILIES.items()
+    }
     lines = {name: _line(row) for name, row in rows.items()} | dict(before or {})
     return "\n".join([_line(head), _line(["---"] * len(head)), *(lines[name] for name in FAMILIES)])
 
@@ -95,5 +105,12 @@ if __name__ == "__main__":
     if unknown := {*chosen} - {*FAMILIES}:
         sys.exit(f"unknown model_type: {', '.join(sorted(unknown))}")
     found = run(chosen)
-    write(page, table(found, jax.default_backend(), {name: row for name, row in rows_of(page).items() if name not in chosen}))
+    write(
+        page,
+        table(
+            found,
+            jax.default_backend(),
+            {name: row for name, row in rows_of(page).items() if name not in chosen},
+        ),
+    )
     sys.exit(any(counts[False] for counts in found.values()))

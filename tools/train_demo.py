@@ -1,11 +1,11 @@
 """Train the demo model that ships in `jengine/demo`: a small Llama that writes Python.
 
-The text is the standard library (PSF-2.0) of the Python that runs this script. It is cut into pieces: a function,
-a dedented method, a short class, or several module-level statements. Each piece becomes `<s> piece </s>`, so the
-model learns to stop.
+The text is the standard library (PSF-2.0) of the Python that runs this script. It is cut into pieces: a
+function, a dedented method, a short class, or several module-level statements. Each piece becomes `<s> piece
+</s>`, so the model learns to stop.
 
-Muon updates the matrices, and Adam the other weights. Training ends after `--minutes`, so two runs produce similar
-weights, but not the same. Files written:
+Muon updates the matrices, and Adam the other weights. Training ends after `--minutes`, so two runs produce
+similar weights, but not the same. Files written:
 
     DIR/model.safetensors  config.json  tokenizer.json  tokenizer_config.json  generation_config.json
     DIR/training.json      the record: loss curve, held-out perplexity, training data
@@ -55,7 +55,18 @@ CONFIG = {
     "eos_token_id": 1,
     "dtype": "bfloat16",
 }
-SKIP = {"test", "tests", "idle_test", "site-packages", "lib2to3", "pydoc_data", "encodings", "ensurepip", "turtledemo", "__pycache__"}
+SKIP = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "lib2to3",
+    "pydoc_data",
+    "encodings",
+    "ensurepip",
+    "turtledemo",
+    "__pycache__",
+}
 HELD_OUT = 50  # one file in this many is held out
 BATCH_TOKENS = 4096
 
@@ -133,7 +144,10 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     # An indent is one token, because a newline and the spaces after it are one word.
     words = Regex(r"""\n[ ]*| ?[A-Za-z]+| ?_+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9_]+|\s+""")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
@@ -145,7 +159,9 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
             show_progress=False,
         ),
     )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
     return tokenizer
 
 
@@ -174,7 +190,10 @@ def init(key: jax.Array) -> dict:
     layers = []
     for i in range(CONFIG["num_hidden_layers"]):
         keys = jax.random.split(jax.random.fold_in(key, i), len(shapes))
-        layer = {n: jax.random.normal(k, s) / math.sqrt(s[1]) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+        layer = {
+            n: jax.random.normal(k, s) / math.sqrt(s[1])
+            for k, (n, s) in zip(keys, shapes.items(), strict=True)
+        }
         layer |= {n: layer[n] * 0.1 for n in ("o_proj", "down_proj")}
         layers.append({"matrices": layer, "norms": {"attn": jnp.ones(h), "mlp": jnp.ones(h)}})
     embed = jax.random.normal(jax.random.fold_in(key, 99), (CONFIG["vocab_size"], h)) * 0.05
@@ -195,7 +214,9 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def losses(params: dict, ids: jax.Array, piece: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum and the number of next-token losses over ids [batch, tokens + 1]. Attention stays within a piece."""
+    """The sum and the number of next-token losses over ids [batch, tokens + 1]. Attention stays within a
+    piece.
+    """
     heads, kv, d = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], CONFIG["head_dim"]
     x = params["embed"][ids[:, :-1]]
     b, t, _ = x.shape
@@ -227,7 +248,9 @@ def schedule(progress: float) -> float:
 
 
 def train(params: dict, stream: np.ndarray, piece: np.ndarray, minutes: float) -> tuple[dict, list]:
-    labels = jax.tree_util.tree_map_with_path(lambda path, _: "muon" if "matrices" in str(path) else "adam", params)
+    labels = jax.tree_util.tree_map_with_path(
+        lambda path, _: "muon" if "matrices" in str(path) else "adam", params
+    )
     optimiser = optax.partition(
         {
             "muon": optax.contrib.muon(0.02, weight_decay=0.01),
@@ -253,7 +276,9 @@ def train(params: dict, stream: np.ndarray, piece: np.ndarray, minutes: float) -
     with tqdm(total=round(minutes * 60), unit="s") as bar:
         while done < 1.0:
             length = 256 if done < 0.8 else 1024  # short contexts first, then long ones
-            at = rng.integers(0, len(stream) - length - 1, BATCH_TOKENS // length)[:, None] + np.arange(length + 1)
+            at = rng.integers(0, len(stream) - length - 1, BATCH_TOKENS // length)[:, None] + np.arange(
+                length + 1
+            )
             params, state, loss = step(params, state, stream[at], piece[at], jnp.float32(schedule(done)))
             recent.append(float(loss))
             seen += BATCH_TOKENS
@@ -271,7 +296,10 @@ def held_out(params: dict, stream: np.ndarray, piece: np.ndarray) -> float:
     length = CONFIG["max_position_embeddings"]
     count = (len(stream) - 1) // length
     run = jax.jit(losses)
-    parts = [run(params, *(x[None, i * length : (i + 1) * length + 1] for x in (stream, piece))) for i in range(count)]
+    parts = [
+        run(params, *(x[None, i * length : (i + 1) * length + 1] for x in (stream, piece)))
+        for i in range(count)
+    ]
     return float(sum(p[0] for p in parts) / sum(p[1] for p in parts))
 
 
@@ -331,8 +359,15 @@ def main() -> None:
         },
         "loss_curve": {"columns": ["tokens seen", "mean loss of 20 steps, nats"], "rows": curve},
     }
-    for name, content in (("config", CONFIG), ("generation_config", generation), ("tokenizer_config", described), ("training", record)):
-        (args.out / f"{name}.json").write_text(json.dumps(content, indent=1 if name != "training" else None) + "\n")
+    for name, content in (
+        ("config", CONFIG),
+        ("generation_config", generation),
+        ("tokenizer_config", described),
+        ("training", record),
+    ):
+        (args.out / f"{name}.json").write_text(
+            json.dumps(content, indent=1 if name != "training" else None) + "\n"
+        )
     print(f"held-out perplexity {math.exp(loss):.2f}; written to {args.out}")
 
 

@@ -15,7 +15,8 @@ from pallas_kernels.timing import chained, median
 
 class Ceilings(NamedTuple):
     bandwidth: float  # bytes per second, read and written
-    rate: float  # operations per second of a bfloat16 product with float32 sums, or on a CPU of a float32 product
+    # operations per second of a bfloat16 product with float32 sums, or on a CPU of a float32 product
+    rate: float
 
 
 @functools.cache

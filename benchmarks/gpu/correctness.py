@@ -1,4 +1,6 @@
-"""Compares every kernel with `reference.py`, which runs in float32 at the highest precision on the same device."""
+"""Compares every kernel with `reference.py`, which runs in float32 at the highest precision on the same
+device.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ OTHERS: tuple[Ways, ...] = (
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
 RANK, POSITION = 512, 64  # channels of latent attention's values, and of positions in its keys
 THREADS = 6
-UNTUNED = {"xla_gpu_autotune_level": "0"}  # the reference need not be fast, and autotuning takes seconds per case
+# the reference need not be fast, and autotuning takes seconds per case
+UNTUNED = {"xla_gpu_autotune_level": "0"}
 EXPONENTIALS = 2e-5  # relative error of the hardware's exponentials and of float32 sums
 
 
@@ -63,47 +66,87 @@ class Case(NamedTuple):
     longest: int = 1500
 
     def __str__(self) -> str:
-        shape = f"{self.shape.kv_heads}x{self.shape.group} heads of {self.shape.head_dim}, pages of {self.shape.page_size}"
+        shape = (
+            f"{self.shape.kv_heads}x{self.shape.group} heads of {self.shape.head_dim}, pages of"
+            f" {self.shape.page_size}"
+        )
         more = [f"{name}={value}" for name, value in self.ways.items()]
         more += [f"{name}={value}" for name, value in (("size", self.size), ("pairs", self.pairs)) if value]
-        return " ".join([f"{self.function}: {self.dtype}", *([f"in {self.kind}"] if self.kind else []), shape, *more])
+        return " ".join(
+            [f"{self.function}: {self.dtype}", *([f"in {self.kind}"] if self.kind else []), shape, *more]
+        )
 
 
 class Comparison(NamedTuple):
-    worst: float  # largest error / allowed error; infinite if a result is NaN, or differs where it must be identical
+    # largest error / allowed error; infinite if a result is NaN, or differs where it must be identical
+    worst: float
     relative: float  # norm of the error / norm of the reference
 
 
 def cases(small: bool) -> list[Case]:
-    """All cases. Functions alternate, so an interrupted run has tested each; shapes are combined with varying dtypes and options."""
+    """All cases. Functions alternate, so an interrupted run has tested each; shapes are combined with varying
+    dtypes and options.
+    """
     if small:
         shape = Shape(2, 2, 64, 16)
         attention = [
             Case("decode", shape, "bfloat16", None, WAYS[3], longest=100),
             Case("prefill", shape, "bfloat16", "int8", WAYS[0], 16, longest=100),
         ]
-        return [*attention, Case("kv_write", shape, "bfloat16", None, {}, 13, 32), Case("copy_pages", shape, "bfloat16", "float8_e4m3fn")]
+        return [
+            *attention,
+            Case("kv_write", shape, "bfloat16", None, {}, 13, 32),
+            Case("copy_pages", shape, "bfloat16", "float8_e4m3fn"),
+        ]
     shapes = [Shape(1 + i % 2, *one) for i, one in enumerate(product(GROUPS, HEAD_DIMS, PAGE_SIZES))]
     shapes = shapes[::2] + shapes[1::2]
     # Periods have no common factor, so each value of one is combined with all values of the others.
-    dtypes, ways, fixed = cycle(("bfloat16", "bfloat16", "float16")), cycle((*WAYS, *WAYS[1:3])), cycle((False, True))
+    dtypes, ways, fixed = (
+        cycle(("bfloat16", "bfloat16", "float16")),
+        cycle((*WAYS, *WAYS[1:3])),
+        cycle((False, True)),
+    )
     tiles, tokens = cycle((64, 16, 128, 64, 48)), cycle((13, 1, 64, 300))
     pairs, heads = cycle((0, 32, 24, 64, 0, 32, 128)), cycle((1, 2, 8, 3, 4))
     groups, normed = cycle((1, 1, 4, 4)), cycle(({}, {"norm": True}))
     # Plain caches are combined with all shapes, eight-bit caches with every second one.
     kinds = [kind for i in range(len(shapes)) for kind in (KINDS if i % 2 else KINDS[:1])]
     shaped = [shape for i, shape in enumerate(shapes) for _ in (KINDS if i % 2 else KINDS[:1])]
-    decode = [Case("decode", s, next(dtypes), k, next(ways) | {"batch_invariant": next(fixed)}) for s, k in zip(shaped, kinds, strict=True)]
-    prefill = [Case("prefill", s, next(dtypes), k, next(ways), next(tiles)) for s, k in zip(shaped, kinds, strict=True)]
-    others = [Case("flashinfer", s, next(dtypes), None, OTHERS[i % len(OTHERS)]) for i, s in enumerate(shapes[::2])]
-    latent = [Case("latent", Shape(1, h, RANK + POSITION, p), next(dtypes)) for h, p in product((16, 20, 64, 128), PAGE_SIZES)]
+    decode = [
+        Case("decode", s, next(dtypes), k, next(ways) | {"batch_invariant": next(fixed)})
+        for s, k in zip(shaped, kinds, strict=True)
+    ]
+    prefill = [
+        Case("prefill", s, next(dtypes), k, next(ways), next(tiles))
+        for s, k in zip(shaped, kinds, strict=True)
+    ]
+    others = [
+        Case("flashinfer", s, next(dtypes), None, OTHERS[i % len(OTHERS)]) for i, s in enumerate(shapes[::2])
+    ]
+    latent = [
+        Case("latent", Shape(1, h, RANK + POSITION, p), next(dtypes))
+        for h, p in product((16, 20, 64, 128), PAGE_SIZES)
+    ]
     flat = list(product(KINDS, HEAD_DIMS, PAGE_SIZES))
     write = [
-        Case("kv_write", Shape(next(heads), next(groups), d, p), next(dtypes), k, next(normed), next(tokens), min(next(pairs), d // 2))
+        Case(
+            "kv_write",
+            Shape(next(heads), next(groups), d, p),
+            next(dtypes),
+            k,
+            next(normed),
+            next(tokens),
+            min(next(pairs), d // 2),
+        )
         for k, d, p in flat
     ]
     copy = [Case("copy_pages", Shape(2, 1, d, p), next(dtypes), k) for k, d, p in flat[::2]]
-    return [case for turn in zip_longest(decode, prefill, write, copy, others, latent) for case in turn if case is not None]
+    return [
+        case
+        for turn in zip_longest(decode, prefill, write, copy, others, latent)
+        for case in turn
+        if case is not None
+    ]
 
 
 def measure(small: bool) -> Iterator[Row]:
@@ -125,27 +168,43 @@ def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
     if refused is not None and impl in ("mosaic", "flashinfer"):
         return skipped(str(case), refused)
     worst, relative = run()
-    return Row(str(case), {"error / allowed": worst, "relative error": relative}, outcome="ok" if worst <= 1 else FAILED)
+    return Row(
+        str(case),
+        {"error / allowed": worst, "relative error": relative},
+        outcome="ok" if worst <= 1 else FAILED,
+    )
 
 
-Prepared = tuple[str | None, Callable[[], Comparison]]  # why the kernel does not support the case, and a function that runs it
+# why the kernel does not support the case, and a function that runs it
+Prepared = tuple[str | None, Callable[[], Comparison]]
 
 
 def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     page = case.shape.page_size
     lengths = [1, page - 1, 0, page, page + 1, case.longest, 129]
     paged = checked(lengths, case.shape, case.dtype, case.kind, seed)
-    q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(case.dtype)
+    q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(
+        case.dtype
+    )
     where = paged.tables, jnp.asarray(lengths, jnp.int32)
     given = _given(case)
     ways = {name: value for name, value in given.items() if name != "batch_invariant"}
-    how = {"tokens": paged.tables.shape[1] * page, "window": ways.get("window"), "batch_invariant": given.get("batch_invariant", False)}
+    how = {
+        "tokens": paged.tables.shape[1] * page,
+        "window": ways.get("window"),
+        "batch_invariant": given.get("batch_invariant", False),
+    }
 
     def run() -> Comparison:
         work = dispatch.decode_work(paged.k, where[1], **how) if impl == "mosaic" else None
         attend = jax.jit(partial(dispatch.paged_attention_decode, **ways, work=work, impl=impl))
         truth = _truth(reference.paged_attention_decode, ways)
-        return _attention(case, attend(q, paged.k, paged.v, *where), truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
+        return _attention(
+            case,
+            attend(q, paged.k, paged.v, *where),
+            truth(_wide(q), _wide(paged.k), _wide(paged.v), *where),
+            paged,
+        )
 
     if impl == "flashinfer":
         return dispatch.why_flashinfer_unsupported(q, paged.k, paged.v, window=case.ways.get("window")), run
@@ -156,12 +215,16 @@ def _latent(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     page, rank = case.shape.page_size, case.shape.head_dim - POSITION
     lengths = [1, page - 1, 0, page, page + 1, case.longest, 129]
     paged = checked(lengths, case.shape, case.dtype, None, seed)
-    q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(case.dtype)
+    q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(
+        case.dtype
+    )
     where = paged.tables, jnp.asarray(lengths, jnp.int32)
 
     def run() -> Comparison:
         attend = jax.jit(partial(latent_dispatch.latent_attention_decode, rank=rank, scale=0.1, impl=impl))
-        want = _truth(reference.paged_attention_decode, {"scale": 0.1})(_wide(q), _wide(paged.k), _wide(paged.k), *where)
+        want = _truth(reference.paged_attention_decode, {"scale": 0.1})(
+            _wide(q), _wide(paged.k), _wide(paged.k), *where
+        )
         return _attention(case, attend(q, paged.k, *where), want[..., :rank], paged._replace(v=paged.k))
 
     return latent_dispatch.why_latent_decode_unsupported(q, paged.k, rank=rank), run
@@ -173,22 +236,32 @@ def _given(case: Case) -> Ways:
 
 
 def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
-    """Tests a full first tile, a chunk that starts within a page, padding, two tiles of one token, and later tiles.
+    """Tests a full first tile, a chunk that starts within a page, padding, two tiles of one token, and later
+    tiles.
 
     The last two sequences share their first page.
     """
     page, tile = case.shape.page_size, case.size
     last = case.longest - tile
     positions, lengths = [0, page // 2 + 3, 0, page, 0, 2 * tile, last], [tile, tile - 5, 0, 1, 1, tile, tile]
-    paged = checked([at + length for at, length in zip(positions, lengths, strict=True)], case.shape, case.dtype, case.kind, seed)
-    q = jax.random.normal(jax.random.key(seed), (len(lengths), tile, case.shape.heads, case.shape.head_dim)).astype(case.dtype)
+    paged = checked(
+        [at + length for at, length in zip(positions, lengths, strict=True)],
+        case.shape,
+        case.dtype,
+        case.kind,
+        seed,
+    )
+    q = jax.random.normal(
+        jax.random.key(seed), (len(lengths), tile, case.shape.heads, case.shape.head_dim)
+    ).astype(case.dtype)
     where = paged.tables, jnp.asarray(positions, jnp.int32), jnp.asarray(lengths, jnp.int32)
     real = jnp.arange(tile) < where[2][:, None]
 
     def run() -> Comparison:
         attend = jax.jit(partial(dispatch.paged_attention_prefill, **_given(case), impl=impl))
         got = attend(q, paged.k, paged.v, *where)
-        got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)  # other results are undefined, but must be finite
+        # other results are undefined, but must be finite
+        got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)
         truth = _truth(reference.paged_attention_prefill, _given(case))
         return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
@@ -196,7 +269,8 @@ def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 
 
 def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Comparison:
-    """Compares attention's results. The allowed error assumes that weights and results are rounded to dtype, and all else is float32.
+    """Compares attention's results. The allowed error assumes that weights and results are rounded to dtype,
+    and all else is float32.
 
     FlashInfer's kernel also rounds scaled weights and the results of parts.
     """
@@ -212,10 +286,20 @@ def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     real = np.arange(case.size) % 3 != 1
     places[~real] %= shape.page_size  # padding, in the null page
     new = rng.normal(size=(case.size, shape.kv_heads, shape.group + 2, shape.head_dim))
-    norm = HeadNorm(*(jnp.asarray(rng.normal(size=shape.head_dim), case.dtype) for _ in "qk"), 1e-6) if case.ways else None
-    qkv = QkvProduct(jnp.asarray(np.where(real[:, None, None, None], new, np.nan), case.dtype), shape.group, norm)
+    norm = (
+        HeadNorm(*(jnp.asarray(rng.normal(size=shape.head_dim), case.dtype) for _ in "qk"), 1e-6)
+        if case.ways
+        else None
+    )
+    qkv = QkvProduct(
+        jnp.asarray(np.where(real[:, None, None, None], new, np.nan), case.dtype), shape.group, norm
+    )
     angles = rng.uniform(-3, 3, size=(case.size, case.pairs))
-    rotation = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)) if case.pairs else None
+    rotation = (
+        (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+        if case.pairs
+        else None
+    )
     old = checked([0, 0], shape, case.dtype, case.kind, seed).k  # NaN
     old = jax.tree.map(lambda x: jnp.tile(x[:1], (num_pages, *[1] * (x.ndim - 1))), old)
     pages, offsets = places // shape.page_size, places % shape.page_size
@@ -230,7 +314,10 @@ def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         want_q, want = _truth(reference.kv_write, rows)(*args, rotation=rotation)
         q, wanted = (np.concatenate(parts).astype(np.float32)[real] for parts in (got_q, want_q))
         turned = compare(q, wanted, 1.01 * np.abs(wanted) * float(jnp.finfo(case.dtype).eps) + 1e-6)
-        written = (_written(case, *both, (pages[real], slice(None), offsets[real]), untouched) for both in zip(got, want, strict=True))
+        written = (
+            _written(case, *both, (pages[real], slice(None), offsets[real]), untouched)
+            for both in zip(got, want, strict=True)
+        )
         return worst_of([turned, *written])
 
     return dispatch.why_kv_write_unsupported(old, old, qkv), run
@@ -240,10 +327,15 @@ def _written(case: Case, got: Pages, want: Pages, places: Any, untouched: np.nda
     """What was copied is exact; what was normed, rotated or quantized may be rounded to the neighbour."""
     here, there = (np.asarray(_numbers(pages))[places] for pages in (got, want))
     step = (
-        np.abs(there) * float(jnp.finfo(case.kind or case.dtype).eps) if case.kind != "int8" else np.abs(there).max(-1, keepdims=True) / 127
+        np.abs(there) * float(jnp.finfo(case.kind or case.dtype).eps)
+        if case.kind != "int8"
+        else np.abs(there).max(-1, keepdims=True) / 127
     )
     exact = case.kind is None and not case.pairs and not case.ways
-    kept = [_same(now, then, untouched) for now, then in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    kept = [
+        _same(now, then, untouched)
+        for now, then in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    ]
     return worst_of([compare(here, there, np.zeros_like(there) if exact else 1.01 * step + 1e-6), *kept])
 
 
@@ -251,12 +343,17 @@ def _copy_pages(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     paged = checked([100, 0, 300, 7], case.shape, case.dtype, case.kind, seed)
     order = 1 + np.random.default_rng(seed).permutation(paged.k.shape[0] - 1)
     copies = min(5, len(order) // 2)
-    sources, destinations = (jnp.asarray([*part, 0], jnp.int32) for part in (order[:copies], order[copies : 2 * copies]))
+    sources, destinations = (
+        jnp.asarray([*part, 0], jnp.int32) for part in (order[:copies], order[copies : 2 * copies])
+    )
     args = paged.k, paged.v, sources, destinations
     all_but_null = np.arange(paged.k.shape[0]) > 0
 
     def run() -> Comparison:
-        got, want = jax.jit(partial(dispatch.copy_pages, impl=impl))(*args), jax.jit(reference.copy_pages)(*args)
+        got, want = (
+            jax.jit(partial(dispatch.copy_pages, impl=impl))(*args),
+            jax.jit(reference.copy_pages)(*args),
+        )
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
         return worst_of(_same(now, then, all_but_null) for now, then in pairs)
 
@@ -287,11 +384,17 @@ def _wide(x: Any) -> Any:
 
 def _numbers(pages: Pages) -> jax.Array:
     """The values of pages, in float32."""
-    return dequantize(replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages.astype(jnp.float32)
+    return (
+        dequantize(replace(pages, dtype="float32"))
+        if isinstance(pages, Quantized)
+        else pages.astype(jnp.float32)
+    )
 
 
 def compare(got: Any, want: Any, allowed: np.ndarray) -> Comparison:
-    """Compares arrays of the same shape. If the allowed error is 0, `worst` is 0 for equal elements and infinite for others."""
+    """Compares arrays of the same shape. If the allowed error is 0, `worst` is 0 for equal elements and
+    infinite for others.
+    """
     got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
     error = np.abs(got - want)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -302,7 +405,9 @@ def compare(got: Any, want: Any, allowed: np.ndarray) -> Comparison:
 
 
 def _same(got: jax.Array, want: jax.Array, where: np.ndarray) -> Comparison:
-    """Compares arrays [pages, kv_heads, page_size, ...] bit by bit. where: a mask of [pages] or [pages, page_size]."""
+    """Compares arrays [pages, kv_heads, page_size, ...] bit by bit. where: a mask of [pages] or [pages,
+    page_size].
+    """
     now, then = (np.asarray(x) for x in (got, want))
     if where.ndim == 2:
         now, then = now.swapaxes(1, 2), then.swapaxes(1, 2)

@@ -36,19 +36,30 @@ def batches(small: bool) -> list[Batch]:
     The latter are one live row in the engine's smallest bucket, and one long row among short ones.
     """
     if small:
-        return [Batch("batch 2, context 64", [64, 64]), Batch("one row of 128 in a bucket of 8", [128] + 7 * [0]), _ragged(4, 128, 16, 48)]
-    alike = [Batch(f"batch {rows}, context {context}", rows * [context]) for context in CONTEXTS for rows in BATCHES]
+        return [
+            Batch("batch 2, context 64", [64, 64]),
+            Batch("one row of 128 in a bucket of 8", [128] + 7 * [0]),
+            _ragged(4, 128, 16, 48),
+        ]
+    alike = [
+        Batch(f"batch {rows}, context {context}", rows * [context])
+        for context in CONTEXTS
+        for rows in BATCHES
+    ]
     longest = CONTEXTS[-1]
     alone = Batch(f"one row of {longest} in a bucket of 8", [longest] + 7 * [0])
     return [*alike, alone, *(_ragged(rows, longest, 256, 1024) for rows in RAGGED)]
 
 
 def _ragged(rows: int, longest: int, low: int, high: int) -> Batch:
-    return Batch(f"batch {rows}, one row of {longest}, others of {low} to {high}", one_long(rows, longest, low, high))
+    return Batch(
+        f"batch {rows}, one row of {longest}, others of {low} to {high}", one_long(rows, longest, low, high)
+    )
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Yields a row for each batch and cache format, followed by FlashInfer's row if its kernel supports the format.
+    """Yields a row for each batch and cache format, followed by FlashInfer's row if its kernel supports the
+    format.
 
     GB/s count only the tokens of live rows. Cases that move few bytes have no goal.
     """
@@ -58,7 +69,9 @@ def measure(small: bool) -> Iterator[Row]:
         yield from _of_kind(SMALL if small else LLAMA, kind, batches(small), bandwidth, small)
 
 
-def _of_kind(shape: Shape, kind: str | None, cases: list[Batch], bandwidth: float, small: bool) -> Iterator[Row]:
+def _of_kind(
+    shape: Shape, kind: str | None, cases: list[Batch], bandwidth: float, small: bool
+) -> Iterator[Row]:
     name = "bfloat16" if kind is None else kind
     needed = 1 + max(sum(_pages(shape, batch)) for batch in cases)
     room = free_bytes()
@@ -90,10 +103,16 @@ def _pages(shape: Shape, batch: Batch) -> list[int]:
 def _refused(q: Any, k: Pages, v: Pages) -> str | None:
     """Why the GPU's kernel does not support these arrays, or None."""
     device = jax.devices()[0]
-    return f"device={device.device_kind}: it is no GPU" if device.platform == "cpu" else dispatch.why_decode_unsupported(q, k, v)
+    return (
+        f"device={device.device_kind}: it is no GPU"
+        if device.platform == "cpu"
+        else dispatch.why_decode_unsupported(q, k, v)
+    )
 
 
-def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: Batch, bandwidth: float, impl: dispatch.Impl) -> Row:
+def _row(
+    case: str, shape: Shape, k: Pages, v: Pages, batch: Batch, bandwidth: float, impl: dispatch.Impl
+) -> Row:
     seconds = seconds_of(shape, k, v, batch, impl)
     eight_bits = isinstance(k, Quantized)
     moved = decode_bytes(shape, batch.lengths, 1 if eight_bits else 2, 4 if eight_bits else 0)

@@ -1,4 +1,6 @@
-"""The engine on a Llama of 8B parameters with random weights: tokens per second relative to the roofline, and host time per step."""
+"""The engine on a Llama of 8B parameters with random weights: tokens per second relative to the roofline, and
+host time per step.
+"""
 
 from __future__ import annotations
 
@@ -62,35 +64,56 @@ def measure(small: bool) -> Iterator[Row]:
         seconds = prefill_seconds(engine, size.chunk // prompt, prompt)
         work = prefill(spec.model.config, formats_of(spec), size.chunk, prompt)
         done = (work.products + work.attention) / seconds
-        values = {"ms": 1e3 * seconds, "tokens/s": size.chunk / seconds, "TFLOP/s": done / 1e12, "share": done / limits.rate}
+        values = {
+            "ms": 1e3 * seconds,
+            "tokens/s": size.chunk / seconds,
+            "TFLOP/s": done / 1e12,
+            "share": done / limits.rate,
+        }
         yield Row(f"prefill, {size.chunk // prompt} x {prompt}", values, None if small else PREFILL_GOAL)
     clock = Clock()
     clock.wrap(Runner, "read", "read")
     for batch in size.batches:
         seconds, host, context = decode_seconds(engine, batch, size, clock)
         read = decode(spec.model.config, formats_of(spec), batch, round(context)).read
-        values = {"ms": 1e3 * seconds, "tokens/s": batch / seconds, "GB/s": read / seconds / 1e9, "host ms": 1e3 * host}
+        values = {
+            "ms": 1e3 * seconds,
+            "tokens/s": batch / seconds,
+            "GB/s": read / seconds / 1e9,
+            "host ms": 1e3 * host,
+        }
         share = {"share": read / limits.bandwidth / seconds}
-        yield Row(f"decode, batch {batch}, context {context:.0f}", values | share, None if small else DECODE_GOAL)
+        yield Row(
+            f"decode, batch {batch}, context {context:.0f}", values | share, None if small else DECODE_GOAL
+        )
 
 
 def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
-    """An engine with a trunk for each batch, and two trunks with a prefill chunk: with the smallest and the largest batch."""
+    """An engine with a trunk for each batch, and two trunks with a prefill chunk: with the smallest and the
+    largest batch.
+    """
     rows = tuple(sorted({max(batch, 8) for batch in size.batches}))
     max_model_len = max(size.chunk + 8, size.prompt + tokens_out(size, rows[-1]))
-    pages = max(rows[-1] * -(-(size.prompt + tokens_out(size, rows[-1])) // how.page_size), -(-max_model_len // how.page_size))
+    pages = max(
+        rows[-1] * -(-(size.prompt + tokens_out(size, rows[-1])) // how.page_size),
+        -(-max_model_len // how.page_size),
+    )
     facts = model_config(size.config)
     spec = ExecutionSpec(
         model=build(facts, how.dtype, max_model_len),
         mesh=make_mesh(1),
-        table=ProgramTable(rows, tuple(sorted({rows[0], rows[-1]})), (size.chunk // how.tile_size,), how.tile_size),
+        table=ProgramTable(
+            rows, tuple(sorted({rows[0], rows[-1]})), (size.chunk // how.tile_size,), how.tile_size
+        ),
         max_model_len=max_model_len,
         max_slots=rows[-1],
         page_size=how.page_size,
         num_pages=1 + pages + rows[-1],  # admission leaves one free page for each sequence
     )
     if jax.default_backend() != "cpu" and kernels_refused(spec) is not None:
-        spec = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=page_buckets(spec.table_width)))
+        spec = dataclasses.replace(
+            spec, table=dataclasses.replace(spec.table, page_buckets=page_buckets(spec.table_width))
+        )
     params = random_params(spec)
     runner = Runner(Worker(spec, compiled(spec, how.threads), params))  # type: ignore[arg-type]
     scheduler = Scheduler(
@@ -105,12 +128,16 @@ def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
 
 
 def tokens_out(size: Load, batch: int) -> int:
-    """Output tokens per sequence, enough that no sequence ends during prefill of the others or during the measurement."""
+    """Output tokens per sequence, enough that no sequence ends during prefill of the others or during the
+    measurement.
+    """
     return batch * size.prompt // size.chunk + size.steps + size.steps // 4 + 16
 
 
 def prefill_seconds(engine: Engine, prompts: int, tokens: int) -> float:
-    """Seconds of a step that prefills whole prompts with one output token each, averaged over several consecutive steps."""
+    """Seconds of a step that prefills whole prompts with one output token each, averaged over several
+    consecutive steps.
+    """
     steps, took = 4, []
     for _ in range(1 + ROUNDS):
         add(engine, steps * prompts, tokens, 1)
@@ -122,7 +149,9 @@ def prefill_seconds(engine: Engine, prompts: int, tokens: int) -> float:
 
 
 def decode_seconds(engine: Engine, batch: int, size: Load, clock: Clock) -> tuple[float, float, float]:
-    """Median seconds per step, median host seconds per step (not waiting for the device), and the mean length of a sequence."""
+    """Median seconds per step, median host seconds per step (not waiting for the device), and the mean length
+    of a sequence.
+    """
     add(engine, batch, size.prompt, tokens_out(size, batch))
     made: Counter[str] = Counter()
 

@@ -1,4 +1,6 @@
-"""Products of tokens with their experts' weights: checked first, then timed against the device's peak rates."""
+"""Products of tokens with their experts' weights: checked first, then timed against the device's peak
+rates.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CHECKED = 256  # rows whose results are checked
 
 
 class Load(NamedTuple):
-    """The experts of a layer, their number of inputs and outputs (`hidden`), tokens per step, and experts per token (`each`)."""
+    """The experts of a layer, their number of inputs and outputs (`hidden`), tokens per step, and experts per
+    token (`each`).
+    """
 
     experts: int
     hidden: int
@@ -35,11 +39,14 @@ class Load(NamedTuple):
     each: int
 
 
-FULL, SMALL = Load(128, 2048, (1, 8, 64, 256, 2048, 8192), 8), Load(4, 64, (1, 5), 2)  # FULL is a layer of Qwen3-30B-A3B
+# FULL is a layer of Qwen3-30B-A3B
+FULL, SMALL = Load(128, 2048, (1, 8, 64, 256, 2048, 8192), 8), Load(4, 64, (1, 5), 2)
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Yields a row per kind of weights and number of tokens. Few tokens are bound by memory, many by the tensor cores."""
+    """Yields a row per kind of weights and number of tokens. Few tokens are bound by memory, many by the
+    tensor cores.
+    """
     load, most = SMALL if small else FULL, ceilings(small)
     for kind in KINDS:
         weight = _weight(load, kind)
@@ -47,7 +54,11 @@ def measure(small: bool) -> Iterator[Row]:
         refused = None if small else product_dispatch.why_grouped_product_unsupported(x, weight)  # type: ignore[arg-type]
         for tokens in load.tokens:
             case = f"{kind or 'bfloat16'} weights, {tokens} tokens"
-            yield skipped(case, refused) if refused else attempt(case, partial(_row, case, load, weight, tokens, most, small))
+            yield (
+                skipped(case, refused)
+                if refused
+                else attempt(case, partial(_row, case, load, weight, tokens, most, small))
+            )
 
 
 def _weight(load: Load, kind: str | None) -> Any:
@@ -64,7 +75,9 @@ def _weight(load: Load, kind: str | None) -> Any:
 
 def _row(case: str, load: Load, weight: Any, tokens: int, most: Ceilings, small: bool) -> Row:
     rng = np.random.default_rng(tokens)
-    chosen = np.stack([[rng.permutation(load.experts)[: load.each] for _ in range(tokens)] for _ in range(CHAIN)]).reshape(CHAIN, -1)
+    chosen = np.stack(
+        [[rng.permutation(load.experts)[: load.each] for _ in range(tokens)] for _ in range(CHAIN)]
+    ).reshape(CHAIN, -1)
     x = jax.random.normal(jax.random.key(1), (tokens * load.each, load.hidden)).astype(jnp.bfloat16)
     impl: Impl = "xla" if small else "mosaic"
 
@@ -78,7 +91,12 @@ def _row(case: str, load: Load, weight: Any, tokens: int, most: Ceilings, small:
     moved = met / load.experts * sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(weight))
     operations = 2 * x.size * load.hidden
     shares = {"memory": moved / seconds / most.bandwidth, "products": operations / seconds / most.rate}
-    values = {"us": 1e6 * seconds, "GB/s": moved / seconds / 1e9, "TFLOP/s": operations / seconds / 1e12, "error / allowed": error}
+    values = {
+        "us": 1e6 * seconds,
+        "GB/s": moved / seconds / 1e9,
+        "TFLOP/s": operations / seconds / 1e12,
+        "error / allowed": error,
+    }
     goal = GOAL if not small and moved > 1 << 27 else None
     right = "" if goal else "ok"
     return Row(case, values | {"share": max(shares.values())}, goal, outcome=right if error <= 1 else FAILED)

@@ -1,4 +1,6 @@
-"""Random paged caches: small ones with NaN in unused parts, for correctness, and large ones on the device, for timing."""
+"""Random paged caches: small ones with NaN in unused parts, for correctness, and large ones on the device,
+for timing.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ class Paged(NamedTuple):
 def checked(lengths: Sequence[int], shape: Shape, dtype: str, kind: str | None, seed: int) -> Paged:
     """Sequences of these lengths on pages in random order. The last two share their first page.
 
-    Numbers outside of sequences are NaN; in an int8 cache their scales are. Unused table entries are out of bounds, or the
-    null page in the row of an empty sequence.
+    Numbers outside of sequences are NaN; in an int8 cache their scales are. Unused table entries are out of
+    bounds, or the null page in the row of an empty sequence.
     """
     rng = np.random.default_rng(seed)
     width = max(1, -(-max(lengths) // shape.page_size))
@@ -35,12 +37,19 @@ def checked(lengths: Sequence[int], shape: Shape, dtype: str, kind: str | None, 
     tables[-1, 0] = tables[-2, 0]
     starts = np.arange(width) * shape.page_size
     here = starts < np.array(lengths)[:, None]
-    covered = np.arange(shape.page_size) < (np.array(lengths)[:, None, None] - starts[:, None])  # [rows, width, page_size]
+    # [rows, width, page_size]
+    covered = np.arange(shape.page_size) < (np.array(lengths)[:, None, None] - starts[:, None])
     used = np.zeros((num_pages, shape.page_size), bool)
     np.logical_or.at(used, tables[here], covered[here])
-    numbers = rng.normal(size=(2, num_pages, shape.kv_heads, shape.page_size, shape.head_dim)).astype(np.float32)
+    numbers = rng.normal(size=(2, num_pages, shape.kv_heads, shape.page_size, shape.head_dim)).astype(
+        np.float32
+    )
     k, v = (_stored(jnp.asarray(np.where(used[:, None, :, None], x, np.nan), dtype), kind) for x in numbers)
-    return Paged(k, v, jnp.asarray(np.where(here, tables, np.where(here.any(1, keepdims=True), num_pages, 0)), jnp.int32))
+    return Paged(
+        k,
+        v,
+        jnp.asarray(np.where(here, tables, np.where(here.any(1, keepdims=True), num_pages, 0)), jnp.int32),
+    )
 
 
 def _stored(pages: jax.Array, kind: str | None) -> Pages:

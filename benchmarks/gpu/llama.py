@@ -24,6 +24,18 @@ class Load(NamedTuple):
     chunk: int
 
 
-TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 FULL = Load(COMMON | SHAPES["8b"], (1, 32, 256), prompt=1024, steps=64, chunk=8192)
-SMALL = Load(COMMON | SHAPES["134m"] | TINY | {"num_key_value_heads": 2, "head_dim": 32}, (1, 8), prompt=16, steps=4, chunk=32)
+SMALL = Load(
+    COMMON | SHAPES["134m"] | TINY | {"num_key_value_heads": 2, "head_dim": 32},
+    (1, 8),
+    prompt=16,
+    steps=4,
+    chunk=32,
+)

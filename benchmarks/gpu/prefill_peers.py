@@ -34,7 +34,10 @@ def tokamax(shape: Shape, sequences: int, tokens: int) -> float:
 def _chained(attend: Callable[..., jax.Array], shape: Shape, sequences: int, tokens: int) -> float:
     keys = jax.random.split(jax.random.key(1), 3)
     heads = shape.heads, shape.kv_heads, shape.kv_heads
-    q, k, v = (jax.random.normal(key, (sequences, tokens, n, shape.head_dim), jnp.bfloat16) for key, n in zip(keys, heads, strict=True))
+    q, k, v = (
+        jax.random.normal(key, (sequences, tokens, n, shape.head_dim), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    )
     return chained(attend, q, None, k, v)
 
 
@@ -44,7 +47,9 @@ def pytorch(shape: Shape, sequences: int, tokens: int) -> float:
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no GPU")
     heads = shape.heads, shape.kv_heads, shape.kv_heads
-    q, k, v = (torch.randn(sequences, n, tokens, shape.head_dim, dtype=torch.bfloat16, device="cuda") for n in heads)
+    q, k, v = (
+        torch.randn(sequences, n, tokens, shape.head_dim, dtype=torch.bfloat16, device="cuda") for n in heads
+    )
 
     def attend() -> torch.cuda.Event:
         torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -55,4 +60,8 @@ def pytorch(shape: Shape, sequences: int, tokens: int) -> float:
     return median(attend, lambda done: done.synchronize())
 
 
-PEERS: dict[str, Callable[[Shape, int, int], float]] = {"cudnn through JAX": cudnn, "tokamax": tokamax, "PyTorch SDPA": pytorch}
+PEERS: dict[str, Callable[[Shape, int, int], float]] = {
+    "cudnn through JAX": cudnn,
+    "tokamax": tokamax,
+    "PyTorch SDPA": pytorch,
+}

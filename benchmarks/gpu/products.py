@@ -1,4 +1,6 @@
-"""Products of rows with quantized weights: checked first, then timed against the bandwidth and the matrix products of the device."""
+"""Products of rows with quantized weights: checked first, then timed against the bandwidth and the matrix
+products of the device.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ FULL, SMALL = Load(4096, (1, 8, 16, 32, 64, 128, 256, 512, 2048)), Load(128, (1,
 
 
 def _mxfp4(x: jax.Array) -> Any:
-    """Quantizes x to MXFP4 in groups of 32, with a scale that maps the largest magnitude to the largest number."""
+    """Quantizes x to MXFP4 in groups of 32, with a scale that maps the largest magnitude to the largest
+    number.
+    """
     groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 32)
     scale = jnp.abs(groups).max(-1) / max(E2M1)
     levels = jnp.array(E2M1)
@@ -51,7 +55,9 @@ KINDS: dict[str, Callable[[jax.Array], Any]] = {
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Yields a row for each kind of weight and number of rows. Few rows are bound by memory, many by the tensor cores."""
+    """Yields a row for each kind of weight and number of rows. Few rows are bound by memory, many by the
+    tensor cores.
+    """
     load, most = SMALL if small else FULL, ceilings(small)
     for kind in KINDS:
         weights = _weights(load, kind, 2 if small else CHAIN)
@@ -60,14 +66,20 @@ def measure(small: bool) -> Iterator[Row]:
             one = jax.eval_shape(lambda weights: jax.tree.map(lambda array: array[0], weights), weights)
             refused = None if small else product_dispatch.why_quantized_product_unsupported(x, one)
             case = f"{kind} weights, {rows} rows"
-            yield skipped(case, refused) if refused else attempt(case, partial(_row, case, load, weights, rows, most, small))
+            yield (
+                skipped(case, refused)
+                if refused
+                else attempt(case, partial(_row, case, load, weights, rows, most, small))
+            )
 
 
 def _weights(load: Load, kind: str, count: int) -> Any:
     """Random weights [count, out, in], scaled so that results are about as large as inputs."""
 
     def draw(key: jax.Array) -> Any:
-        return KINDS[kind](jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5)
+        return KINDS[kind](
+            jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5
+        )
 
     return jax.jit(lambda: jax.lax.map(draw, jax.random.split(jax.random.key(0), count)))()
 
@@ -81,9 +93,19 @@ def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: 
     moved = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(first)) + 4 * x.size
     operations = 2 * x.size * load.hidden
     shares = {"memory": moved / seconds / most.bandwidth, "products": operations / seconds / most.rate}
-    values = {"us": 1e6 * seconds, "GB/s": moved / seconds / 1e9, "TFLOP/s": operations / seconds / 1e12, "error / allowed": error}
+    values = {
+        "us": 1e6 * seconds,
+        "GB/s": moved / seconds / 1e9,
+        "TFLOP/s": operations / seconds / 1e12,
+        "error / allowed": error,
+    }
     right = "ok" if small else ""
-    return Row(case, values | {"share": max(shares.values())}, None if small else GOAL, outcome=right if error <= 1 else FAILED)
+    return Row(
+        case,
+        values | {"share": max(shares.values())},
+        None if small else GOAL,
+        outcome=right if error <= 1 else FAILED,
+    )
 
 
 def _error(got: jax.Array, x: jax.Array, weight: Any) -> float:

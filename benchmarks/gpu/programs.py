@@ -1,6 +1,7 @@
 """Loads and runs saved programs: compiled without a GPU, and compiled on this GPU by another process.
 
-For each folder, it checks whether the folder matches the model and device, each program loads, and each program runs.
+For each folder, it checks whether the folder matches the model and device, each program loads, and each
+program runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import Any
 from benchmarks.gpu.rows import ROOT, Row, attempt, failed, reason, skipped
 
 MODEL = "benchmarks/gpu/small_model"  # only a config.json, which is enough to compile programs
-OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 72, "num_pages": 256}
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 72,
+    "num_pages": 256,
+}
 
 
 def command(out: str, target: str | None) -> list[str]:
@@ -39,7 +46,10 @@ def measure(given: Path | None) -> Iterator[Row]:
         out = Path(temporary) / "here"
         start = time.perf_counter()
         made = subprocess.run(
-            [sys.executable, "-m", "jengine.cli", *command(str(out), None), "--quiet"], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-m", "jengine.cli", *command(str(out), None), "--quiet"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         )
         seconds = {"seconds": time.perf_counter() - start}
         if made.returncode:
@@ -49,7 +59,10 @@ def measure(given: Path | None) -> Iterator[Row]:
             yield from try_folder("compiled here", out)
         if given is None:
             how = shlex.join(["JAX_PLATFORMS=cpu", "jengine", *command("DIR", "h200")])
-            yield skipped("compiled without a GPU", f"no folder given; make one with this machine's versions of JAX: {how}")
+            yield skipped(
+                "compiled without a GPU",
+                f"no folder given; make one with this machine's versions of JAX: {how}",
+            )
             return
         copy = Path(temporary) / "given"  # owned by this user and not writable by others, as loading requires
         shutil.copytree(given, copy)

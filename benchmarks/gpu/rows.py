@@ -41,9 +41,16 @@ class Row:
 
     def data(self) -> dict[str, Any]:
         """The row as JSON."""
-        values = {name: str(value) if value in (math.inf, -math.inf) or value != value else value for name, value in self.values.items()}
+        values = {
+            name: str(value) if value in (math.inf, -math.inf) or value != value else value
+            for name, value in self.values.items()
+        }
         extra = {"goal": self.goal, "outcome": self.judged, "why": self.why}
-        return {"case": self.case, **values, **{name: value for name, value in extra.items() if value not in (None, "")}}
+        return {
+            "case": self.case,
+            **values,
+            **{name: value for name, value in extra.items() if value not in (None, "")},
+        }
 
 
 def skipped(case: str, why: str) -> Row:
@@ -55,7 +62,9 @@ def failed(case: str, why: str, **values: Any) -> Row:
 
 
 def attempt(case: str, measure: Callable[[], Row], otherwise: Callable[[str, str], Row] = failed) -> Row:
-    """Returns measure's row, or a row for the exception that a compiler, a device or a library raised, so other cases can run."""
+    """Returns measure's row, or a row for the exception that a compiler, a device or a library raised, so
+    other cases can run.
+    """
     try:
         return measure()
     except Exception as error:
@@ -68,7 +77,9 @@ def reason(error: Exception) -> str:
 
 
 def table(entries: list[dict[str, Any]]) -> str:
-    """A table of the results of `Row.data`: all columns that any row has, then the goal, the outcome and the reason."""
+    """A table of the results of `Row.data`: all columns that any row has, then the goal, the outcome and the
+    reason.
+    """
     names = dict.fromkeys(name for entry in entries for name in entry)
     last = [name for name in ("goal", "outcome", "why") if name in names]
     columns = [name for name in names if name not in last] + last
@@ -93,7 +104,9 @@ def read(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
-def merged(results: dict[str, Any], part: str, machine: dict[str, Any], rows: Iterable[Row], stopped: str | None) -> dict[str, Any]:
+def merged(
+    results: dict[str, Any], part: str, machine: dict[str, Any], rows: Iterable[Row], stopped: str | None
+) -> dict[str, Any]:
     """The results with this part's results replaced.
 
     Args:
@@ -114,7 +127,9 @@ def write(file: Path, results: dict[str, Any]) -> None:
 def checked(results: dict[str, Any]) -> bool:
     """Whether the part `correctness` was run with these kernels, on a GPU."""
     entry = results.get("correctness", {})
-    return bool(entry.get("rows")) and entry["sources"] == sources() and entry["machine"]["devices"] != ["cpu"]
+    return (
+        bool(entry.get("rows")) and entry["sources"] == sources() and entry["machine"]["devices"] != ["cpu"]
+    )
 
 
 def failures(results: dict[str, Any], part: str) -> int:

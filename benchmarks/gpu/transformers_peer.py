@@ -18,7 +18,8 @@ OTHERS = ("architectures", "model_type", "dtype")  # fields of config.json that 
 def measure(small: bool) -> Iterator[Row]:
     """Yields rows of prefill and decode.
 
-    Prefill is a forward pass with one row of logits. Decode is the difference between generating 1 + steps tokens and one.
+    Prefill is a forward pass with one row of logits. Decode is the difference between generating 1 + steps
+    tokens and one.
     """
     size = SMALL if small else FULL
     try:
@@ -29,7 +30,11 @@ def measure(small: bool) -> Iterator[Row]:
     for prompt in (size.chunk, size.prompt):
         yield attempt(f"prefill, {size.chunk // prompt} x {prompt}", partial(peer.prefill, prompt), skipped)
     for batch in size.batches:
-        yield attempt(f"decode, batch {batch}, context {size.prompt + size.steps // 2}", partial(peer.decode, batch), skipped)
+        yield attempt(
+            f"decode, batch {batch}, context {size.prompt + size.steps // 2}",
+            partial(peer.decode, batch),
+            skipped,
+        )
 
 
 class Peer:
@@ -50,13 +55,18 @@ class Peer:
     def prefill(self, prompt: int) -> Row:
         ids = self._ids(self._size.chunk // prompt, prompt)
         seconds = self._seconds(lambda: self._model(ids, use_cache=False, logits_to_keep=1))
-        return Row(f"prefill, {len(ids)} x {prompt}", {"ms": 1e3 * seconds, "tokens/s": self._size.chunk / seconds})
+        return Row(
+            f"prefill, {len(ids)} x {prompt}", {"ms": 1e3 * seconds, "tokens/s": self._size.chunk / seconds}
+        )
 
     def decode(self, batch: int) -> Row:
         ids, tokens = self._ids(batch, self._size.prompt), self._size.steps
         short, long = (self._seconds(partial(self._generate, ids, count)) for count in (1, 1 + tokens))
         seconds = (long - short) / tokens
-        return Row(f"decode, batch {batch}, context {self._size.prompt + tokens // 2}", {"ms": 1e3 * seconds, "tokens/s": batch / seconds})
+        return Row(
+            f"decode, batch {batch}, context {self._size.prompt + tokens // 2}",
+            {"ms": 1e3 * seconds, "tokens/s": batch / seconds},
+        )
 
     def _ids(self, batch: int, tokens: int) -> Any:
         return self._torch.randint(2, self._size.config["vocab_size"], (batch, tokens), device=self._device)

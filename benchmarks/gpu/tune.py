@@ -1,4 +1,6 @@
-"""Tunes the kernels. Each case is saved at once, because tuning all cases takes longer than the time limit of a part."""
+"""Tunes the kernels. Each case is saved at once, because tuning all cases takes longer than the time limit of
+a part.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from pallas_kernels import compare, dispatch, fastest, tune, tuning, tuning_case
 
 
 def measure() -> Iterator[Row]:
-    """Measures the cases that are missing in the kernels' tables, and adds them like `python -m pallas_kernels.tune`.
+    """Measures the cases that are missing in the kernels' tables, and adds them like `python -m
+    pallas_kernels.tune`.
 
     So a run continues where an earlier one ended. Empty the tables to measure everything again.
     """
@@ -22,7 +25,11 @@ def measure() -> Iterator[Row]:
     cases = [case for shape in tuning_cases.SHAPES for case in tuning_cases.cases(*shape)]
     tuned, timed = (fastest.read(file).get(device.device_kind, {}) for file in (tuning.FILE, fastest.FILE))
     for measured in tune.tune([case for case in cases if case.key() not in tuned], device, tuning.FILE):
-        values = {"default us": 1e6 * measured.default, "best us": 1e6 * measured.best, "gain": measured.default / measured.best}
+        values = {
+            "default us": 1e6 * measured.default,
+            "best us": 1e6 * measured.best,
+            "gain": measured.default / measured.best,
+        }
         choice = {"stages": measured.choice.stages or ""}
         yield Row(measured.case.key(), values | choice)
     refused = compare.why_not(device, cases[0])
@@ -30,5 +37,7 @@ def measure() -> Iterator[Row]:
         yield skipped("FlashInfer beside ours", refused)
         return
     tuning.table.cache_clear()  # read the new measurements
-    for case, times in compare.compare([case for case in cases if compare.key(case) not in timed], device, fastest.FILE):
+    for case, times in compare.compare(
+        [case for case in cases if compare.key(case) not in timed], device, fastest.FILE
+    ):
         yield Row(case.key(), {f"{impl} us": time for impl, time in times.items()})

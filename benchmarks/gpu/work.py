@@ -24,7 +24,8 @@ SMALL = Shape(kv_heads=2, group=2, head_dim=64, page_size=16)
 
 
 def decode_bytes(shape: Shape, lengths: Sequence[int], itemsize: int = 2, scale_bytes: int = 0) -> int:
-    """Bytes to read every key and value once, and to read queries and write results once, at two bytes per number.
+    """Bytes to read every key and value once, and to read queries and write results once, at two bytes per
+    number.
 
     Args:
         lengths: lengths of the rows. Rows of length 0 are padding; only their results count.
@@ -37,5 +38,7 @@ def decode_bytes(shape: Shape, lengths: Sequence[int], itemsize: int = 2, scale_
 
 
 def prefill_operations(shape: Shape, sequences: int, tokens: int) -> int:
-    """Operations of both products of causal attention over whole prompts, at two operations per multiply-add."""
+    """Operations of both products of causal attention over whole prompts, at two operations per
+    multiply-add.
+    """
     return 4 * shape.heads * shape.head_dim * sequences * (tokens * (tokens + 1) // 2)

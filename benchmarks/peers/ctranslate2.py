@@ -13,7 +13,9 @@ from benchmarks.peers.worker import Limits
 class Engine:
     def __init__(self, folder: Path, precision: str, limits: Limits) -> None:
         self.words: list[str] = json.loads((folder / "vocabulary.json").read_text())
-        self.generator = ctranslate2.Generator(str(folder), compute_type=precision, inter_threads=1, intra_threads=limits.threads)
+        self.generator = ctranslate2.Generator(
+            str(folder), compute_type=precision, inter_threads=1, intra_threads=limits.threads
+        )
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
         tokens = max(outputs)

@@ -66,11 +66,20 @@ def weights_folder(name: str, model: Path) -> Path:
 
 
 def _run(command: list[str], name: str) -> str:
-    """The command's output; the complete log is kept in logs/. Raises Unavailable with its last line if it fails."""
+    """The command's output; the complete log is kept in logs/. Raises Unavailable with its last line if it
+    fails.
+    """
     log = PEERS_FOLDER / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(["nice", "-n", "19", *command], cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        ["nice", "-n", "19", *command],
+        cwd=ROOT,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     log.write_text(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]

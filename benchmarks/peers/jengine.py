@@ -11,7 +11,9 @@ from jengine.core.request import Logprob
 
 class Engine:
     def __init__(self, folder: Path, precision: str, limits: Limits) -> None:
-        options = {"dtype": "bfloat16", "quantization": "w8a8"} if precision == "w8a8" else {"dtype": precision}
+        options = (
+            {"dtype": "bfloat16", "quantization": "w8a8"} if precision == "w8a8" else {"dtype": precision}
+        )
         self.llm = LLM(
             folder,
             progress=False,
@@ -27,11 +29,16 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
         params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for tokens in outputs]
-        return [list(answer.outputs[0].token_ids) for answer in self.llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            list(answer.outputs[0].token_ids) for answer in self.llm.generate(prompts, params, use_tqdm=False)
+        ]
 
     def gaps(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
         """For each token of the greedy answers, its log probability minus the next best one's."""
-        params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2) for tokens in outputs]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2)
+            for tokens in outputs
+        ]
         answers = [answer.outputs[0] for answer in self.llm.generate(prompts, params, use_tqdm=False)]
         return [[lead(position) for position in answer.logprobs or []] for answer in answers]
 

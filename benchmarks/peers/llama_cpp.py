@@ -1,4 +1,6 @@
-"""llama.cpp's decode calls, with continuous batching like its server: all rows, and as many prompt tokens as fit."""
+"""llama.cpp's decode calls, with continuous batching like its server: all rows, and as many prompt tokens as
+fit.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,16 @@ BATCH = 2048  # tokens of a call; its default
 class Engine:
     def __init__(self, folder: Path, precision: str, limits: Limits) -> None:
         c.llama_backend_init()
-        self.model = c.llama_model_load_from_file(str(folder / "model.gguf").encode(), c.llama_model_default_params())
+        self.model = c.llama_model_load_from_file(
+            str(folder / "model.gguf").encode(), c.llama_model_default_params()
+        )
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
         params = c.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.n_batch = limits.sequences * limits.tokens, limits.sequences, BATCH
+        params.n_ctx, params.n_seq_max, params.n_batch = (
+            limits.sequences * limits.tokens,
+            limits.sequences,
+            BATCH,
+        )
         params.n_threads = params.n_threads_batch = limits.threads
         if precision == "float32":  # otherwise float16, its default
             params.type_k = params.type_v = c.GGML_TYPE_F32

@@ -14,7 +14,9 @@ from benchmarks.peers.worker import Limits
 class Engine:
     def __init__(self, folder: Path, precision: str, limits: Limits) -> None:
         config = og.Config(str(folder))
-        config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {limits.threads}}}}}}}}}')
+        config.overlay(
+            f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {limits.threads}}}}}}}}}'
+        )
         self.model = og.Model(config)
         self.padding = json.loads((folder / "genai_config.json").read_text())["model"]["pad_token_id"]
 
@@ -22,10 +24,15 @@ class Engine:
         longest, tokens = max(map(len, prompts)), max(outputs)
         params = og.GeneratorParams(self.model)
         length = longest + tokens
-        params.set_search_options(batch_size=len(prompts), do_sample=False, max_length=length, min_length=length)
+        params.set_search_options(
+            batch_size=len(prompts), do_sample=False, max_length=length, min_length=length
+        )
         generator = og.Generator(self.model, params)
-        padded = [prompt + [self.padding] * (longest - len(prompt)) for prompt in prompts]  # on the right, where attention skips it
+        # on the right, where attention skips it
+        padded = [prompt + [self.padding] * (longest - len(prompt)) for prompt in prompts]
         generator.append_tokens(np.array(padded, np.int32))
         for _ in range(tokens):
             generator.generate_next_token()
-        return [generator.get_sequence(i)[longest : longest + wanted].tolist() for i, wanted in enumerate(outputs)]
+        return [
+            generator.get_sequence(i)[longest : longest + wanted].tolist() for i, wanted in enumerate(outputs)
+        ]

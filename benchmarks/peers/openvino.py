@@ -1,4 +1,6 @@
-"""OpenVINO GenAI's continuous batching. The cache is float32 at float32, otherwise OpenVINO's choice (8 bits on x86)."""
+"""OpenVINO GenAI's continuous batching. The cache is float32 at float32, otherwise OpenVINO's choice (8 bits
+on x86).
+"""
 
 from __future__ import annotations
 

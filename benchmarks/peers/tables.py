@@ -18,7 +18,12 @@ COLUMNS = {
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median, minimum and maximum."""
-    return {"median": round(statistics.median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2), "runs": len(values)}
+    return {
+        "median": round(statistics.median(values), 2),
+        "min": round(min(values), 2),
+        "max": round(max(values), 2),
+        "runs": len(values),
+    }
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -57,13 +62,17 @@ def cell(values: dict[str, Any] | None, digits: int) -> str:
 
 
 def table(arms: dict[str, dict[str, Any]]) -> str:
-    """Markdown: a row for each arm, named `peer precision`, with its measurements; the best of each column in bold."""
+    """Markdown: a row for each arm, named `peer precision`, with its measurements; the best of each column in
+    bold.
+    """
     best = {}
     for name, (_, unit, _) in COLUMNS.items():
         medians = [arm["measured"][name]["median"] for arm in arms.values() if name in arm["measured"]]
         best[name] = (min if unit == "s" else max)(medians, default=None)
     lines = [
-        "| engine | precision | " + " | ".join(f"{title}, {unit}" for title, unit, _ in COLUMNS.values()) + " | same tokens |",
+        "| engine | precision | "
+        + " | ".join(f"{title}, {unit}" for title, unit, _ in COLUMNS.values())
+        + " | same tokens |",
         "|---" * (len(COLUMNS) + 3) + "|",
     ]
     for arm, facts in arms.items():
@@ -82,30 +91,60 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
 def goals(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """jengine's goals that were measured, as ratios of at least `wanted`; larger is better for jengine.
 
-    Each precision is compared with the peers' same precision; of the peers' eight-bit formats, the better one counts.
+    Each precision is compared with the peers' same precision; of the peers' eight-bit formats, the better one
+    counts.
     """
 
     def best(measure: str, among: tuple[str, ...]) -> tuple[float, str] | None:
         of_time = COLUMNS[measure][1] == "s"
-        found = [(arms[name]["measured"][measure]["median"], name) for name in among if measure in arms.get(name, {}).get("measured", {})]
+        found = [
+            (arms[name]["measured"][measure]["median"], name)
+            for name in among
+            if measure in arms.get(name, {}).get("measured", {})
+        ]
         return (min if of_time else max)(found, default=None)
 
-    ours_all, theirs_all = (tuple(name for name in arms if name.startswith("jengine ") == ours) for ours in (True, False))
+    ours_all, theirs_all = (
+        tuple(name for name in arms if name.startswith("jengine ") == ours) for ours in (True, False)
+    )
     names = {"stream": "one stream", "batch": "32 at once", "prefill": "prompt of 1024"}
     int8 = "openvino int8", "openvino int8+bfloat16"
     wanted: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = []
     for precision in ("bfloat16", "float32"):
         for peer in ("vLLM", "OpenVINO"):
             us, them = (f"jengine {precision}",), (f"{peer.lower()} {precision}",)
-            wanted += [(f"ahead of {peer} at {precision}: {title}", measure, us, them, 1.0) for measure, title in names.items()]
+            wanted += [
+                (f"ahead of {peer} at {precision}: {title}", measure, us, them, 1.0)
+                for measure, title in names.items()
+            ]
     for measure, title in names.items():
-        wanted.append((f"w8a8 against OpenVINO's int8: {title}", measure, ("jengine w8a8",), int8, 0.9 if measure == "stream" else 1.0))
-    wanted.append(("ahead of vLLM at bfloat16: start", "later start", ("jengine bfloat16",), ("vllm bfloat16",), 1.0))
-    wanted += [(f"each at its best: {title}", measure, ours_all, theirs_all, 1.0) for measure, title in names.items()]
+        wanted.append(
+            (
+                f"w8a8 against OpenVINO's int8: {title}",
+                measure,
+                ("jengine w8a8",),
+                int8,
+                0.9 if measure == "stream" else 1.0,
+            )
+        )
+    wanted.append(
+        ("ahead of vLLM at bfloat16: start", "later start", ("jengine bfloat16",), ("vllm bfloat16",), 1.0)
+    )
+    wanted += [
+        (f"each at its best: {title}", measure, ours_all, theirs_all, 1.0) for measure, title in names.items()
+    ]
     reached = []
     for goal, measure, our_arms, their_arms, ratio in wanted:
         ours, theirs = best(measure, our_arms), best(measure, their_arms)
         if ours and theirs:
             value = theirs[0] / ours[0] if COLUMNS[measure][1] == "s" else ours[0] / theirs[0]
-            reached.append({"goal": goal, "ratio": round(value, 2), "wanted": ratio, "ours": ours[1], "against": theirs[1]})
+            reached.append(
+                {
+                    "goal": goal,
+                    "ratio": round(value, 2),
+                    "wanted": ratio,
+                    "ours": ours[1],
+                    "against": theirs[1],
+                }
+            )
     return reached

@@ -15,7 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, get_tensor_name_map, quants
+from gguf import (
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    TokenType,
+    get_tensor_name_map,
+    quants,
+)
 from safetensors.torch import load_file
 
 
@@ -56,7 +64,9 @@ def write(model: Path, out: Path, kind: str) -> None:
         elif name.endswith("k_proj.weight"):
             values = interleaved(values, config["num_key_value_heads"])
         each = GGMLQuantizationType.F32 if values.ndim == 1 else quantization
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), quants.quantize(values, each), raw_dtype=each)
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight",)), quants.quantize(values, each), raw_dtype=each
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -30,7 +30,10 @@ class Engine:
         self.manager.start()
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
-        names = [self.manager.add_request(prompt, max_new_tokens=tokens) for prompt, tokens in zip(prompts, outputs, strict=True)]
+        names = [
+            self.manager.add_request(prompt, max_new_tokens=tokens)
+            for prompt, tokens in zip(prompts, outputs, strict=True)
+        ]
         answers: dict[str, list[int]] = {}
         while len(answers) < len(names):
             answer = self.manager.get_result(timeout=WAIT)

@@ -20,6 +20,11 @@ class Engine:
         )
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
-        params = [vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False) for tokens in outputs]
+        params = [
+            vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            for tokens in outputs
+        ]
         given = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        return [list(answer.outputs[0].token_ids) for answer in self.llm.generate(given, params, use_tqdm=False)]
+        return [
+            list(answer.outputs[0].token_ids) for answer in self.llm.generate(given, params, use_tqdm=False)
+        ]

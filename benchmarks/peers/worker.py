@@ -1,6 +1,8 @@
-"""One peer at one precision, in a separate process: from its start to its first token, then the requested measurements.
+"""One peer at one precision, in a separate process: from its start to its first token, then the requested
+measurements.
 
-Run by compare.py under the peer's own Python, with a task in JSON on standard input. A peer's module has a class Engine:
+Run by compare.py under the peer's own Python, with a task in JSON on standard input. A peer's module has a
+class Engine:
 
     Engine(folder: Path, precision: str, limits: Limits)
     engine.generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]
@@ -29,7 +31,9 @@ from typing import Any, Protocol  # noqa: E402
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the requests, for sizing the engine: concurrent sequences and tokens of each; and a folder for files."""
+    """Limits of the requests, for sizing the engine: concurrent sequences and tokens of each; and a folder
+    for files.
+    """
 
     sequences: int
     tokens: int
@@ -54,7 +58,10 @@ def timed(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> float
 def stream(engine: Engine, task: dict[str, Any]) -> list[float]:
     """Decode tokens a second of one sequence, without the first token."""
     tokens = task["tokens"]
-    return [(tokens - 1) / (timed(engine, [prompt], [tokens]) - timed(engine, [prompt], [1])) for prompt in task["prompts"]]
+    return [
+        (tokens - 1) / (timed(engine, [prompt], [tokens]) - timed(engine, [prompt], [1]))
+        for prompt in task["prompts"]
+    ]
 
 
 def batch(engine: Engine, task: dict[str, Any]) -> list[float]:

@@ -8,9 +8,11 @@ import numpy as np
 
 SEQUENCES = 32
 PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens of the batch's requests, uniform
-STREAM = (128, 129)  # prompt and output tokens of the single stream; the first output token belongs to the prefill
+# prompt and output tokens of the single stream; the first output token belongs to the prefill
+STREAM = (128, 129)
 PREFILL = 1024
-CHECK = (32, 8)  # prompts whose tokens are compared, and tokens of each: with random weights, outputs soon repeat
+# prompts whose tokens are compared, and tokens of each: with random weights, outputs soon repeat
+CHECK = (32, 8)
 MAX_MODEL_LEN = PREFILL + 64
 FIRST_ID = 2  # 0 and 1 begin and end sequences
 
@@ -33,7 +35,10 @@ def workload(vocabulary: int, scale: float = 1.0) -> dict[str, Any]:
     several = [prompt(tokens) for tokens in (64, 200) * (requests // 2)]
     return {
         "first": prompt(STREAM[0]),
-        "check": {"prompts": [prompt(PROMPT[0] * (1 + i)) for i in range(count)], "outputs": [checked] * count},
+        "check": {
+            "prompts": [prompt(PROMPT[0] * (1 + i)) for i in range(count)],
+            "outputs": [checked] * count,
+        },
         "measures": {
             "warm up": {"tokens": scaled(8), "batches": [[prompt(STREAM[0])], [prompt(PREFILL)], several]},
             "stream": {"tokens": scaled(STREAM[1]), "prompts": [prompt(STREAM[0]) for _ in range(2)]},

@@ -16,7 +16,8 @@ from jengine.core.pooling import Pooling, require_embedder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
-LONG_TEXT = 10_000  # characters; longer texts are tokenized in a thread. `generate` also compiles grammars there
+# characters; longer texts are tokenized in a thread. `generate` also compiles grammars there
+LONG_TEXT = 10_000
 
 
 class AsyncEmbeddings(ABC):
@@ -27,7 +28,9 @@ class AsyncEmbeddings(ABC):
     _ids: itertools.count[int]
 
     @abstractmethod
-    def submit(self, prompt: Any, /, *, request_id: Any, priority: int, client: str, timeout: Any, output_kind: Any) -> RequestHandle:
+    def submit(
+        self, prompt: Any, /, *, request_id: Any, priority: int, client: str, timeout: Any, output_kind: Any
+    ) -> RequestHandle:
         """See AsyncLLM."""
 
     async def embed(
@@ -50,19 +53,34 @@ class AsyncEmbeddings(ABC):
             timeout: seconds, after which the request is aborted.
 
         Raises:
-            InvalidArgument: it can never be answered, or the engine has no `embeddings`. Nothing has been queued.
+            InvalidArgument: it can never be answered, or the engine has no `embeddings`. Nothing has been
+                queued.
             JengineError: the request was aborted.
             EngineDead: the engine has failed, or was closed.
         """
-        prepare = partial(self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions)
+        prepare = partial(
+            self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions
+        )
         long = isinstance(prompt, str) and len(prompt) >= LONG_TEXT
         prepared = await asyncio.to_thread(prepare) if long else prepare()
-        handle = self.submit(prepared, request_id=request_id, priority=priority, client=client, timeout=timeout, output_kind="final")
+        handle = self.submit(
+            prepared,
+            request_id=request_id,
+            priority=priority,
+            client=client,
+            timeout=timeout,
+            output_kind="final",
+        )
         async with handle:
             return EmbeddingRequestOutput.of(await anext(handle))
 
     def prepare_embedding(
-        self, prompt: Prompt, *, pooling: Pooling | None = None, normalize: bool | None = None, dimensions: int | None = None
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
     ) -> PreparedPrompt:
         """Like `prepare`, for an embedding; see `embed`. The embedding is in the last output of the handle
         returned by `submit`.
@@ -72,6 +90,8 @@ class AsyncEmbeddings(ABC):
         """
         params = require_embedder(self.backend.limits.embedder).params(pooling, normalize, dimensions)
         request_id, length = f"request-{next(self._ids)}", self.backend.limits.sequence.max_model_len
-        requests = make_requests(self.tokenizer, prompt, None, request_id, max_model_len=length, pooling=params)
+        requests = make_requests(
+            self.tokenizer, prompt, None, request_id, max_model_len=length, pooling=params
+        )
         self.backend.limits.validate(requests[0])
         return PreparedPrompt(requests, StopAutomaton(()))

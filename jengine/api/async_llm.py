@@ -44,8 +44,9 @@ class AsyncChatOptions(ChatOptions, RequestOptions, total=False):
 class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
     """A model that answers many requests at once, inside an asyncio event loop.
 
-    The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use one event loop at a
-    time: after it has been closed (asyncio.run has returned), you may continue in another.
+    The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use
+    one event loop at a time: after it has been closed (asyncio.run has returned), you may continue in
+    another.
 
     Args:
         model, mesh, params, progress, options: as for LLM.
@@ -65,30 +66,55 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         progress: bool = True,
         **options: Any,
     ) -> None:
-        from jengine.engine.start import start_engine  # imported here, since an AsyncLLM over a remote engine needs no jax
+        from jengine.engine.start import (
+            start_engine,  # imported here, since an AsyncLLM over a remote engine needs no jax
+        )
         from jengine.parallel.mesh import with_mesh_size
 
         config = EngineConfig.of(str(model), with_mesh_size(options, mesh))
         engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress)
-        self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params, config.stream_interval)
+        self._attach(
+            EngineThread(engine),
+            self.started.require_tokenizer(),
+            self.started.default_sampling_params,
+            config.stream_interval,
+        )
         self.model = config.model
 
     @classmethod
     def over(
-        cls, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams | None = None, *, stream_interval: int = 1
+        cls,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        default_sampling_params: SamplingParams | None = None,
+        *,
+        stream_interval: int = 1,
     ) -> AsyncLLM:
-        """Wrap an engine that runs elsewhere. Requests without sampling parameters get the default ones; None is SamplingParams().
+        """Wrap an engine that runs elsewhere. Requests without sampling parameters get the default ones; None
+        is SamplingParams().
 
         Outputs' prompt_logprobs are sequences that describe a position when it is read, not lists.
         """
         llm = cls.__new__(cls)
-        llm._attach(backend, tokenizer, default_sampling_params or SamplingParams(), stream_interval, lazy=True)
+        llm._attach(
+            backend, tokenizer, default_sampling_params or SamplingParams(), stream_interval, lazy=True
+        )
         return llm
 
     def _attach(
-        self, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams, interval: int, lazy: bool = False
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        default_sampling_params: SamplingParams,
+        interval: int,
+        lazy: bool = False,
     ) -> None:
-        self.backend, self.tokenizer, self._default_params, self._interval = backend, tokenizer, default_sampling_params, interval
+        self.backend, self.tokenizer, self._default_params, self._interval = (
+            backend,
+            tokenizer,
+            default_sampling_params,
+            interval,
+        )
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer, lazy=lazy)
         self._handles: dict[str, RequestHandle] = {}  # by request id
@@ -106,7 +132,9 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         return self.backend.load
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm"."""
+        """The parameters of requests that pass none: the model's generation_config.json, unless
+        generation_config is "vllm".
+        """
         return self._default_params
 
     # --- public, called in the event loop --------------------------------------------------------
@@ -122,18 +150,23 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         """Complete one prompt. Leaving the iteration early aborts the request.
 
         Args:
-            sampling_params: None is `get_default_sampling_params()`. BeamSearchParams give one output, at the end, with a
-                completion for each beam.
+            sampling_params: None is `get_default_sampling_params()`. BeamSearchParams give one output, at the
+                end, with a completion for each beam.
             request_id: for `abort`; must not be in use. None generates one.
-            options: priority, targets, timeout and kind of outputs; see RequestOptions. A slow reader gets several tokens at a time.
+            options: priority, targets, timeout and kind of outputs; see RequestOptions. A slow reader gets
+                several tokens at a time.
 
         Raises:
-            InvalidArgument: when the iteration begins; the prompt or a parameter is invalid, or too large. Nothing has been queued.
+            InvalidArgument: when the iteration begins; the prompt or a parameter is invalid, or too large.
+                Nothing has been queued.
             EngineDead: the engine has failed, or was closed.
         """
         work: Prompt | PreparedPrompt = prompt
-        grammar = not self.backend.makes_masks and getattr(sampling_params, "structured_outputs", None) is not None
-        if grammar or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):  # compiling a grammar may take a second
+        grammar = (
+            not self.backend.makes_masks and getattr(sampling_params, "structured_outputs", None) is not None
+        )
+        # compiling a grammar may take a second
+        if grammar or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
         async with self.submit(work, sampling_params, request_id=request_id, **options) as handle:
             async for output in handle:
@@ -152,10 +185,12 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
 
         Args:
             messages: dicts with "role" and "content".
-            options: how the conversation becomes a prompt, see ChatOptions; and as for `generate`, see RequestOptions.
+            options: how the conversation becomes a prompt, see ChatOptions; and as for `generate`, see
+                RequestOptions.
 
         Raises:
-            InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as `generate`.
+            InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as
+                `generate`.
             ModelError: the model has no chat template.
         """
         request, chat = split_options(options, RequestOptions)
@@ -163,7 +198,9 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         return self.generate(prompt, sampling_params, request_id=request_id, **request)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its iteration gets a last output with finish_reason "abort". False: the id is unknown, or it has ended."""
+        """End a request; its iteration gets a last output with finish_reason "abort". False: the id is
+        unknown, or it has ended.
+        """
         handle = self._handles.get(request_id)
         return handle is not None and handle.abort()
 
@@ -183,13 +220,18 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         return await pending
 
     async def close(self, drain: float = 0.0) -> None:
-        """Stop accepting requests, give running ones up to `drain` seconds to finish, abort the rest with stop_reason "shutdown",
-        and end the engine's thread. May be called again."""
+        """Stop accepting requests, give running ones up to `drain` seconds to finish, abort the rest with
+        stop_reason "shutdown", and end the engine's thread. May be called again.
+        """
         self._closing = True
         self._bind()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain
-        while self._dead is None and loop.time() < deadline and any(not handle.finished for handle in self._handles.values()):
+        while (
+            self._dead is None
+            and loop.time() < deadline
+            and any(not handle.finished for handle in self._handles.values())
+        ):
             await asyncio.sleep(0.01)
         if self._dead is None:
             for handle in self._handles.values():
@@ -207,8 +249,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
     # --- public, the steps of a request ----------------------------------------------------------------
 
     def prepare(self, prompt: Prompt, sampling_params: GenerationParams | None = None) -> PreparedPrompt:
-        """Validate and tokenize a prompt, for `submit`. May be called in any thread, so that long text does not block the event
-        loop.
+        """Validate and tokenize a prompt, for `submit`. May be called in any thread, so that long text does
+        not block the event loop.
 
         Raises:
             InvalidArgument: it can never be answered.
@@ -227,7 +269,10 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
     def prepare_chat(
-        self, messages: Conversation, sampling_params: GenerationParams | None = None, **options: Unpack[ChatOptions]
+        self,
+        messages: Conversation,
+        sampling_params: GenerationParams | None = None,
+        **options: Unpack[ChatOptions],
     ) -> PreparedPrompt:
         """Like `prepare`, for a conversation; see `chat`.
 
@@ -248,7 +293,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         output_kind: OutputKind | None = None,
         **level: Unpack[LevelOptions],
     ) -> RequestHandle:
-        """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate over the handle, then close it.
+        """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate
+        over the handle, then close it.
 
         Args:
             prompt, sampling_params: as for `generate`; or, as prompt alone, the result of `prepare`.
@@ -262,7 +308,9 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         output_kind = output_kind or getattr(sampling_params, "output_kind", None) or "cumulative"
         if output_kind not in OUTPUT_KINDS:
             raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
-        if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
+        if timeout is not None and not (
+            type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0
+        ):
             raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
         service = ServiceLevel(**level)
         if request_id is not None and not isinstance(request_id, str):
@@ -342,7 +390,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
             for output in self._live.take(updates):
                 self._handles[output.request_id].grow()
             self._pass_on()
-        except Exception as error:  # a fault in producing text: the event loop would only log it, and all requests would hang
+        except Exception as error:
+            # a fault in producing text: the event loop would only log it, and all requests would hang
             self.backend.quit(wait=False)
             self._fail(error)
 

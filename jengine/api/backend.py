@@ -76,8 +76,9 @@ class Backend(Protocol):
         """The last reported totals over all steps, updated every second while it runs."""
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
-        """Starts the engine; called once. Both functions may be called from any thread; `fail` at most once, as
-        the last call."""
+        """Starts the engine; called once. Both functions may be called from any thread; `fail` at most once,
+        as the last call.
+        """
 
     def add(self, *requests: Request) -> None:
         """Queues a prompt's requests, which `limits` has accepted.
@@ -90,7 +91,8 @@ class Backend(Protocol):
         """Ends a request, if it is unfinished."""
 
     def do(self, operation: Operation[Any], done: Done) -> None:
-        """Does an operation, which its `check` has accepted, and calls `done` once with the answer or the error.
+        """Does an operation, which its `check` has accepted, and calls `done` once with the answer or the
+        error.
 
         `done` may be called in any thread. It is not called if the engine ends first.
         """
@@ -99,7 +101,9 @@ class Backend(Protocol):
         """Ends the engine, and waits until it has ended. May be called repeatedly."""
 
 
-def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Callable[[Updates], None]) -> None:
+def run_engine(
+    engine: Steps, take_orders: Callable[[bool], bool], deliver: Callable[[Updates], None]
+) -> None:
     """The engine's loop: takes orders, steps, and delivers updates until `take_orders` returns False.
 
     take_orders(wait) executes pending orders. With `wait`, the engine has no work, and it waits for an order.
@@ -114,8 +118,11 @@ def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Call
     engine.close()
 
 
-def run_operation(engine: Steps, operation: Operation[Any], order: Callable[[Callable[[], object]], object], done: Done) -> None:
-    """Does an operation between two steps of the engine, or in a separate thread. An error fails only this operation.
+def run_operation(
+    engine: Steps, operation: Operation[Any], order: Callable[[Callable[[], object]], object], done: Done
+) -> None:
+    """Does an operation between two steps of the engine, or in a separate thread. An error fails only this
+    operation.
 
     Args:
         order: makes the engine's loop call a function between two steps. `done` is called in the loop, too.
@@ -140,7 +147,8 @@ class EngineThread:
 
     def __init__(self, engine: Steps) -> None:
         self.engine, self.limits = engine, engine.limits
-        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # functions to call in the thread; None ends it
+        # functions to call in the thread; None ends it
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-Message = dict[str, Any]  # {"role": one of ROLES, "content": text, or a list of {"type": "text", "text": text}}
+# {"role": one of ROLES, "content": text, or a list of {"type": "text", "text": text}}
+Message = dict[str, Any]
 Conversation = list[Message]
 
 
@@ -24,12 +25,13 @@ class ChatOptions(TypedDict, total=False):
     """How a conversation becomes a prompt.
 
     Attributes:
-        add_generation_prompt: end the prompt with the beginning of an answer. True unless continue_final_message is set.
+        add_generation_prompt: end the prompt with the beginning of an answer. True unless
+            continue_final_message is set.
         continue_final_message: continue the last message instead of answering it.
         tools: descriptions of tools, as JSON schemas, for templates that show them.
         chat_template: a Jinja template to use instead of the model's.
-        chat_template_kwargs: further variables for the template, such as {"enable_thinking": False}. Variables that the template does
-            not use are ignored.
+        chat_template_kwargs: further variables for the template, such as {"enable_thinking": False}.
+            Variables that the template does not use are ignored.
         cache_salt: see TextPrompt.
     """
 
@@ -44,7 +46,9 @@ class ChatOptions(TypedDict, total=False):
 def split_options(options: Mapping[str, Any], first: type) -> tuple[Any, Any]:
     """The options that are keys of a TypedDict, and the others."""
     names = first.__annotations__.keys()
-    return {name: options[name] for name in options.keys() & names}, {name: options[name] for name in options.keys() - names}
+    return {name: options[name] for name in options.keys() & names}, {
+        name: options[name] for name in options.keys() - names
+    }
 
 
 def chat_prompt(
@@ -81,12 +85,16 @@ def chat_prompt(
     )
     check_length(tokenizer, text, max_model_len)
     # Templates write the special tokens themselves.
-    prompt: TokensPrompt = {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text}
+    prompt: TokensPrompt = {
+        "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
+        "prompt": text,
+    }
     return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
 
 
 def own_template(tokenizer: Tokenizer, with_tools: bool, template: str | None = None) -> ChatTemplate:
-    """The template for a conversation: a Jinja template, one of the model's by name, or by default the one for this purpose.
+    """The template for a conversation: a Jinja template, one of the model's by name, or by default the one
+    for this purpose.
 
     Raises:
         ModelError: the model has none, or it cannot be read.
@@ -98,13 +106,20 @@ def own_template(tokenizer: Tokenizer, with_tools: bool, template: str | None = 
     own = tokenizer.chat_templates
     name = template if template is not None else "tool_use" if with_tools and "tool_use" in own else "default"
     if name not in own:
-        raise ModelError("the model has no chat template; generate continues plain text, or pass chat_template", file=tokenizer.folder)
+        raise ModelError(
+            "the model has no chat template; generate continues plain text, or pass chat_template",
+            file=tokenizer.folder,
+        )
     return own[name]
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """One conversation or many, as a list."""
-    if isinstance(messages, list | tuple) and messages and all(isinstance(one, list | tuple) for one in messages):
+    if (
+        isinstance(messages, list | tuple)
+        and messages
+        and all(isinstance(one, list | tuple) for one in messages)
+    ):
         return [cast(Conversation, one) for one in messages]
     return [cast(Conversation, messages)]
 
@@ -130,9 +145,13 @@ def _checked(where: str, message: object) -> Message:
     if "content" in plain:
         plain["content"] = _text(f"{where}.content", plain["content"])
     elif not (plain["role"] == "assistant" and plain.get("tool_calls")):
-        raise InvalidArgument(f"{where}.content", None, "is missing; only an assistant's message with tool_calls may omit it")
+        raise InvalidArgument(
+            f"{where}.content", None, "is missing; only an assistant's message with tool_calls may omit it"
+        )
     if plain["role"] == "assistant" and isinstance(plain.get("tool_calls"), list):
-        plain["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(plain["tool_calls"])]
+        plain["tool_calls"] = [
+            _tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(plain["tool_calls"])
+        ]
     return plain
 
 
@@ -156,12 +175,16 @@ def _text(where: str, content: object) -> str:
         raise InvalidArgument(where, content, 'must be text, or a list of {"type": "text", "text": ...}')
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidArgument(f"{where}[{i}]", part, 'must be {"type": "text", "text": ...}; only text is supported')
+            raise InvalidArgument(
+                f"{where}[{i}]", part, 'must be {"type": "text", "text": ...}; only text is supported'
+            )
     return "\n".join(part["text"] for part in content)
 
 
 def plain_json(where: str, value: Any) -> Any:
-    """A copy made of JSON types only, so that an untrusted template cannot call methods of a caller's object."""
+    """A copy made of JSON types only, so that an untrusted template cannot call methods of a caller's
+    object.
+    """
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as wrong:

@@ -40,7 +40,12 @@ class EmbeddingRequestOutput:
     def _repr_html_(self) -> str:
         first = ", ".join(f"{number:.4f}" for number in self.outputs.embedding[:SHOWN])
         more = ", ..." if len(self.outputs.embedding) > SHOWN else ""
-        return table_html([("prompt", _tokens(self)), ("embedding", f"{counted(len(self.outputs.embedding), 'dimension')}: {first}{more}")])
+        return table_html(
+            [
+                ("prompt", _tokens(self)),
+                ("embedding", f"{counted(len(self.outputs.embedding), 'dimension')}: {first}{more}"),
+            ]
+        )
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
@@ -52,7 +57,9 @@ class EmbeddingRequestOutput:
         if output.embedding is None:
             ended = output.outputs[0]
             why = "" if ended.stop_reason is None else f": {ended.stop_reason}"
-            raise JengineError(f"the request ended without its embedding, with finish_reason {ended.finish_reason!r}{why}")
+            raise JengineError(
+                f"the request ended without its embedding, with finish_reason {ended.finish_reason!r}{why}"
+            )
         return cls(
             request_id=output.request_id,
             outputs=EmbeddingOutput(embedding=output.embedding.tolist()),

@@ -43,8 +43,9 @@ class EngineMethods(ABC):
         self._shared.do(SetStrategy(strategy))
 
     def costs(self) -> CostReport:
-        """Report what steps cost on this machine: measured at warm-up, refined by every step, saved for the next start. The report
-        is shown as a table; in a notebook also as a plot, if matplotlib is installed. May be called from any thread.
+        """Report what steps cost on this machine: measured at warm-up, refined by every step, saved for the
+        next start. The report is shown as a table; in a notebook also as a plot, if matplotlib is installed.
+        May be called from any thread.
 
         Raises:
             EngineDead: after `close`.
@@ -52,8 +53,9 @@ class EngineMethods(ABC):
         return self._shared.engine.costs()
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """Return what the engine did in the last `seconds`, or in the last 8192 steps; it always records them.
-        `trace().save("trace.json")` writes a file for https://ui.perfetto.dev. May be called from any thread.
+        """Return what the engine did in the last `seconds`, or in the last 8192 steps; it always records
+        them. `trace().save("trace.json")` writes a file for https://ui.perfetto.dev. May be called from any
+        thread.
 
         Raises:
             EngineDead: after `close`.
@@ -61,8 +63,8 @@ class EngineMethods(ABC):
         return self._shared.engine.trace(seconds)
 
     def explain(self, seconds: float = 60.0) -> Explanation:
-        """Find the engine's bottlenecks in the last `seconds`, with the evidence, the option to change and the predicted effect.
-        May be called from any thread.
+        """Find the engine's bottlenecks in the last `seconds`, with the evidence, the option to change and
+        the predicted effect. May be called from any thread.
 
         Raises:
             EngineDead: after `close`.

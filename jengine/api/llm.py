@@ -43,8 +43,8 @@ class LLMChatOptions(ChatOptions, BatchLevelOptions, total=False):
 class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
-    Any number of threads may call one LLM: their requests share batches, and each call returns when its own requests have ended. A
-    process that is forked later cannot use the LLM.
+    Any number of threads may call one LLM: their requests share batches, and each call returns when its own
+    requests have ended. A process that is forked later cannot use the LLM.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
@@ -93,23 +93,30 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         """Complete every prompt. Returns the outputs in the order of the prompts.
 
         Args:
-            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A dict may also have a
-                "cache_salt": its prompt then shares cached pages only with prompts of the same salt.
+            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A dict
+                may also have a "cache_salt": its prompt then shares cached pages only with prompts of the
+                same salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
             level: priority, ttft_ms, tpot_ms and client: one for all prompts, or one each; see ServiceLevel.
 
         Raises:
-            InvalidArgument: a prompt or parameter is invalid, or too large for this engine. Nothing has been run.
+            InvalidArgument: a prompt or parameter is invalid, or too large for this engine. Nothing has been
+                run.
             EngineDead: the LLM was closed, or a step has failed, perhaps in another thread.
         """
         each = listed(prompts)
         params = one_each("sampling_params", sampling_params, len(each))
-        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, levels(len(each), level), strict=True)]
+        work = [
+            self._requests(prompt, *more)
+            for prompt, *more in zip(each, params, levels(len(each), level), strict=True)
+        ]
         return self._wait_for(work, "generating", use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
-        """Complete one prompt. Yields the same, growing output object after each step that added tokens (`stream_interval` or
-        more).
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput]:
+        """Complete one prompt. Yields the same, growing output object after each step that added tokens
+        (`stream_interval` or more).
 
         The object grows only while you wait for the next one. Closing the iterator early aborts the request.
 
@@ -118,7 +125,9 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
             EngineDead: as `generate`.
         """
         if isinstance(prompt, list) and any(not isinstance(item, int) for item in prompt):
-            raise InvalidArgument("prompt", prompt, "must be one prompt: text or a list of token ids; generate takes several")
+            raise InvalidArgument(
+                "prompt", prompt, "must be one prompt: text or a list of token ids; generate takes several"
+            )
         return self._follow(self._requests(prompt, sampling_params))
 
     @accepts
@@ -130,15 +139,18 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         use_tqdm: bool = True,
         **options: Unpack[LLMChatOptions],
     ) -> list[RequestOutput]:
-        """Answer every conversation, with the model's chat template. Returns the outputs in the order of the conversations.
+        """Answer every conversation, with the model's chat template. Returns the outputs in the order of the
+        conversations.
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
             sampling_params: as for `generate`.
-            options: how a conversation becomes a prompt, see ChatOptions; and as for `generate`, see ServiceLevel.
+            options: how a conversation becomes a prompt, see ChatOptions; and as for `generate`, see
+                ServiceLevel.
 
         Raises:
-            InvalidArgument: a message, option or parameter is invalid, or too large for this engine. Nothing has been run.
+            InvalidArgument: a message, option or parameter is invalid, or too large for this engine. Nothing
+                has been run.
             ModelError: the model has no chat template.
         """
         level, chat = split_options(options, BatchLevelOptions)
@@ -152,10 +164,11 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         *,
         prompt_tokens: int | Sequence[int] = (),
     ) -> list[Prediction]:
-        """Predict the seconds until each of these prompts has its first and its last token, if `generate` were called with them now.
+        """Predict the seconds until each of these prompts has its first and its last token, if `generate`
+        were called with them now.
 
-        The prediction uses the costs of steps, the running and waiting requests of other threads, and the cached pages. Outputs that may
-        stop early are assumed to be as long as recent ones. Nothing is run.
+        The prediction uses the costs of steps, the running and waiting requests of other threads, and the
+        cached pages. Outputs that may stop early are assumed to be as long as recent ones. Nothing is run.
 
         Args:
             prompts, sampling_params: as for `generate`.
@@ -168,7 +181,9 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         lengths = [prompt_tokens] if isinstance(prompt_tokens, int) else [*prompt_tokens]
         given = [] if prompts == () else listed(prompts)
         if bool(lengths) == bool(given):
-            raise InvalidArgument("prompt_tokens", prompt_tokens, "either prompts or their lengths must be given")
+            raise InvalidArgument(
+                "prompt_tokens", prompt_tokens, "either prompts or their lengths must be given"
+            )
         for length in lengths:
             check_whole("prompt_tokens", length, 1, self.max_model_len - 1)
         each: list[Prompt] = given or [[0] * length for length in lengths]
@@ -179,11 +194,14 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         return expect(scheduler, [one._replace(cached=0) for one in new] if lengths else new)
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
-        """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its tokens. Raises as `chat`."""
+        """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its
+        tokens. Raises as `chat`.
+        """
         return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm".
+        """The parameters of requests that pass none: the model's generation_config.json, unless
+        generation_config is "vllm".
 
         SamplingParams that a request passes are used unchanged, without these defaults.
         """
@@ -212,7 +230,9 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
 
     @property
     def engine(self) -> Engine:
-        """The underlying engine, for tests and tools; use it in one thread, while no call runs. Raises EngineDead after `close`."""
+        """The underlying engine, for tests and tools; use it in one thread, while no call runs. Raises
+        EngineDead after `close`.
+        """
         return self._shared.engine
 
     @property
@@ -222,7 +242,9 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters: what the start took, compilations since then (any is a bug), preemptions, cache hits, decisions and targets."""
+        """Counters: what the start took, compilations since then (any is a bug), preemptions, cache hits,
+        decisions and targets.
+        """
         return {
             "programs_compiled": self.started.programs_compiled,
             "programs_loaded": self.started.programs_loaded,
@@ -239,11 +261,15 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
             "swapped_in_pages": self.engine.load.host_fetched,
             "strategy": self.engine.load.strategy,
             "decisions": dict(self.engine.load.decisions),
-            "targets": {name: getattr(self.engine.load, f"targets_{name}") for name in ("met", "missed", "rejected")},
+            "targets": {
+                name: getattr(self.engine.load, f"targets_{name}") for name in ("met", "missed", "rejected")
+            },
         }
 
     def summary(self) -> Summary:
-        """A description for terminals and notebooks. Notebooks keep what they show; unlike the LLM, this keeps no memory of a device."""
+        """A description for terminals and notebooks. Notebooks keep what they show; unlike the LLM, this
+        keeps no memory of a device.
+        """
         return Summary("LLM", tuple(self._facts()))
 
     def __repr__(self) -> str:
@@ -263,7 +289,10 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
             ("devices", started.devices),
             ("programs", _programs(self.engine.load)),
             ("cache", f"{counted(scheduler.blocks.capacity, 'page')} of {scheduler.blocks.page_size} tokens"),
-            ("limits", f"{scheduler.registry.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
+            (
+                "limits",
+                f"{scheduler.registry.max_num_seqs} sequences at once, {self.max_model_len} tokens each",
+            ),
         ]
 
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
@@ -293,7 +322,9 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
         params = self._default_params if params is None else params
         limits = self._shared.limits
         request_id, length = str(next(self._ids)), limits.sequence.max_model_len
-        requests = make_requests(self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling, beams=beams)
+        requests = make_requests(
+            self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling, beams=beams
+        )
         limits.validate(requests[0])
         if level is not None:
             level.apply(requests)

@@ -23,7 +23,12 @@ class BeamSearches(ABC):
 
     @abstractmethod
     def _requests(
-        self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, *, beams: BeamSearchParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        level: ServiceLevel | None = None,
+        *,
+        beams: BeamSearchParams | None = None,
     ) -> list[Request]:
         """Creates and validates a prompt's requests."""
 
@@ -58,7 +63,9 @@ class BeamSearches(ABC):
         work = [self._requests(prompt, sampling, beams=params) for prompt in listed(prompts)]
         step = concurrency_limit or max(len(work), 1)
         outputs = [
-            output for start in range(0, len(work), step) for output in self._wait_for(work[start : start + step], "searching", use_tqdm)
+            output
+            for start in range(0, len(work), step)
+            for output in self._wait_for(work[start : start + step], "searching", use_tqdm)
         ]
         return [BeamSearchOutput(self._sequences(output, params)) for output in outputs]
 

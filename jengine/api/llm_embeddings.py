@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class Embeddings(ABC):
-    """The part of LLM that embeds and scores. Its requests share batches and cache with those that generate."""
+    """The part of LLM that embeds and scores. Its requests share batches and cache with those that
+    generate.
+    """
 
     model: str
     started: Started
@@ -31,12 +33,19 @@ class Embeddings(ABC):
     _shared: SharedEngine
 
     @abstractmethod
-    def generate(self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         """See LLM."""
 
     @abstractmethod
     def _requests(
-        self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, *, pooling: PoolingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        level: ServiceLevel | None = None,
+        *,
+        pooling: PoolingParams | None = None,
     ) -> list[Request]:
         """Creates and validates a prompt's requests."""
 
@@ -56,12 +65,14 @@ class Embeddings(ABC):
         priority: int | Sequence[int] = 0,
         client: str | list[str] | tuple[str, ...] = "",
     ) -> list[EmbeddingRequestOutput]:
-        """Embeds every prompt: one vector each, in `outputs.embedding`. Results are in the order of the prompts.
+        """Embeds every prompt: one vector each, in `outputs.embedding`. Results are in the order of the
+        prompts.
 
         Args:
-            prompts, priority, client: as for `generate`. Prompts are embedded as they are; add instructions yourself.
-            pooling, normalize, dimensions: see PoolingParams. None uses the settings in the model's sentence-transformers files, or else
-                the last token, normalized, with all dimensions.
+            prompts, priority, client: as for `generate`. Prompts are embedded as they are; add instructions
+                yourself.
+            pooling, normalize, dimensions: see PoolingParams. None uses the settings in the model's
+                sentence-transformers files, or else the last token, normalized, with all dimensions.
 
         Raises:
             InvalidArgument: a prompt or parameter that can never be answered, or an engine without
@@ -71,12 +82,20 @@ class Embeddings(ABC):
         params = require_embedder(self._shared.limits.embedder).params(pooling, normalize, dimensions)
         each = listed(prompts)
         each_level = levels(len(each), {"priority": priority, "client": client})
-        work = [self._requests(prompt, None, level, pooling=params) for prompt, level in zip(each, each_level, strict=True)]
+        work = [
+            self._requests(prompt, None, level, pooling=params)
+            for prompt, level in zip(each, each_level, strict=True)
+        ]
         return [EmbeddingRequestOutput.of(output) for output in self._wait_for(work, "embedding", use_tqdm)]
 
     @accepts
     def score(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None, use_tqdm: bool = True
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """Scores pairs of a query and a document, in `outputs.score`.
 
@@ -88,21 +107,30 @@ class Embeddings(ABC):
             instruction: for rerankers; None uses the one in the model's files.
 
         Raises:
-            InvalidArgument: a text that can never be scored, or a model that cannot score. Nothing has been run.
+            InvalidArgument: a text that can never be scored, or a model that cannot score. Nothing has been
+                run.
             EngineDead: as `generate`.
         """
         pairs, reranker = paired(queries, documents), self.started.reranker
         if reranker is not None:
             prompts, params = zip(
-                *judging_prompts(pairs, reranker, self.tokenizer, instruction, self._shared.limits.sequence.max_model_len), strict=True
+                *judging_prompts(
+                    pairs, reranker, self.tokenizer, instruction, self._shared.limits.sequence.max_model_len
+                ),
+                strict=True,
             )
             outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
             return [judgement(true, false) for true, false in itertools.batched(outputs, 2)]
         if self._shared.limits.embedder is None:
-            limit = "scores need an embedding model, see the option embeddings, or a reranker whose modules.json has a LogitScore"
+            limit = (
+                "scores need an embedding model, see the option embeddings, or a reranker whose modules.json"
+                " has a LogitScore"
+            )
             raise InvalidArgument("model", self.model, limit)
         if instruction is not None:
-            raise InvalidArgument("instruction", instruction, "is for rerankers; add it to the queries of an embedding model")
+            raise InvalidArgument(
+                "instruction", instruction, "is for rerankers; add it to the queries of an embedding model"
+            )
         texts = [*dict.fromkeys(text for pair in pairs for text in pair)]
         vectors = dict(zip(texts, self.embed(texts, use_tqdm=use_tqdm), strict=True))
         return [similarity(vectors[query], vectors[document]) for query, document in pairs]

@@ -40,7 +40,8 @@ class LiveOutputs:
 
     def __init__(self, tokenizer: Tokenizer, *, lazy: bool = False) -> None:
         self._tokenizer, self._lazy = tokenizer, lazy
-        self._live: dict[str, _Answer] = {}  # keyed by each of a prompt's requests, until all of them have ended
+        # keyed by each of a prompt's requests, until all of them have ended
+        self._live: dict[str, _Answer] = {}
         self.ended: list[Ended] = []
 
     def open(self, requests: list[Request], stops: StopAutomaton | None = None) -> RequestOutput:
@@ -50,7 +51,9 @@ class LiveOutputs:
         """
         first = requests[0]
         stops = stops or StopAutomaton(tuple(first.params.stop))
-        builders = {request.request_id: CompletionBuilder(self._tokenizer, request, stops) for request in requests}
+        builders = {
+            request.request_id: CompletionBuilder(self._tokenizer, request, stops) for request in requests
+        }
         output = RequestOutput(
             request_id=first.request_id,
             prompt=first.prompt,
@@ -64,7 +67,9 @@ class LiveOutputs:
         return output
 
     def take(self, updates: Iterable[Update]) -> list[RequestOutput]:
-        """Returns the outputs that these updates extended or ended, once each. Updates for ended requests are dropped."""
+        """Returns the outputs that these updates extended or ended, once each. Updates for ended requests are
+        dropped.
+        """
         grown = []
         for update in updates:
             answer = self._live.get(update.request_id)
@@ -88,7 +93,9 @@ class LiveOutputs:
         return grown
 
     def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:
-        """Ends the unfinished completions of this output with `why` as stop_reason. Returns None if all have ended."""
+        """Ends the unfinished completions of this output with `why` as stop_reason. Returns None if all have
+        ended.
+        """
         answer = self._live.get(request_id)
         if answer is None:
             return None
@@ -101,7 +108,10 @@ class LiveOutputs:
     def _show_beams(self, answer: _Answer, update: BeamsFound) -> None:
         """Creates a completion for each beam."""
         builder = answer.builders[update.request_id]
-        answer.output.outputs = [beam_output(self._tokenizer, builder.request, index, beam) for index, beam in enumerate(update.beams)]
+        answer.output.outputs = [
+            beam_output(self._tokenizer, builder.request, index, beam)
+            for index, beam in enumerate(update.beams)
+        ]
         self._finish(answer, builder, update.beams[0].finish_reason, None)
 
     def _note(self, answer: _Answer, update: TokenUpdate | Pooled | BeamsFound) -> None:
@@ -109,7 +119,11 @@ class LiveOutputs:
         request_id, output = update.request_id, answer.output
         metrics, builder = output.metrics, answer.builders[request_id]
         if metrics.first_token is None:
-            metrics.first_token, metrics.scheduled, output.num_cached_tokens = time.monotonic(), update.scheduled or None, update.cached
+            metrics.first_token, metrics.scheduled, output.num_cached_tokens = (
+                time.monotonic(),
+                update.scheduled or None,
+                update.cached,
+            )
         elif builder.output is output.outputs[0]:  # the first completion to start
             output.num_cached_tokens = update.cached
         metrics.preemptions += update.preemptions - answer.preemptions[request_id]
@@ -144,7 +158,9 @@ class LiveOutputs:
             entries = zip(update.tokens, update.logprobs, strict=True)
             scores += [builder.describe(token, *logprobs) for token, logprobs in entries]
 
-    def _finish(self, answer: _Answer, builder: CompletionBuilder, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def _finish(
+        self, answer: _Answer, builder: CompletionBuilder, reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
         builder.finish(reason, stop_reason)
         output = answer.output
         if all(completion.finish_reason is not None for completion in output.outputs):
@@ -169,5 +185,9 @@ def catch_up(copy: RequestOutput, output: RequestOutput) -> None:
             mine.logprobs += completion.logprobs[len(mine.logprobs) :]
         mine.cumulative_logprob = completion.cumulative_logprob
         mine.finish_reason, mine.stop_reason = completion.finish_reason, completion.stop_reason
-    copy.prompt_logprobs, copy.finished, copy.metrics = output.prompt_logprobs, output.finished, replace(output.metrics)
+    copy.prompt_logprobs, copy.finished, copy.metrics = (
+        output.prompt_logprobs,
+        output.finished,
+        replace(output.metrics),
+    )
     copy.num_cached_tokens, copy.embedding = output.num_cached_tokens, output.embedding

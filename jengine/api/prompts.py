@@ -16,11 +16,14 @@ from jengine.scheduling.requests.sequence_limits import longest_prompt
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
-POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)  # parameters of embedding requests
+# parameters of embedding requests
+POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. With a `cache_salt`, it shares cached pages only with prompts that have the same salt."""
+    """A prompt as text. With a `cache_salt`, it shares cached pages only with prompts that have the same
+    salt.
+    """
 
     prompt: str
     cache_salt: NotRequired[str | None]
@@ -61,13 +64,15 @@ def make_requests(
     Thread-safe.
 
     Args:
-        masks: whether to create token masks, which may take seconds; otherwise the receiver of the requests does.
+        masks: whether to create token masks, which may take seconds; otherwise the receiver of the requests
+            does.
         max_model_len: longer text is rejected without tokenizing it if its length in bytes suffices to tell.
         pooling: for an embedding; there are no sampling parameters then.
         beams: for a beam search; `params` must be derived from them.
 
     Raises:
-        InvalidArgument: invalid or empty prompt, text that is too long, or invalid SamplingParams or cache_salt.
+        InvalidArgument: invalid or empty prompt, text that is too long, or invalid SamplingParams or
+            cache_salt.
     """
     params = POOLED if pooling is not None else SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
@@ -89,11 +94,17 @@ def make_requests(
     else:
         text, ids = None, given
     if not isinstance(ids, list):
-        raise InvalidArgument("prompt", prompt, 'must be text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}')
+        raise InvalidArgument(
+            "prompt",
+            prompt,
+            'must be text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}',
+        )
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
     ids, arrival = list(ids), time.monotonic()
-    fresh: Sequence[TokenMask | None] = _masks(tokenizer, params) if masks and params.masks else [None] * params.n
+    fresh: Sequence[TokenMask | None] = (
+        _masks(tokenizer, params) if masks and params.masks else [None] * params.n
+    )
     first, others = params_of_samples(params)
     return [
         Request(
@@ -114,11 +125,15 @@ def make_requests(
 
 def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
     """Parameters of a prompt's first request, and of the others: only the first one scores the prompt."""
-    return params, params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
+    return params, params if params.prompt_logprobs is None else dataclasses.replace(
+        params, prompt_logprobs=None
+    )
 
 
 def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, pooled: bool = False) -> None:
-    """Raises InvalidArgument if the length of the text alone shows that it has too many tokens; see longest_prompt."""
+    """Raises InvalidArgument if the length of the text alone shows that it has too many tokens; see
+    longest_prompt.
+    """
     per_token = tokenizer.max_token_bytes if max_model_len is not None else None
     if max_model_len is None or per_token is None or len(text) < max_model_len:
         return
@@ -140,7 +155,8 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     Raises:
         InvalidArgument: it is neither.
     """
-    if isinstance(prompts, str | dict | bytes):  # make_requests rejects bytes; iterating over them would yield numbers
+    # make_requests rejects bytes; iterating over them would yield numbers
+    if isinstance(prompts, str | dict | bytes):
         return [cast(Prompt, prompts)]
     if not isinstance(prompts, Iterable):
         raise InvalidArgument("prompts", prompts, "must be a prompt or a list of prompts")

@@ -20,8 +20,9 @@ class RequestOptions(LevelOptions, total=False):
     Attributes:
         priority, ttft_ms, tpot_ms, client: see ServiceLevel.
         timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
-        output_kind: cumulative (the default, unless the sampling parameters have another): everything so far; delta: only the new
-            text, tokens and logprobs of every completion, even if there are none; final: everything, in one output at the end.
+        output_kind: cumulative (the default, unless the sampling parameters have another): everything so far;
+            delta: only the new text, tokens and logprobs of every completion, even if there are none; final:
+            everything, in one output at the end.
     """
 
     timeout: float | None
@@ -29,9 +30,11 @@ class RequestOptions(LevelOptions, total=False):
 
 
 class RequestHandle:
-    """An iterator over the outputs of a request, made by AsyncLLM.submit. Use it in the event loop, with one reader at a time.
+    """An iterator over the outputs of a request, made by AsyncLLM.submit. Use it in the event loop, with one
+    reader at a time.
 
-    Closing it, or leaving its `async with`, aborts an unfinished request and frees its id. So does reading it to its end.
+    Closing it, or leaving its `async with`, aborts an unfinished request and frees its id. So does reading it
+    to its end.
 
     Attributes:
         request_id: for AsyncLLM.abort.
@@ -54,7 +57,8 @@ class RequestHandle:
         self.request_id, self.output, self._kind, self._interval = output.request_id, output, kind, interval
         self._tokens = 0  # in the outputs so far
         self._end, self._forget = end, forget
-        self._shown: dict[int, tuple[int, int]] = {}  # for deltas, by index of the completion: tokens and characters shown
+        # for deltas, by index of the completion: tokens and characters shown
+        self._shown: dict[int, tuple[int, int]] = {}
         self._grown = asyncio.Event()
         self._error: BaseException | None = None
         self._closed = False
@@ -68,7 +72,9 @@ class RequestHandle:
         return self.output.finished
 
     def abort(self, why: str | None = None) -> bool:
-        """End the request. Its last output has finish_reason "abort" and this stop_reason. Returns False if it has already ended."""
+        """End the request. Its last output has finish_reason "abort" and this stop_reason. Returns False if
+        it has already ended.
+        """
         if not self._end(why):
             return False
         self._grown.set()
@@ -154,9 +160,12 @@ def tokens_of(output: RequestOutput) -> int:
 
 
 def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> RequestOutput:
-    """A copy that does not grow. Of each completion, it contains only what follows the tokens and characters in `shown`."""
+    """A copy that does not grow. Of each completion, it contains only what follows the tokens and characters
+    in `shown`.
+    """
     parts, times = [], output.metrics
-    for completion in output.outputs:  # field by field, since copy.copy takes four times as long, for every streamed token
+    # field by field, since copy.copy takes four times as long, for every streamed token
+    for completion in output.outputs:
         tokens, characters = shown.get(completion.index, (0, 0))
         part = CompletionOutput(
             index=completion.index,
@@ -173,7 +182,8 @@ def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> Reque
         prompt=output.prompt,
         prompt_token_ids=output.prompt_token_ids,
         outputs=parts,
-        prompt_logprobs=None if shown else output.prompt_logprobs,  # with deltas, they came before the first token
+        # with deltas, they came before the first token
+        prompt_logprobs=None if shown else output.prompt_logprobs,
         finished=output.finished,
         metrics=RequestMetrics(
             arrival=times.arrival,

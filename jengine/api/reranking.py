@@ -1,4 +1,6 @@
-"""Scores of a language model that judges documents: the probability of "yes" against "no" as its next token."""
+"""Scores of a language model that judges documents: the probability of "yes" against "no" as its next
+token.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list
     """
     left, right = _texts("queries", queries), _texts("documents", documents)
     if len(left) not in (1, len(right)):
-        raise InvalidArgument("queries", f"{len(left)} queries", f"must be one, or as many as documents ({len(right)})")
+        raise InvalidArgument(
+            "queries", f"{len(left)} queries", f"must be one, or as many as documents ({len(right)})"
+        )
     return [*zip(left * len(right) if len(left) == 1 else left, right, strict=True)]
 
 
 def judging_prompts(
-    pairs: Iterable[Pair], reranker: Reranker, tokenizer: Tokenizer, instruction: str | None, max_model_len: int
+    pairs: Iterable[Pair],
+    reranker: Reranker,
+    tokenizer: Tokenizer,
+    instruction: str | None,
+    max_model_len: int,
 ) -> list[tuple[TokensPrompt, SamplingParams]]:
-    """Two requests for each pair with the same prompt: for the log probability of the true token, and of the false one.
+    """Two requests for each pair with the same prompt: for the log probability of the true token, and of the
+    false one.
 
     Raises:
         InvalidArgument: a text is too long, or the template rejects it.
@@ -38,11 +47,16 @@ def judging_prompts(
     """
     template = tokenizer.chat_templates.get("default")
     if template is None:
-        raise ModelError("the reranker has no chat template, which is needed to build its prompts", file=tokenizer.folder)
+        raise ModelError(
+            "the reranker has no chat template, which is needed to build its prompts", file=tokenizer.folder
+        )
     instruction_text = reranker.instruction if instruction is None else instruction
     rules = [] if instruction_text is None else [{"role": "system", "content": instruction_text}]
     tokens = reranker.true_token_id, reranker.false_token_id
-    each = [SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[token], logprobs=0, detokenize=False) for token in tokens]
+    each = [
+        SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[token], logprobs=0, detokenize=False)
+        for token in tokens
+    ]
     work: list[tuple[TokensPrompt, SamplingParams]] = []
     for query, document in pairs:
         messages = [*rules, {"role": "query", "content": query}, {"role": "document", "content": document}]

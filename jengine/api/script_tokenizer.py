@@ -28,7 +28,8 @@ class Encoded(UserDict[str, Any]):
 class ScriptTokenizer:
     """A model's tokenizer with the methods, defaults and results of transformers' fast tokenizers.
 
-    For text only: pairs of texts, offsets and PyTorch tensors are rejected by name. A pad token may be set; it affects padding only.
+    For text only: pairs of texts, offsets and PyTorch tensors are rejected by name. A pad token may be set;
+    it affects padding only.
 
     Attributes:
         tokenizer: the tokenizer that the engine uses.
@@ -38,7 +39,9 @@ class ScriptTokenizer:
 
     is_fast = True
 
-    def __init__(self, tokenizer: Tokenizer, name_or_path: str = "", model_max_length: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, name_or_path: str = "", model_max_length: int | None = None
+    ) -> None:
         self.tokenizer, self.name_or_path = tokenizer, name_or_path
         self.model_max_length = model_max_length
         self.padding_side = self.truncation_side = "right"
@@ -61,7 +64,8 @@ class ScriptTokenizer:
         return_attention_mask: bool = True,
         **others: Any,
     ) -> Encoded:
-        """Encode a text, or several. Has `input_ids` and `attention_mask`: lists, one for each text if several were given.
+        """Encode a text, or several. Has `input_ids` and `attention_mask`: lists, one for each text if
+        several were given.
 
         Args:
             padding: True or "longest": to the longest of the texts; "max_length": to max_length.
@@ -71,12 +75,16 @@ class ScriptTokenizer:
         Raises:
             InvalidArgument: an argument is not supported, or texts of different lengths have no padding.
         """
-        _reject(others, text_pair=None, text_target=None, is_split_into_words=False, return_token_type_ids=(None, False), stride=0,
-                return_offsets_mapping=False, return_overflowing_tokens=False, return_special_tokens_mask=False, return_length=False,
+        _reject(others, text_pair=None, text_target=None, is_split_into_words=False,
+            return_token_type_ids=(None, False), stride=0,
+                return_offsets_mapping=False, return_overflowing_tokens=False,
+                return_special_tokens_mask=False, return_length=False,
                 pad_to_multiple_of=None, verbose=(True, False))  # fmt: skip
         texts = [text] if isinstance(text, str) else list(text)
         ids = [self._encode(one, add_special_tokens, truncation, max_length) for one in texts]
-        return self._result(ids, isinstance(text, str), padding, max_length, return_tensors, return_attention_mask)
+        return self._result(
+            ids, isinstance(text, str), padding, max_length, return_tensors, return_attention_mask
+        )
 
     def encode(
         self,
@@ -100,21 +108,37 @@ class ScriptTokenizer:
         return list(self.tokenizer.backend.encode(text, add_special_tokens=add_special_tokens).tokens)
 
     def pad(
-        self, encoded: Any, *, padding: bool | str = True, max_length: int | None = None, return_tensors: str | None = None, **others: Any
+        self,
+        encoded: Any,
+        *,
+        padding: bool | str = True,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        **others: Any,
     ) -> Encoded:
         """Pad what calling the tokenizer returned for several texts, or a list of such results."""
         _reject(others, pad_to_multiple_of=None, return_attention_mask=(None, True), verbose=(True, False))
-        ids = [one["input_ids"] for one in encoded] if isinstance(encoded, list | tuple) else encoded["input_ids"]
+        ids = (
+            [one["input_ids"] for one in encoded]
+            if isinstance(encoded, list | tuple)
+            else encoded["input_ids"]
+        )
         return self._result([[*row] for row in ids], False, padding, max_length, return_tensors, True)
 
     # --- tokens to text ------------------------------------------------------------------------------
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False, **others: Any) -> str:
-        """The text of token ids: a list, an array or one id. Special tokens are included by default, as in transformers."""
-        _reject(others, clean_up_tokenization_spaces=(None, False), spaces_between_special_tokens=(True, False))
+        """The text of token ids: a list, an array or one id. Special tokens are included by default, as in
+        transformers.
+        """
+        _reject(
+            others, clean_up_tokenization_spaces=(None, False), spaces_between_special_tokens=(True, False)
+        )
         return self.tokenizer.decode(_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def batch_decode(self, sequences: Iterable[Any], *, skip_special_tokens: bool = False, **others: Any) -> list[str]:
+    def batch_decode(
+        self, sequences: Iterable[Any], *, skip_special_tokens: bool = False, **others: Any
+    ) -> list[str]:
         """The text of each list of token ids."""
         return [self.decode(ids, skip_special_tokens=skip_special_tokens, **others) for ids in sequences]
 
@@ -126,7 +150,9 @@ class ScriptTokenizer:
         return [self.tokenizer.backend.id_to_token(one) for one in _ids(ids) if one not in hidden]
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The id of a token, or of each token; the unknown token's, or None, if it is not in the vocabulary."""
+        """The id of a token, or of each token; the unknown token's, or None, if it is not in the
+        vocabulary.
+        """
         if isinstance(tokens, str):
             found = self.tokenizer.backend.token_to_id(tokens)
             return self._id("unk_token") if found is None else found
@@ -207,8 +233,12 @@ class ScriptTokenizer:
         template = self.tokenizer.chat_templates.get("default")
         return None if template is None else template.source
 
-    def get_chat_template(self, chat_template: str | None = None, tools: list[dict[str, Any]] | None = None) -> str:
-        """The source of the template that `apply_chat_template` would use. Raises ModelError if there is none."""
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: list[dict[str, Any]] | None = None
+    ) -> str:
+        """The source of the template that `apply_chat_template` would use. Raises ModelError if there is
+        none.
+        """
         return own_template(self.tokenizer, tools is not None, chat_template).source
 
     # --- vocabulary ----------------------------------------------------------------------------------
@@ -234,7 +264,10 @@ class ScriptTokenizer:
 
     def get_added_vocab(self) -> dict[str, int]:
         """Ids of added tokens."""
-        return {token.content: number for number, token in self.tokenizer.backend.get_added_tokens_decoder().items()}
+        return {
+            token.content: number
+            for number, token in self.tokenizer.backend.get_added_tokens_decoder().items()
+        }
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
@@ -255,7 +288,9 @@ class ScriptTokenizer:
             return self._special.get(name)
         if name.removesuffix("_id") in SPECIAL_TOKENS:
             return self._id(name.removesuffix("_id"))
-        raise AttributeError(f"ScriptTokenizer has no {name!r}; .tokenizer.backend is the tokenizers library's object")
+        raise AttributeError(
+            f"ScriptTokenizer has no {name!r}; .tokenizer.backend is the tokenizers library's object"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         role = name.removesuffix("_id")
@@ -265,7 +300,9 @@ class ScriptTokenizer:
         token = value if role == name or value is None else self.tokenizer.backend.id_to_token(value)
         if role != "pad_token" or not (token is None or token in self):
             raise InvalidArgument(name, value, "only the pad token can be set, to a token of the vocabulary")
-        self._special = {kind: known for kind, known in {**self._special, role: token}.items() if known is not None}
+        self._special = {
+            kind: known for kind, known in {**self._special, role: token}.items() if known is not None
+        }
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.get_vocab())
@@ -278,7 +315,9 @@ class ScriptTokenizer:
 
     def _encode(self, text: str, special: bool, truncation: bool | str, max_length: int | None) -> Ids:
         if not isinstance(text, str):
-            raise InvalidArgument("text", text, "must be text, or a list of texts; pairs and words are not supported")
+            raise InvalidArgument(
+                "text", text, "must be text, or a list of texts; pairs and words are not supported"
+            )
         if truncation not in (False, True, "longest_first", "do_not_truncate"):
             raise InvalidArgument("truncation", truncation, "must be True or False")
         most = self.model_max_length if max_length is None else max_length
@@ -292,7 +331,13 @@ class ScriptTokenizer:
         return list(backend.post_process(encoding, None, special).ids)
 
     def _result(
-        self, ids: list[Ids], single: bool, padding: bool | str, max_length: int | None, tensors: str | None, mask: bool
+        self,
+        ids: list[Ids],
+        single: bool,
+        padding: bool | str,
+        max_length: int | None,
+        tensors: str | None,
+        mask: bool,
     ) -> Encoded:
         if padding not in (False, True, "longest", "max_length", "do_not_pad"):
             raise InvalidArgument("padding", padding, "must be True, False, longest or max_length")
@@ -303,14 +348,25 @@ class ScriptTokenizer:
             token = self._id("pad_token")
             if token is None:
                 raise InvalidArgument(
-                    "padding", padding, "the tokenizer has no pad token; set tokenizer.pad_token, for example to eos_token"
+                    "padding",
+                    padding,
+                    "the tokenizer has no pad token; set tokenizer.pad_token, for example to eos_token",
                 )
-            width = max(map(len, ids), default=0) if padding != "max_length" else (max_length or self.model_max_length or 0)
-            ids, masks = [self._padded(row, width, token) for row in ids], [self._padded(row, width, 0) for row in masks]
+            width = (
+                max(map(len, ids), default=0)
+                if padding != "max_length"
+                else (max_length or self.model_max_length or 0)
+            )
+            ids, masks = (
+                [self._padded(row, width, token) for row in ids],
+                [self._padded(row, width, 0) for row in masks],
+            )
         found: dict[str, Any] = {"input_ids": ids, "attention_mask": masks} if mask else {"input_ids": ids}
         if tensors == "np":
             if len({*map(len, ids)}) > 1:
-                raise InvalidArgument("padding", padding, "must be True for an array of texts of different lengths")
+                raise InvalidArgument(
+                    "padding", padding, "must be True for an array of texts of different lengths"
+                )
             return Encoded({name: np.array(rows, np.int64) for name, rows in found.items()})
         return Encoded({name: rows[0] if single else rows for name, rows in found.items()})
 
@@ -326,7 +382,9 @@ def _reject(given: dict[str, Any], **defaults: Any) -> None:
             raise InvalidArgument(name, value, "there is no such argument")
         fits = defaults[name] if isinstance(defaults[name], tuple) else (defaults[name],)
         if value not in fits:
-            raise InvalidArgument(name, value, f"must be {' or '.join(map(repr, fits))}: nothing else is supported")
+            raise InvalidArgument(
+                name, value, f"must be {' or '.join(map(repr, fits))}: nothing else is supported"
+            )
 
 
 def _ids(ids: Any) -> Ids:

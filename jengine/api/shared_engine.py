@@ -1,4 +1,6 @@
-"""An engine shared by threads: one thread steps it for all, while the others sleep until they have updates."""
+"""An engine shared by threads: one thread steps it for all, while the others sleep until they have
+updates.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,10 @@ class Call:
 class SharedEngine:
     """Serves calls of several threads in the same batches.
 
-    One thread, the leader, steps the engine and produces text for all calls, until its own call has news. Then
-    it wakes another thread to lead. The lock is held for changes of state but not during a step. Orders for the
-    engine that arrive during a step run after it. Ctrl-C takes effect between steps, never within one.
+    One thread, the leader, steps the engine and produces text for all calls, until its own call has news.
+    Then it wakes another thread to lead. The lock is held for changes of state but not during a step. Orders
+    for the engine that arrive during a step run after it. Ctrl-C takes effect between steps, never within
+    one.
 
     A failed step leaves the engine in an unknown state. Its thread gets the error; every other call, now and
     later, gets EngineDead.
@@ -115,7 +118,8 @@ class SharedEngine:
                 self._order(partial(self.engine.add, *requests))
 
     def take(self, call: Call) -> list[RequestOutput]:
-        """Waits for, and returns, outputs of a call that have ended or, with `each_token`, grown since the last call.
+        """Waits for, and returns, outputs of a call that have ended or, with `each_token`, grown since the
+        last call.
 
         Raises:
             EngineDead: the engine has stopped, or was closed.
@@ -130,7 +134,8 @@ class SharedEngine:
                 return news
 
     def do[T](self, operation: Operation[T]) -> T:
-        """Does an operation and returns the answer; see Operation.in_thread. An error fails only this operation.
+        """Does an operation and returns the answer; see Operation.in_thread. An error fails only this
+        operation.
 
         Raises:
             InvalidArgument: as Operation.check.
@@ -155,7 +160,8 @@ class SharedEngine:
         if operation.in_thread:
             attempt()
         try:
-            while self._awaits(call, answer):  # it runs after the current step; a thread also wakes when the engine has stopped
+            # it runs after the current step; a thread also wakes when the engine has stopped
+            while self._awaits(call, answer):
                 call.gate.acquire()
         finally:
             with uninterrupted(), self._change():
@@ -169,7 +175,8 @@ class SharedEngine:
         with uninterrupted():
             with self._lock:
                 self._given_up.append(call)
-                if self._changing:  # a stream was garbage-collected while this thread was in the middle of a change
+                # a stream was garbage-collected while this thread was in the middle of a change
+                if self._changing:
                     return
                 with self._change():
                     pass  # the change closes the call at its end
@@ -199,7 +206,9 @@ class SharedEngine:
     # --- stepping ---------------------------------------------------------------------------------
 
     def _turn(self, call: Call) -> list[RequestOutput] | None:
-        """Returns news. If there are none, runs a step, or returns None to sleep while another thread leads."""
+        """Returns news. If there are none, runs a step, or returns None to sleep while another thread
+        leads.
+        """
         with self._change():
             self.check()
             if call.news:
@@ -275,7 +284,9 @@ class SharedEngine:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
-        """Holds the lock. At the end, closes calls that were given up, and wakes a thread if there is no leader."""
+        """Holds the lock. At the end, closes calls that were given up, and wakes a thread if there is no
+        leader.
+        """
         with self._lock:
             self._changing = True
             try:

@@ -14,7 +14,13 @@ from jengine.core.config import EngineConfig
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.names import OF_LLM, missing
 
-LEFT_OUT = ("disable_log_requests", "disable_log_stats", "enable_log_requests", "start_engine_loop", "usage_context")
+LEFT_OUT = (
+    "disable_log_requests",
+    "disable_log_stats",
+    "enable_log_requests",
+    "start_engine_loop",
+    "usage_context",
+)
 
 
 class VllmMethods(ABC):
@@ -59,7 +65,8 @@ class AsyncVllmMethods(VllmMethods):
         """Ends all requests and operations with EngineDead."""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the engine's thread, also from outside the event loop. Running requests fail with EngineDead; `close` aborts them.
+        """End the engine's thread, also from outside the event loop. Running requests fail with EngineDead;
+        `close` aborts them.
 
         Args:
             timeout: accepted as in vLLM; a step ends sooner.

@@ -10,14 +10,27 @@ from jengine.base.errors import InvalidArgument
 def check_whole(name: str, value: object, low: int, high: int | None) -> None:
     """Raises InvalidArgument unless `value` is a whole number in [low, high]."""
     limit = f"must be a whole number, at least {low}" + ("" if high is None else f" and at most {high}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
         raise InvalidArgument(name, value, limit)
 
 
-def check_number(name: str, value: object, low: float, high: float, limit: str, open_low: bool = False) -> None:
-    """Raises InvalidArgument unless `value` is a finite number in [low, high], or (low, high] with `open_low`.
-    `limit` is the message."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high and value != math.inf
+def check_number(
+    name: str, value: object, low: float, high: float, limit: str, open_low: bool = False
+) -> None:
+    """Raises InvalidArgument unless `value` is a finite number in [low, high], or (low, high] with
+    `open_low`. `limit` is the message.
+    """
+    fits = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and value != math.inf
+    )
     if not fits or (open_low and value == low):
         raise InvalidArgument(name, value, f"must be {limit}")
 

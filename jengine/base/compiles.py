@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import jax
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # also recorded when JAX's persistent cache supplied the result
+# also recorded when JAX's persistent cache supplied the result
+COMPILED = "/jax/core/compile/backend_compile_duration"
 RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 _lock = threading.Lock()

@@ -25,7 +25,9 @@ def counted(number: int, what: str) -> str:
 
 def table_html(rows: Iterable[tuple[str, str]]) -> str:
     """A table of names and values, escaped."""
-    cells = (f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{escape(value)}</td></tr>" for name, value in rows)
+    cells = (
+        f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{escape(value)}</td></tr>" for name, value in rows
+    )
     return f"<table>{''.join(cells)}</table>"
 
 
@@ -53,7 +55,9 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table for a terminal: names on the left, figures aligned on the right."""
     cells = [head, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
+    ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
@@ -78,7 +82,8 @@ def image_html(plot: Callable[[], bytes], alt: str) -> str:
 def answer_html(prompt: str, completions: Iterable[tuple[str, str]]) -> str:
     """A prompt, and each (text, note) that continues it, escaped."""
     parts = (
-        f"<pre {_TEXT}><span {_QUIET}>{escape(prompt)}</span>{escape(text)}</pre><div {_QUIET}>{escape(note)}</div>"
+        f"<pre {_TEXT}><span {_QUIET}>{escape(prompt)}</span>{escape(text)}</pre><div"
+        f" {_QUIET}>{escape(note)}</div>"
         for text, note in completions
     )
     return f"<div>{''.join(parts)}</div>"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import reprlib
 
-_repr = reprlib.Repr(maxlist=80, maxtuple=80, maxdict=80, maxstring=200).repr  # repr would take seconds for a list of millions
+# repr would take seconds for a list of millions
+_repr = reprlib.Repr(maxlist=80, maxtuple=80, maxdict=80, maxstring=200).repr
 
 
 SECRET = re.compile(r"(?i)(^|_)(api_?key|hf_token|password)$")  # fields whose values must not be shown
@@ -24,11 +25,17 @@ class InvalidArgument(JengineError, ValueError):
         super().__init__(f"{self.field}={_cut(shown, 80)}: {self.limit}")
 
     @classmethod
-    def needs_extra(cls, field: str, value: object, extra: str, missing: ImportError | None = None) -> InvalidArgument:
-        """A value that needs packages of an extra of jengine. The message has the command that installs them."""
+    def needs_extra(
+        cls, field: str, value: object, extra: str, missing: ImportError | None = None
+    ) -> InvalidArgument:
+        """A value that needs packages of an extra of jengine. The message has the command that installs
+        them.
+        """
         from jengine.base.extras import install_line
 
-        return cls(field, value, f"needs {install_line(extra)}" + ("" if missing is None else f" ({missing})"))
+        return cls(
+            field, value, f"needs {install_line(extra)}" + ("" if missing is None else f" ({missing})")
+        )
 
 
 def _cut(text: str, most: int) -> str:
@@ -37,7 +44,9 @@ def _cut(text: str, most: int) -> str:
 
 
 class ModelError(JengineError):
-    """A model that cannot be read or is not supported. The message names the file and, if there is one, the tensor."""
+    """A model that cannot be read or is not supported. The message names the file and, if there is one, the
+    tensor.
+    """
 
     def __init__(self, reason: str, *, file: object = None, tensor: str | None = None) -> None:
         self.reason, self.file, self.tensor = reason, file, tensor

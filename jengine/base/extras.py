@@ -1,4 +1,6 @@
-"""Packages of jengine's extras, for messages: no package index has jengine itself, so `pip install 'jengine[http]'` cannot work."""
+"""Packages of jengine's extras, for messages: no package index has jengine itself, so `pip install
+'jengine[http]'` cannot work.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def install_line(extra: str) -> str:
         packages = []
     if not packages:
         return f"pip install '.[{extra}]' in jengine's checkout"
-    return "pip install " + " ".join(f"'{package}'" if re.search(r"[<>\[;]", package) else package for package in packages)
+    return "pip install " + " ".join(
+        f"'{package}'" if re.search(r"[<>\[;]", package) else package for package in packages
+    )
 
 
 def _packages(extra: str, lines: list[str]) -> list[str]:
@@ -25,5 +29,9 @@ def _packages(extra: str, lines: list[str]) -> list[str]:
         if not re.search(rf"""extra == ["']{extra}["']""", marker):
             continue
         own = re.match(r"jengine\[([\w,-]+)\]", requirement)
-        found += [requirement] if own is None else [package for name in own[1].split(",") for package in _packages(name, lines)]
+        found += (
+            [requirement]
+            if own is None
+            else [package for name in own[1].split(",") for package in _packages(name, lines)]
+        )
     return found

@@ -1,7 +1,7 @@
 """GGUF files, as llama.cpp writes them: metadata by name, and tensors as views of the file.
 
-The format is read here, since the package gguf makes an array for each word of a vocabulary, which takes seconds. It converts the
-rarer number formats.
+The format is read here, since the package gguf makes an array for each word of a vocabulary, which takes
+seconds. It converts the rarer number formats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FEW_FILES = 2  # number of files kept open; configuration, tokenizer and weights
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # bytes, unless the file says otherwise
 STRING, ARRAY = 8, 9
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of a field, by its type
+# of a field, by its type
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MOST_DIMENSIONS = 8
 # Of a tensor: llama.cpp's name, numbers in a block, and bytes of one.
 KINDS = {
@@ -140,7 +141,9 @@ def dequantized(data: np.ndarray, kind: str) -> np.ndarray:
 
 
 class _Reader:
-    """Reads a file from its beginning. Lengths that the file gives are checked before anything of this length is made."""
+    """Reads a file from its beginning. Lengths that the file gives are checked before anything of this length
+    is made.
+    """
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
@@ -157,7 +160,9 @@ class _Reader:
         version = self._number("I")
         if version not in VERSIONS:
             big_endian = int.from_bytes(int(version).to_bytes(4, "big"), "little") in VERSIONS
-            raise ValueError("it is for big-endian machines" if big_endian else f"version {version} is not supported")
+            raise ValueError(
+                "it is for big-endian machines" if big_endian else f"version {version} is not supported"
+            )
         tensors, fields = self._number("Q"), self._number("Q")
         found = self._unique((self._text(), self._value(self._number("I"))) for _ in self._times(fields))
         described = self._unique((self._text(), self._described()) for _ in self._times(tensors))
@@ -224,14 +229,18 @@ class _Reader:
         kind, block, size = KINDS[number]
         shape = tuple(reversed(axes)) or (1,)
         if shape[-1] % block:
-            raise ValueError(f"tensor {name} has rows of {shape[-1]} numbers, no multiple of {kind}'s {block}")
+            raise ValueError(
+                f"tensor {name} has rows of {shape[-1]} numbers, no multiple of {kind}'s {block}"
+            )
         stored = (*shape[:-1], shape[-1] // block * size)  # bytes of a row
         count = 1
         for axis in stored:
             count *= axis
         self._check(start + offset + count)
         data = np.frombuffer(self._data, np.uint8, count, start + offset).reshape(stored)
-        return GgufTensor(name, kind, shape, data.view({"F32": np.float32, "F16": np.float16}.get(kind, np.uint8)))
+        return GgufTensor(
+            name, kind, shape, data.view({"F32": np.float32, "F16": np.float16}.get(kind, np.uint8))
+        )
 
     def _times(self, count: int) -> range:
         self._check(self._at + count)  # each takes at least a byte

@@ -17,12 +17,17 @@ class uninterrupted:
 
     def __enter__(self) -> None:
         self._held: tuple[int, FrameType | None] | None = None
-        before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-        self._before = before if callable(before) else None  # otherwise the system's default: ignored, or the process ends
+        before = (
+            signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+        )
+        # otherwise the system's default: ignored, or the process ends
+        self._before = before if callable(before) else None
         if self._before is not None:
             signal.signal(signal.SIGINT, self._defer)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             if self._held is not None:

@@ -11,7 +11,8 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "IProgress not found")  # Jupyter without ipywidgets: bars are text
     from tqdm.auto import tqdm
 
-# Called in any thread with the current work, such as "compiling", its unit, such as "program", how much is done, and of how much.
+# Called in any thread with the current work, such as "compiling", its unit, such as "program", how much is
+# done, and of how much.
 Report = Callable[[str, str, int, int], None]
 Progress = bool | Report  # whether to show bars; a function is called as well
 

@@ -14,11 +14,13 @@ PERIOD = 10.0  # seconds between lines
 
 
 @contextmanager
-def progress_log(total: int, *, doing: str, unit: str, show: bool, period: float = PERIOD) -> Iterator[Callable[[], None]]:
+def progress_log(
+    total: int, *, doing: str, unit: str, show: bool, period: float = PERIOD
+) -> Iterator[Callable[[], None]]:
     """A context whose value is called after each of `total` units.
 
-    On a terminal or in a notebook it shows a bar. Elsewhere it writes a line to stderr every `period` seconds, also while
-    nothing is finished.
+    On a terminal or in a notebook it shows a bar. Elsewhere it writes a line to stderr every `period`
+    seconds, also while nothing is finished.
 
     Args:
         doing: the work, such as "compiling"; unit: one of these, such as "program".
@@ -35,7 +37,9 @@ def progress_log(total: int, *, doing: str, unit: str, show: bool, period: float
 
     def write() -> None:
         while not ended.wait(period):
-            print(progress_line(doing, unit, done, total, time.monotonic() - start), file=sys.stderr, flush=True)
+            print(
+                progress_line(doing, unit, done, total, time.monotonic() - start), file=sys.stderr, flush=True
+            )
 
     thread = threading.Thread(target=write, name="progress", daemon=True)
     thread.start()
@@ -47,7 +51,9 @@ def progress_log(total: int, *, doing: str, unit: str, show: bool, period: float
 
 
 def progress_line(doing: str, unit: str, done: int, total: int, seconds: float) -> str:
-    """Such as "compiling: 12 of 68 programs after 40 s, about 3 min left". The estimate assumes that all units take as long."""
+    """Such as "compiling: 12 of 68 programs after 40 s, about 3 min left". The estimate assumes that all
+    units take as long.
+    """
     line = f"{doing}: {done} of {total} {unit}s after {duration(seconds)}"
     return f"{line}, about {duration(seconds / done * (total - done))} left" if 0 < done < total else line
 

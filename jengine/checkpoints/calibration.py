@@ -1,4 +1,5 @@
-"""Calibrates four-bit weights on text: the model reads the text once and quantizes each weight when its product runs.
+"""Calibrates four-bit weights on text: the model reads the text once and quantizes each weight when its
+product runs.
 
 So GPTQ fits each weight to its actual inputs, which come from quantized weights of earlier products.
 """
@@ -38,7 +39,8 @@ LENGTH, SEQUENCES = 512, 64  # tokens per sequence; maximum sequences
 
 
 def read_text(file: str | Path, tokenizer: Tokenizer) -> np.ndarray:
-    """Tokenizes a text: int32 [sequences, LENGTH]. From a longer text, it takes sequences that are spread evenly over it.
+    """Tokenizes a text: int32 [sequences, LENGTH]. From a longer text, it takes sequences that are spread
+    evenly over it.
 
     Raises:
         InvalidArgument: the file cannot be read, or has too few tokens.
@@ -50,7 +52,9 @@ def read_text(file: str | Path, tokenizer: Tokenizer) -> np.ndarray:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     count = len(tokens) // LENGTH
     if count == 0:
-        raise InvalidArgument("calibration_data", str(file), f"has {len(tokens)} tokens; at least {LENGTH} are needed")
+        raise InvalidArgument(
+            "calibration_data", str(file), f"has {len(tokens)} tokens; at least {LENGTH} are needed"
+        )
     every = np.array(tokens[: count * LENGTH], np.int32).reshape(count, LENGTH)
     chosen: np.ndarray = every[np.linspace(0, count - 1, min(count, SEQUENCES)).astype(int)]
     return chosen
@@ -59,13 +63,24 @@ def read_text(file: str | Path, tokenizer: Tokenizer) -> np.ndarray:
 def check_calibrated(model: ModelConfig, file: str | Path) -> None:
     """Raises InvalidArgument if a model cannot be calibrated."""
     if model.linear is not None:
-        raise InvalidArgument("calibration_data", str(file), "models with recurrent states cannot be calibrated")
+        raise InvalidArgument(
+            "calibration_data", str(file), "models with recurrent states cannot be calibrated"
+        )
     if model.converted is not None:
-        raise InvalidArgument("calibration_data", str(file), "the folder was converted with quantization: it is calibrated before that")
+        raise InvalidArgument(
+            "calibration_data",
+            str(file),
+            "the folder was converted with quantization: it is calibrated before that",
+        )
 
 
 def load_calibrated(
-    path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, progress: Progress = True, tensors: Tensors | None = None
+    path: Path,
+    model: Model,
+    mesh: Mesh,
+    tokens: np.ndarray,
+    progress: Progress = True,
+    tensors: Tensors | None = None,
 ) -> Params:
     """Loads plain parameters and calibrates them; see `load`.
 
@@ -77,7 +92,9 @@ def load_calibrated(
     return calibrate(model, params, with_shardings(mesh, model.params, model.axes), tokens, progress)
 
 
-def calibrate(model: Model, params: Params, targets: Params, tokens: np.ndarray, progress: Progress = True) -> Params:
+def calibrate(
+    model: Model, params: Params, targets: Params, tokens: np.ndarray, progress: Progress = True
+) -> Params:
     """Quantizes plain parameters on one device to the forms of `targets`.
 
     Weights of experts are rounded to nearest, because few tokens reach each expert.
@@ -99,7 +116,9 @@ def calibrate(model: Model, params: Params, targets: Params, tokens: np.ndarray,
         count, length = tokens.shape
         positions = jnp.tile(jnp.arange(length), count)
         model.bind(mixed).hidden(jnp.asarray(tokens.reshape(-1)), positions, _attend(count))
-    return jax.tree.map(lambda leaf: leaf.result() if isinstance(leaf, _Waiting) else leaf, mixed, is_leaf=_is_leaf)
+    return jax.tree.map(
+        lambda leaf: leaf.result() if isinstance(leaf, _Waiting) else leaf, mixed, is_leaf=_is_leaf
+    )
 
 
 class _Waiting(Calibrated):
@@ -121,7 +140,9 @@ class _Waiting(Calibrated):
     def quantized(self, x: jax.Array) -> Int4:
         block, group = self.target.hadamard, self.target.group
         weight = transform(flattened(self.weight).astype(jnp.float32), block) / gain(block)
-        numbers, scale, offset = (part.reshape(*self.shape[:-1], -1) for part in gptq(weight, _moments(x, block), group))
+        numbers, scale, offset = (
+            part.reshape(*self.shape[:-1], -1) for part in gptq(weight, _moments(x, block), group)
+        )
         made = pack(numbers, scale, offset, group=group, dtype=self.target.dtype, hadamard=block)
         placed: Int4 = jax.device_put(made, jax.tree.map(lambda leaf: leaf.sharding, self.target))
         return placed
@@ -141,7 +162,8 @@ def _is_leaf(node: Any) -> bool:
 def _attend(count: int) -> Attend:
     """Attention within each of `count` sequences, which have equal lengths and follow each other."""
 
-    written: dict[int | None, tuple[jax.Array, jax.Array]] = {}  # by window: layers that read other layers' keys have the same window
+    # by window: layers that read other layers' keys have the same window
+    written: dict[int | None, tuple[jax.Array, jax.Array]] = {}
 
     def attend(
         layer: int,
@@ -172,7 +194,8 @@ def _attend(count: int) -> Attend:
 def _moments(x: jax.Array, block: int) -> jax.Array:
     """The sum of x^T x over x [N, in], after transforming x by blocks: float32 [in, in].
 
-    It transforms the sum instead of x, so bfloat16 numbers are multiplied exactly, and faster than as float32.
+    It transforms the sum instead of x, so bfloat16 numbers are multiplied exactly, and faster than as
+    float32.
     """
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     moments = jnp.matmul(x.T, x, precision=precision, preferred_element_type=jnp.float32)
@@ -209,7 +232,9 @@ def _attention(
             scores -= slopes[:, None, None] * distance
         scores = jnp.where(seen, scores, -jnp.inf)
         if sinks is not None:
-            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], -1)
+            scores = jnp.concatenate(
+                [scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], -1
+            )
         weights = jax.nn.softmax(scores)[..., : len(k)]
         return jnp.einsum("hqk,khd->qhd", weights.astype(v.dtype), v)
 

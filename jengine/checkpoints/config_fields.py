@@ -1,4 +1,6 @@
-"""Warns of fields of a config.json that jengine does not know: they have no effect here, and may have one elsewhere."""
+"""Warns of fields of a config.json that jengine does not know: they have no effect here, and may have one
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from jengine.models.family import Fields
 # Fields that do not change what a model computes, or only in training. Patterns as in a shell.
 HARMLESS = (
     # About the file
-    *("_name_or_path", "architectures", "auto_map", "*dtype", "model_type", "name_or_path", "transformers*", "unsloth*", "_commit_hash"),
+    *(
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "*dtype",
+        "model_type",
+        "name_or_path",
+        "transformers*",
+        "unsloth*",
+        "_commit_hash",
+    ),
     *(
         "custom_pipelines",
         "finetuning_task",
@@ -37,23 +49,128 @@ HARMLESS = (
         "license",
     ),
     # Tokens and generation
-    *("*_token_id", "*_token_ids", "*_token_index", "bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "do_sample", "prefix"),
-    *("early_stopping", "max_length", "min_length", "max_new_tokens", "num_beam*", "num_return_sequences", "temperature", "top_k", "top_p"),
-    *("*_penalty", "typical_p", "*no_repeat_ngram_size", "model_max_length", "seq_length", "max_seq_len", "max_sequence_length"),
+    *(
+        "*_token_id",
+        "*_token_ids",
+        "*_token_index",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "suppress_tokens",
+        "do_sample",
+        "prefix",
+    ),
+    *(
+        "early_stopping",
+        "max_length",
+        "min_length",
+        "max_new_tokens",
+        "num_beam*",
+        "num_return_sequences",
+        "temperature",
+        "top_k",
+        "top_p",
+    ),
+    *(
+        "*_penalty",
+        "typical_p",
+        "*no_repeat_ngram_size",
+        "model_max_length",
+        "seq_length",
+        "max_seq_len",
+        "max_sequence_length",
+    ),
     # Training
-    *("*aux_loss*", "*dropout*", "*_pdrop", "*init*_range", "init_*", "initializer_*", "*_init", "*_init_scale", "*_init_method*"),
-    *("gradient_checkpointing*", "layerdrop", "seq_aux", "router_jitter_noise", "input_jitter_noise", "router_z_loss*", "z_loss*"),
-    *("altup_coef_clip", "moe_capacity", "moe_norm_min", "initial_context_length", "num_labels", "aux_loss_alpha", "use_recompute"),
+    *(
+        "*aux_loss*",
+        "*dropout*",
+        "*_pdrop",
+        "*init*_range",
+        "init_*",
+        "initializer_*",
+        "*_init",
+        "*_init_scale",
+        "*_init_method*",
+    ),
+    *(
+        "gradient_checkpointing*",
+        "layerdrop",
+        "seq_aux",
+        "router_jitter_noise",
+        "input_jitter_noise",
+        "router_z_loss*",
+        "z_loss*",
+    ),
+    *(
+        "altup_coef_clip",
+        "moe_capacity",
+        "moe_norm_min",
+        "initial_context_length",
+        "num_labels",
+        "aux_loss_alpha",
+        "use_recompute",
+    ),
     # How other software computes the same
-    *("*attn_implementation", "attention_softmax_in_fp32", "bias_dropout_fusion", "cache_implementation", "chunk_size_feed_forward"),
-    *("ep_size", "flash_attn*", "fuse_*", "masked_softmax_fusion", "output_*", "pretraining_tp", "return_dict*", "skip_bias_add"),
-    *("slow_but_exact", "tensor_parallel_*", "torchscript", "use_cache", "use_flash_att*", "*experts_implementation", "block_size"),
+    *(
+        "*attn_implementation",
+        "attention_softmax_in_fp32",
+        "bias_dropout_fusion",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+    ),
+    *(
+        "ep_size",
+        "flash_attn*",
+        "fuse_*",
+        "masked_softmax_fusion",
+        "output_*",
+        "pretraining_tp",
+        "return_dict*",
+        "skip_bias_add",
+    ),
+    *(
+        "slow_but_exact",
+        "tensor_parallel_*",
+        "torchscript",
+        "use_cache",
+        "use_flash_att*",
+        "*experts_implementation",
+        "block_size",
+    ),
     # What follows from other fields, or is read only together with them
-    *("block_*", "conv_dim*", "conv_use_xavier_init", "experts_per_token", "is_decoder", "layer_switch", "max_window_layers", "mlp_type"),
-    *("n_ctx", "n_positions", "norm_type", "offset_alibi", "order_of_interleaved_layers", "original_max_position_embeddings"),
+    *(
+        "block_*",
+        "conv_dim*",
+        "conv_use_xavier_init",
+        "experts_per_token",
+        "is_decoder",
+        "layer_switch",
+        "max_window_layers",
+        "mlp_type",
+    ),
+    *(
+        "n_ctx",
+        "n_positions",
+        "norm_type",
+        "offset_alibi",
+        "order_of_interleaved_layers",
+        "original_max_position_embeddings",
+    ),
     *("position_embedding_type", "qk_head_dim", "rotary", "rotary_pct", "scale_attn_weights", "theta"),
-    *("sliding_window_pattern", "_sliding_window_pattern", "use_embedding_sharing", "use_gated_activation", "use_parallel_*"),
-    *("use_pos_enc", "vocab_size_per_layer_input", "summary_*", "full_attn_*_factor", "linear_attn_*_factor", "mlp_*_factor"),
+    *(
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "use_embedding_sharing",
+        "use_gated_activation",
+        "use_parallel_*",
+    ),
+    *(
+        "use_pos_enc",
+        "vocab_size_per_layer_input",
+        "summary_*",
+        "full_attn_*_factor",
+        "linear_attn_*_factor",
+        "mlp_*_factor",
+    ),
     *("attn_type_list", "layernorm_*_alpha", "layernorm_*_beta", "postnorm"),
     # Tokens further ahead are not predicted
     *("mtp_*", "num_mtp_modules", "num_nextn_predict_layers", "use_mtp"),

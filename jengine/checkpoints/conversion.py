@@ -47,24 +47,27 @@ def convert(
     calibration_data: str | Path | None = None,
     progress: bool = True,
 ) -> Path:
-    """Writes a folder with parameters in the layout of compiled programs. It loads like any other model. Returns its path.
+    """Writes a folder with parameters in the layout of compiled programs. It loads like any other model.
+    Returns its path.
 
-    Host memory holds up to orbax.BATCH bytes of parameters and the one that fills the batch; the model's files are
-    mapped. With quantization it holds all parameters, and with calibration also the unquantized ones. The folder is
-    named `out` when everything is written, and `out` with the suffix .incomplete until then.
+    Host memory holds up to orbax.BATCH bytes of parameters and the one that fills the batch; the model's
+    files are mapped. With quantization it holds all parameters, and with calibration also the unquantized
+    ones. The folder is named `out` when everything is written, and `out` with the suffix .incomplete until
+    then.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
         out: a new or empty folder.
-        dtype: dtype of the stored parameters. "auto" keeps each parameter's dtype, so the folder loads without loss at any
-            dtype. With quantization, this is the dtype of parameters that are not quantized, and "auto" is the
-            checkpoint's; a GGUF file's is that in which it would be loaded.
-        quantization, quantization_group_size, calibration_data: as in EngineConfig, but applied once here instead of at each
-            start. The folder then loads on one device. By default, what a GGUF file has in four bits stays so; "none" converts
-            it to dtype.
+        dtype: dtype of the stored parameters. "auto" keeps each parameter's dtype, so the folder loads
+            without loss at any dtype. With quantization, this is the dtype of parameters that are not
+            quantized, and "auto" is the checkpoint's; a GGUF file's is that in which it would be loaded.
+        quantization, quantization_group_size, calibration_data: as in EngineConfig, but applied once here
+            instead of at each start. The folder then loads on one device. By default, what a GGUF file has in
+            four bits stays so; "none" converts it to dtype.
 
     Raises:
-        InvalidArgument: an option is not supported, or `out` is not empty, cannot be written, or is being written.
+        InvalidArgument: an option is not supported, or `out` is not empty, cannot be written, or is being
+            written.
         ModelError: the model cannot be read, is not supported or is already converted, or writing failed.
     """
     if dtype not in ("auto", *DTYPES):
@@ -80,9 +83,17 @@ def convert(
     )
     found = read_config(folder)
     config = dataclasses.replace(found, stored=None)
-    if how.quantization is not None or (is_gguf(folder) and found.stored is not None and quantization is None):
+    if how.quantization is not None or (
+        is_gguf(folder) and found.stored is not None and quantization is None
+    ):
         config = config if how.quantization is not None else found
-        return _convert_quantized(folder, Path(out), how, config if dtype == "auto" else dataclasses.replace(config, dtype=dtype), progress)
+        return _convert_quantized(
+            folder,
+            Path(out),
+            how,
+            config if dtype == "auto" else dataclasses.replace(config, dtype=dtype),
+            progress,
+        )
     declared = build(config, config.dtype, config.max_position)
     tensors = read(folder, declared)
     kept: Dtype = config.dtype if dtype == "auto" and is_gguf(folder) else dtype  # type: ignore[assignment]
@@ -93,34 +104,52 @@ def convert(
     return Path(out)
 
 
-def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: ModelConfig, progress: bool) -> Path:
+def _convert_quantized(
+    folder: Path, out: Path, how: EngineConfig, config: ModelConfig, progress: bool
+) -> Path:
     """Quantizes the parameters for one device, or takes them as they are stored, and writes them to `out`."""
     if how.calibration_data is not None:
         check_calibrated(config, how.calibration_data)
     if how.quantization is not None and how.quantization not in get_args(Quantization):
-        raise InvalidArgument("quantization", how.quantization, f"must be {', '.join(get_args(Quantization))}")
+        raise InvalidArgument(
+            "quantization", how.quantization, f"must be {', '.join(get_args(Quantization))}"
+        )
     calibrated, kept = how.calibration_data is not None, cast(Any, how.quantization or "stored")
     revision = REVISION if kept == "fp8" else 1
-    done = Converted(quantization=kept, group_size=how.quantization_group_size, calibrated=calibrated, revision=revision)
-    declared = build(config, config.dtype, config.max_position, how.quantization, group_size=done.group_size, calibrated=calibrated)
+    done = Converted(
+        quantization=kept, group_size=how.quantization_group_size, calibrated=calibrated, revision=revision
+    )
+    declared = build(
+        config,
+        config.dtype,
+        config.max_position,
+        how.quantization,
+        group_size=done.group_size,
+        calibrated=calibrated,
+    )
     with _new_folder(out) as unfinished:
         if how.calibration_data is None:
             params = load(folder, declared, make_mesh(1), progress)
         else:
             tokens = read_text(how.calibration_data, Tokenizer.load(folder))
             params = load_calibrated(folder, declared, make_mesh(1), tokens, progress)
-        orbax.save(unfinished / PARAMS, ((name, np.asarray(array)) for name, array in parts_by_name(params).items()))
+        orbax.save(
+            unfinished / PARAMS, ((name, np.asarray(array)) for name, array in parts_by_name(params).items())
+        )
         _copy_files(folder, unfinished)
         write_config(unfinished, dataclasses.replace(config, converted=done))
     return out
 
 
-def _parameters(model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress: bool) -> Iterator[tuple[str, np.ndarray]]:
+def _parameters(
+    model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress: bool
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every parameter's name and value, assembled one at a time."""
     sources = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, tuple))
     todo = []
     for (name, leaf), source in zip(orbax.by_name(model.params).items(), sources, strict=True):
-        own = functools.reduce(jnp.promote_types, (tensors[piece.name].array.dtype for piece in source))  # holds all pieces exactly
+        # holds all pieces exactly
+        own = functools.reduce(jnp.promote_types, (tensors[piece.name].array.dtype for piece in source))
         todo.append((name, jax.ShapeDtypeStruct(leaf.shape, own if dtype == "auto" else dtype), source))
     total = sum(target.size * target.dtype.itemsize for _, target, _ in todo)
     with progress_bar(total=total, desc="converting", unit="B", unit_scale=True, show=progress) as bar:
@@ -130,7 +159,9 @@ def _parameters(model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress
 
 
 def _copy_files(folder: Path, to: Path) -> None:
-    """Copies the tokenizer, the chat templates and the model's other files, without weights. A GGUF file contains them."""
+    """Copies the tokenizer, the chat templates and the model's other files, without weights. A GGUF file
+    contains them.
+    """
     if is_gguf(folder):
         write_tokenizer(folder, to)
         return
@@ -144,7 +175,9 @@ def _copy_files(folder: Path, to: Path) -> None:
 
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, renamed to `out` at the end. The next attempt removes the remains of an interrupted one."""
+    """A folder to fill, renamed to `out` at the end. The next attempt removes the remains of an interrupted
+    one.
+    """
     out = out.expanduser().resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InvalidArgument("out", str(out), "must be a new or an empty folder")
@@ -169,8 +202,14 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _remove_rest(folder: Path) -> None:
-    """Removes the remains of an interrupted conversion. Rejects a folder of this name that `jengine convert` did not write."""
+    """Removes the remains of an interrupted conversion. Rejects a folder of this name that `jengine convert`
+    did not write.
+    """
     if any(folder.iterdir()) and not has_orbax(folder):
-        raise InvalidArgument("out", str(folder), "is in the way: `jengine convert` did not write it, and would use this name meanwhile")
+        raise InvalidArgument(
+            "out",
+            str(folder),
+            "is in the way: `jengine convert` did not write it, and would use this name meanwhile",
+        )
     for entry in folder.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

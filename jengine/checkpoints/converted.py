@@ -30,7 +30,9 @@ def is_converted(folder: Path) -> bool:
 
 def has_orbax(folder: Path) -> bool:
     """Whether the folder contains an Orbax checkpoint or a part of one."""
-    return any((folder / mark).exists() for mark in ORBAX_MARKS) or any(entry.is_dir() for entry in folder.glob(f"{PARAMS}*"))
+    return any((folder / mark).exists() for mark in ORBAX_MARKS) or any(
+        entry.is_dir() for entry in folder.glob(f"{PARAMS}*")
+    )
 
 
 def write_config(folder: Path, config: ModelConfig) -> None:
@@ -43,23 +45,32 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
     """The ModelConfig in the content of jengine.json.
 
     Raises:
-        ModelError: the format or the revision is another version, or a field is unknown, missing or of the wrong type.
+        ModelError: the format or the revision is another version, or a field is unknown, missing or of the
+            wrong type.
     """
     if fields.get("format") != FORMAT:
-        reason = f"format={fields.get('format')!r} is not the one that this version reads, {FORMAT}; convert the model again"
+        reason = (
+            f"format={fields.get('format')!r} is not the one that this version reads, {FORMAT}; convert the"
+            " model again"
+        )
         raise ModelError(reason, file=file)
     try:
         config: ModelConfig = _record(ModelConfig, fields.get("model"), "model")
     except ValueError as wrong:
         raise ModelError(str(wrong), file=file) from None
     if (done := config.converted) is not None and done.quantization == "fp8" and done.revision != REVISION:
-        reason = "was converted with fp8 by another version, which stored embeddings in another format; convert the model again"
+        reason = (
+            "was converted with fp8 by another version, which stored embeddings in another format; convert"
+            " the model again"
+        )
         raise ModelError(reason, file=file)
     return config
 
 
 def _record(of: type, value: Any, name: str) -> Any:
-    """A dataclass from a JSON object. Fields with defaults may be missing: they were added after the file was written."""
+    """A dataclass from a JSON object. Fields with defaults may be missing: they were added after the file was
+    written.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"{name}={value!r} must be an object")
     hints = get_type_hints(of)
@@ -80,7 +91,10 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if origin is Literal:
         return _checked(value in arguments, value, name, f"one of {', '.join(arguments)}")
     if origin is tuple:
-        return tuple(_value(arguments[0], item, name) for item in _checked(isinstance(value, list), value, name, "a list"))
+        return tuple(
+            _value(arguments[0], item, name)
+            for item in _checked(isinstance(value, list), value, name, "a list")
+        )
     if dataclasses.is_dataclass(hint):
         return _record(hint, value, name)  # type: ignore[arg-type]
     if hint is float and type(value) is int:

@@ -28,7 +28,10 @@ def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tenso
             return read(folder / name, skipped)
         if (index := folder / f"{name}.index.json").exists():
             return _read_shards(index, read, skipped)
-    raise ModelError(f"has neither {' nor '.join(FORMATS)}, nor an index of such files; other formats are not read", file=folder)
+    raise ModelError(
+        f"has neither {' nor '.join(FORMATS)}, nor an index of such files; other formats are not read",
+        file=folder,
+    )
 
 
 def _read_shards(index: Path, read: Reader, skipped: tuple[str, ...]) -> dict[str, Tensor]:
@@ -42,5 +45,7 @@ def _read_shards(index: Path, read: Reader, skipped: tuple[str, ...]) -> dict[st
         if tensor.endswith(skipped):
             continue
         if tensor not in tensors or tensors[tensor].file.name != name:
-            raise ModelError(f"is missing, but {index.name} lists it", file=index.parent / name, tensor=tensor)
+            raise ModelError(
+                f"is missing, but {index.name} lists it", file=index.parent / name, tensor=tensor
+            )
     return tensors

@@ -34,9 +34,11 @@ CONFIG_FILES = [
 
 
 def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILES) -> Path:
-    """Locates a model: `demo`, a local folder, or a hub id, whose files are downloaded unless they are cached.
+    """Locates a model: `demo`, a local folder, or a hub id, whose files are downloaded unless they are
+    cached.
 
-    For a GGUF file, or a folder with one and without config.json, returns the file's path; for a config.json, its folder.
+    For a GGUF file, or a folder with one and without config.json, returns the file's path; for a config.json,
+    its folder.
 
     Raises:
         ModelError: the model does not exist, or cannot be downloaded.
@@ -54,7 +56,11 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
         raise ModelError("is a file; a model is a GGUF file or a folder in Hugging Face's layout", file=path)
     if model.startswith(("/", "./", "../", "~")) or model.count("/") != 1:
         kind = "file" if model.endswith(SUFFIX) else "folder"
-        hint = "" if model.startswith(("/", "./", "../", "~")) else "; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"
+        hint = (
+            ""
+            if model.startswith(("/", "./", "../", "~"))
+            else "; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"
+        )
         raise ModelError(f"there is no such {kind}{hint}", file=path)
     return _download(model, revision, files)
 
@@ -74,7 +80,11 @@ def _download(model: str, revision: str | None, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
 
     def fetch(files: list[str], *ignored: str) -> Path:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=[*ignored, "consolidated*"]))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=files, ignore_patterns=[*ignored, "consolidated*"]
+            )
+        )
 
     try:
         folder = fetch(files, "*/*")
@@ -85,7 +95,9 @@ def _download(model: str, revision: str | None, files: list[str]) -> Path:
         return folder
     except Exception as error:  # errors of the network and the hub have no common base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"there is no such folder, and the hub has no such model: {cause}", file=model) from error
+        raise ModelError(
+            f"there is no such folder, and the hub has no such model: {cause}", file=model
+        ) from error
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -101,8 +113,13 @@ def read_config(path: Path) -> ModelConfig:
         return dataclasses.replace(config, stored=stored_weights(path, config.num_layers))
     file = path / (converted.MARK if converted.is_converted(path) else "config.json")
     if not file.exists() and converted.has_orbax(path):
-        raise ModelError(f"has Orbax files but no {converted.MARK}: `jengine convert` did not write or did not finish it", file=path)
-    config = (converted.stored_config if file.name == converted.MARK else model_config)(read_json(file), file=file)
+        raise ModelError(
+            f"has Orbax files but no {converted.MARK}: `jengine convert` did not write or did not finish it",
+            file=path,
+        )
+    config = (converted.stored_config if file.name == converted.MARK else model_config)(
+        read_json(file), file=file
+    )
     generation = path / "generation_config.json"
     if not generation.exists():
         return config
@@ -131,7 +148,9 @@ def kept_format(quantization: str | None, path: Path) -> str | None:
     if found != str(quantization).removesuffix("_marlin"):
         has = "is not quantized" if found is None else f"is stored as {found}"
         raise InvalidArgument(
-            "quantization", quantization, f"this checkpoint {has}; None keeps weights as they are, int4 and others convert"
+            "quantization",
+            quantization,
+            f"this checkpoint {has}; None keeps weights as they are, int4 and others convert",
         )
     return None
 
@@ -144,7 +163,9 @@ def read_sampling_defaults(path: Path) -> SamplingParams:
     """
     file = path / "generation_config.json"
     fields = read_json(file) if file.exists() else {}
-    given = {ours: fields[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if fields.get(theirs) is not None}
+    given = {
+        ours: fields[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if fields.get(theirs) is not None
+    }
     try:
         return SamplingParams(**given)
     except InvalidArgument as wrong:

@@ -1,7 +1,7 @@
 """Models in GGUF files: config.json fields, and tensors with the names of Hugging Face's checkpoints.
 
-For Llama, llama.cpp stores queries and keys with the channels that rotate together next to each other. They are
-reordered here.
+For Llama, llama.cpp stores queries and keys with the channels that rotate together next to each other. They
+are reordered here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from jengine.models.config_parts import StoredWeights
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name -> model_type
 INTERLEAVED = ("llama",)  # queries and keys are stored in the other order
-MATRICES = tuple(f"self_attn.{p}_proj" for p in "qkvo") + tuple(f"mlp.{p}_proj" for p in ("gate", "up", "down"))  # matrices of a layer
+# matrices of a layer
+MATRICES = tuple(f"self_attn.{p}_proj" for p in "qkvo") + tuple(
+    f"mlp.{p}_proj" for p in ("gate", "up", "down")
+)
 FREQUENCIES = "rope_freqs.weight"
 FOUR_BITS, GROUP = ("Q4_0", "Q4_1", "Q4_K"), 32
 FIELDS = {  # names in config.json, and in GGUF after the architecture's name
@@ -45,9 +48,19 @@ NAMES = {  # of a tensor in Hugging Face's checkpoints, and in GGUF
     "post_attention_layernorm": "ffn_norm",
     **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
-SCALING = {"factor": "rope.scaling.factor", "original_max_position_embeddings": "rope.scaling.original_context_length"}
+SCALING = {
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+}
 KNOWN = {*FIELDS.values(), *SCALING.values()} | {
-    *("vocab_size", "rope.dimension_count", "rope.scaling.type", "rope.scaling.finetuned", "attention.value_length", "expert_count")
+    *(
+        "vocab_size",
+        "rope.dimension_count",
+        "rope.scaling.type",
+        "rope.scaling.finetuned",
+        "attention.value_length",
+        "expert_count",
+    )
 }
 
 
@@ -60,24 +73,39 @@ def config_fields(path: Path) -> dict[str, Any]:
     file = open_gguf(path)
     architecture = file.architecture
     if architecture not in ARCHITECTURES:
-        raise ModelError(f"architecture {architecture!r} is not supported; GGUF files of {', '.join(ARCHITECTURES)} are", file=path)
+        raise ModelError(
+            f"architecture {architecture!r} is not supported; GGUF files of {', '.join(ARCHITECTURES)} are",
+            file=path,
+        )
     for name in file.names(f"{architecture}."):
         if name not in KNOWN:
             raise ModelError(f"field {architecture}.{name} is not supported", file=path)
     if file.get(f"{architecture}.expert_count", 0):
         raise ModelError("experts are not supported in GGUF files", file=path)
-    known = {ours: file[f"{architecture}.{theirs}"] for ours, theirs in FIELDS.items() if f"{architecture}.{theirs}" in file}
+    known = {
+        ours: file[f"{architecture}.{theirs}"]
+        for ours, theirs in FIELDS.items()
+        if f"{architecture}.{theirs}" in file
+    }
     head_dim = known.get("head_dim") or known["hidden_size"] // known["num_attention_heads"]
     rotary = file.get(f"{architecture}.rope.dimension_count", head_dim)
     if rotary != head_dim or file.get(f"{architecture}.attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"rope.dimension_count and attention.value_length must be {head_dim}, the head's size", file=path)
-    ids = [file[name] for name in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if name in file]
+        raise ModelError(
+            f"rope.dimension_count and attention.value_length must be {head_dim}, the head's size", file=path
+        )
+    ids = [
+        file[name] for name in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if name in file
+    ]
     return {
         "model_type": ARCHITECTURES[architecture],
         **known,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[0]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **({"attention_bias": True} if architecture in ("llama", "qwen3") and "blk.0.attn_q.bias" in file.tensors else {}),
+        **(
+            {"attention_bias": True}
+            if architecture in ("llama", "qwen3") and "blk.0.attn_q.bias" in file.tensors
+            else {}
+        ),
         "eos_token_id": sorted(set(ids)) or None,
         "rope_scaling": _rope_scaling(file, known["max_position_embeddings"]),
         "dtype": _dtype(file),
@@ -92,7 +120,11 @@ def stored_weights(path: Path, layers: int) -> StoredWeights | None:
         kind = _kind(file, _name(name))
         found |= {kind} & {*FOUR_BITS}
         others += [] if kind in FOUR_BITS else [re.escape(name.removesuffix(".weight")) + "$"]
-    return StoredWeights(form="int4", group=GROUP, offset=found != {"Q4_0"}, others=tuple(others)) if found else None
+    return (
+        StoredWeights(form="int4", group=GROUP, offset=found != {"Q4_0"}, others=tuple(others))
+        if found
+        else None
+    )
 
 
 def read_gguf(path: Path, wanted: list[str], heads: tuple[int, int]) -> dict[str, Tensor]:
@@ -133,11 +165,21 @@ def _rope_scaling(file: GgufFile, longest: int) -> dict[str, Any] | None:
     if FREQUENCIES in file.tensors:  # a divisor for each frequency, as stored for Llama 3.1
         factors = file.floats(FREQUENCIES).tolist()
         lists = {"short_factor": factors, "long_factor": factors}
-        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": longest, **lists}
+        return {
+            "rope_type": "longrope",
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": longest,
+            **lists,
+        }
     kind = file.get(f"{file.architecture}.rope.scaling.type", "none")
     if kind == "none":
         return None
-    named = {ours: file[f"{file.architecture}.{theirs}"] for ours, theirs in SCALING.items() if f"{file.architecture}.{theirs}" in file}
+    named = {
+        ours: file[f"{file.architecture}.{theirs}"]
+        for ours, theirs in SCALING.items()
+        if f"{file.architecture}.{theirs}" in file
+    }
     return {"rope_type": kind, **named}
 
 
@@ -155,19 +197,28 @@ def _tensor(tensor: GgufTensor, heads: int) -> np.ndarray | StoredTensor:
         return rows()
     if kind in FOUR_BITS and len(shape) == 2:
         return StoredTensor(shape, lambda: _four_bits(rows(), kind))
-    return StoredTensor(shape, lambda: dequantized(rows(), kind), None if heads else lambda part: dequantized(tensor.data[part], kind))
+    return StoredTensor(
+        shape,
+        lambda: dequantized(rows(), kind),
+        None if heads else lambda part: dequantized(tensor.data[part], kind),
+    )
 
 
 def _four_bits(rows: np.ndarray, kind: str) -> Groups:
     """Blocks of 32 numbers, or of 256 with a scale and an offset for each 32."""
-    blocks = np.ascontiguousarray(rows).reshape(rows.shape[0], -1, {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}[kind])
+    blocks = np.ascontiguousarray(rows).reshape(
+        rows.shape[0], -1, {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}[kind]
+    )
 
     def half(start: int) -> np.ndarray:  # float16 [out, blocks]
-        return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0].astype(np.float32)
+        return (
+            np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0].astype(np.float32)
+        )
 
     if kind == "Q4_K":
         packed, d, low = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32), half(0), half(2)
-        first, second, last = (blocks[..., start : start + 4] for start in (4, 8, 12))  # six bits each: scales, offsets, both
+        # six bits each: scales, offsets, both
+        first, second, last = (blocks[..., start : start + 4] for start in (4, 8, 12))
         scale = np.concatenate([first & 63, (last & 15) | (first >> 6 << 4)], -1) * d[..., None]
         offset = np.concatenate([second & 63, (last >> 4) | (second >> 6 << 4)], -1) * -low[..., None]
     else:

@@ -1,7 +1,7 @@
 """Converts a Hugging Face config.json to a ModelConfig, with the reader of its family (`jengine/models`).
 
-A field that affects the model's results, and that the family's reader has not read, is rejected if it is in UNLESS_READ.
-Any other that jengine does not know causes a warning.
+A field that affects the model's results, and that the family's reader has not read, is rejected if it is in
+UNLESS_READ. Any other that jengine does not know causes a warning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,16 @@ UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
     "use_bidirectional_attention": False,
     "use_sliding_window": False,
 }
-AT_LEAST_ONE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position")
+AT_LEAST_ONE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position",
+)
 
 
 def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelConfig:
@@ -50,7 +59,9 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
     try:
         family = str(fields["model_type"])
         if family not in FAMILIES:
-            raise ModelError(f"model_type {family!r} is not supported; {', '.join(sorted(FAMILIES))} are", file=file)
+            raise ModelError(
+                f"model_type {family!r} is not supported; {', '.join(sorted(FAMILIES))} are", file=file
+            )
         hf = _fields(fields, FAMILIES[family])
         eos, quantization = hf.get("eos_token_id"), quantization_config(hf)
         config = ModelConfig(
@@ -78,14 +89,18 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
 
 
 def _fields(fields: dict[str, Any], family: Family) -> Fields:
-    """Fields with defaults. For a model with several parts: the text model's, and the whole model's that it lacks."""
+    """Fields with defaults. For a model with several parts: the text model's, and the whole model's that it
+    lacks.
+    """
     part = family.text_part
     if part is None:
         return Fields({**family.defaults, **fields})
     text = {"model_type": part.model_types[0], **fields["text_config"]}
     model_type = text["model_type"]
     if model_type not in part.model_types:
-        raise ModelError(f"text_config.model_type {model_type!r} is not supported; {', '.join(part.model_types)} are")
+        raise ModelError(
+            f"text_config.model_type {model_type!r} is not supported; {', '.join(part.model_types)} are"
+        )
     ends = {"eos_token_id": fields["eos_token_id"]} if fields.get("eos_token_id") is not None else {}
     return Fields({**FAMILIES[model_type].defaults, **family.defaults, **fields, **text, **ends})
 
@@ -96,7 +111,9 @@ def _check(config: ModelConfig, file: object) -> None:
             raise ModelError(f"{name}={getattr(config, name)} must be at least 1", file=file)
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
-            f"num_attention_heads={config.num_heads} is not a multiple of num_key_value_heads={config.num_kv_heads}", file=file
+            f"num_attention_heads={config.num_heads} is not a multiple of"
+            f" num_key_value_heads={config.num_kv_heads}",
+            file=file,
         )
     rotary, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
     if rotary % 2:
@@ -104,17 +121,32 @@ def _check(config: ModelConfig, file: object) -> None:
     if scaling is not None and scaling.kind == "longrope":
         for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
             if len(factors) != rotary // 2:
-                raise ModelError(f"{name} has {len(factors)} numbers; {rotary} channels rotate and need {rotary // 2}", file=file)
+                raise ModelError(
+                    f"{name} has {len(factors)} numbers; {rotary} channels rotate and need {rotary // 2}",
+                    file=file,
+                )
     if any(window is not None and window < 1 for window in config.windows):
-        raise ModelError(f"sliding_window={min(w for w in config.windows if w is not None)} must be at least 1", file=file)
+        raise ModelError(
+            f"sliding_window={min(w for w in config.windows if w is not None)} must be at least 1", file=file
+        )
     if config.windows and len(config.windows) != config.num_layers:
-        raise ModelError(f"layer_types has {len(config.windows)} layers, num_hidden_layers is {config.num_layers}", file=file)
+        raise ModelError(
+            f"layer_types has {len(config.windows)} layers, num_hidden_layers is {config.num_layers}",
+            file=file,
+        )
     if config.expert_layers and not 1 <= config.experts_per_token <= config.num_experts:
-        raise ModelError(f"num_experts_per_tok={config.experts_per_token} must be from 1 to {config.num_experts}, the experts", file=file)
+        raise ModelError(
+            f"num_experts_per_tok={config.experts_per_token} must be from 1 to {config.num_experts}, the"
+            " experts",
+            file=file,
+        )
 
 
 def _layer_types(config: ModelConfig) -> list[str]:
     """Layer types, as config.json would list them."""
     linear = () if config.linear is None else config.linear.layers
     kinds = {True: "linear_attention", False: "full_attention"}
-    return ["sliding_attention" if config.window(i) is not None else kinds[i in linear] for i in range(config.num_layers)]
+    return [
+        "sliding_attention" if config.window(i) is not None else kinds[i in linear]
+        for i in range(config.num_layers)
+    ]

@@ -1,8 +1,8 @@
 """Parameters as an Orbax checkpoint: written one batch at a time, restored directly into their shardings.
 
 The checkpoint is a flat dict of arrays by name, such as layers.0.attention.qkv. Saving and loading work in
-batches: each call has a fixed cost, and the host only holds a batch. Arrays are not compressed: weights hardly
-shrink, and would load more slowly.
+batches: each call has a fixed cost, and the host only holds a batch. Arrays are not compressed: weights
+hardly shrink, and would load more slowly.
 """
 
 from __future__ import annotations
@@ -48,11 +48,14 @@ def save(folder: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
             ocp.partial.finalize(folder)
 
 
-def restore(folder: Path, stored: Any, finish: Callable[[str, jax.Array], Any], count: Callable[[int], object]) -> Any:
+def restore(
+    folder: Path, stored: Any, finish: Callable[[str, jax.Array], Any], count: Callable[[int], object]
+) -> Any:
     """Restores a tree like `stored`, with `finish` applied to each array.
 
     Args:
-        stored: nested dicts of jax.ShapeDtypeStruct with shardings: the stored arrays, and where to place them.
+        stored: nested dicts of jax.ShapeDtypeStruct with shardings: the stored arrays, and where to place
+            them.
         finish: converts a parameter, given its name and array, to the form that programs use.
         count: called after each batch with its number of bytes.
 

@@ -1,4 +1,5 @@
-"""Reads PyTorch's .bin files without PyTorch, through a memory map, and without executing anything that they reference.
+"""Reads PyTorch's .bin files without PyTorch, through a memory map, and without executing anything that they
+reference.
 
 A file is a zip archive (torch/serialization.py). data.pkl is a pickled dictionary of tensors. The bytes of
 their storages are separate, uncompressed members. A pickle can call anything that it can import, so the
@@ -24,10 +25,18 @@ from jengine.base.errors import ModelError
 from jengine.checkpoints.stored import Tensor
 
 STORAGES = {  # torch's classes
-    **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "LongStorage": "int64", "IntStorage": "int32"},
+    **{
+        "DoubleStorage": "float64",
+        "FloatStorage": "float32",
+        "HalfStorage": "float16",
+        "LongStorage": "int64",
+        "IntStorage": "int32",
+    },
     **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool"},
 }
-DTYPES = {name: np.dtype(dtype) for name, dtype in STORAGES.items()} | {"BFloat16Storage": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {name: np.dtype(dtype) for name, dtype in STORAGES.items()} | {
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16)
+}
 MAX_PICKLE = 100_000_000  # bytes; a tensor takes about 200
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a member, before its name and extra field
 
@@ -36,14 +45,18 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
     """All tensors of a file by name, except those with these suffixes.
 
     Raises:
-        ModelError: it is missing, truncated or corrupt, contains other objects, or has PyTorch's format before 1.6.
+        ModelError: it is missing, truncated or corrupt, contains other objects, or has PyTorch's format
+            before 1.6.
     """
     try:
         data = np.memmap(file, np.uint8, mode="r")
         with zipfile.ZipFile(file) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if members["data.pkl"].file_size > MAX_PICKLE:
-                raise ModelError(f"data.pkl has {members['data.pkl'].file_size} bytes; at most {MAX_PICKLE} are read", file=file)
+                raise ModelError(
+                    f"data.pkl has {members['data.pkl'].file_size} bytes; at most {MAX_PICKLE} are read",
+                    file=file,
+                )
             pickled = archive.read(members["data.pkl"])
             order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
     except FileNotFoundError:
@@ -117,13 +130,22 @@ class _Unpickler(pickle.Unpickler):
             raise ModelError(f"references a {kind} that is not a storage", file=self._storages.file)
         return self._storages.view(dtype, str(key), int(count))
 
-    def _tensor(self, storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> np.ndarray:
+    def _tensor(
+        self, storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
+    ) -> np.ndarray:
         """A view of a storage. Offset and strides are in elements."""
         shape, strides, offset = tuple(map(int, shape)), tuple(map(int, strides)), int(offset)
         if len(shape) != len(strides) or min((offset, *shape, *strides)) < 0:
-            raise ModelError(f"a tensor of shape {list(shape)} has strides {list(strides)} and offset {offset}", file=self._storages.file)
+            raise ModelError(
+                f"a tensor of shape {list(shape)} has strides {list(strides)} and offset {offset}",
+                file=self._storages.file,
+            )
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if math.prod(shape) and last >= storage.size:
-            raise ModelError(f"a tensor reaches to element {last} of a storage of {storage.size}", file=self._storages.file)
+            raise ModelError(
+                f"a tensor reaches to element {last} of a storage of {storage.size}", file=self._storages.file
+            )
         start = storage[min(offset, storage.size) :]
-        return np.lib.stride_tricks.as_strided(start, shape, [stride * storage.itemsize for stride in strides], writeable=False)
+        return np.lib.stride_tricks.as_strided(
+            start, shape, [stride * storage.itemsize for stride in strides], writeable=False
+        )

@@ -29,29 +29,40 @@ def fitted(array: jax.Array, target: Target) -> jax.Array | Quantized | Int4:
     """Converts a parameter from its plain form to the form of programs."""
     shardings = jax.tree.map(lambda x: x.sharding, target)
     if isinstance(target, Int4):
-        to_int4 = jax.jit(quantize_int4, static_argnames=("group", "parts", "hadamard"), out_shardings=shardings)
+        to_int4 = jax.jit(
+            quantize_int4, static_argnames=("group", "parts", "hadamard"), out_shardings=shardings
+        )
         packed: Int4 = jax.block_until_ready(
-            to_int4(array, group=target.group, parts=target.shape[-1] // target.size, hadamard=target.hadamard)
+            to_int4(
+                array, group=target.group, parts=target.shape[-1] // target.size, hadamard=target.hadamard
+            )
         )
         return packed
     if not isinstance(target, Quantized):
         return array
     convert = jax.jit(quantize, static_argnames=("dtype", "inputs", "hadamard"), out_shardings=shardings)
-    quantized: Quantized = jax.block_until_ready(convert(array, dtype=target.kind, inputs=target.inputs, hadamard=target.hadamard))
+    quantized: Quantized = jax.block_until_ready(
+        convert(array, dtype=target.kind, inputs=target.inputs, hadamard=target.hadamard)
+    )
     return quantized
 
 
 def parts_of(target: Quantized | Int4) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The arrays to read for a parameter that is stored in this form: numbers and scales (offsets have the same
-    shape as scales)."""
+    """The arrays to read for a parameter that is stored in this form: numbers and scales (offsets have the
+    same shape as scales).
+    """
     if isinstance(target, Quantized):
         return target.values, target.scale  # type: ignore[return-value]
     sharding, shape = target.values.sharding, target.shape
     by_group = (*shape[:-1], shape[-1] // target.group)
-    return jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding), jax.ShapeDtypeStruct(by_group, jnp.float32, sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, jnp.int8, sharding=sharding), jax.ShapeDtypeStruct(
+        by_group, jnp.float32, sharding=sharding
+    )
 
 
-def joined(numbers: np.ndarray, scale: np.ndarray, offset: np.ndarray | None, target: Quantized | Int4) -> Quantized | Int4:
+def joined(
+    numbers: np.ndarray, scale: np.ndarray, offset: np.ndarray | None, target: Quantized | Int4
+) -> Quantized | Int4:
     """Combines the parts of a parameter and places it on its devices."""
     if isinstance(target, Quantized):
         values, scales = parts_of(target)
@@ -59,17 +70,25 @@ def joined(numbers: np.ndarray, scale: np.ndarray, offset: np.ndarray | None, ta
     how: dict[str, Any] = {name: getattr(target, name) for name in ("group", "dtype", "kind", "hadamard")}
     how["parts"] = target.shape[-1] // target.size
     sharding: Any = target.values.sharding
-    if sharding.mesh.devices.flat[0].platform == "cpu":  # compiling a program for each shape would take longer
+    # compiling a program for each shape would take longer
+    if sharding.mesh.devices.flat[0].platform == "cpu":
         packed: Int4 = jax.tree.map(placed, pack_on_host(numbers, scale, offset, **how), target)
         return packed
     number, by_group = parts_of(target)
-    parts = placed(numbers, number), placed(scale, by_group), None if offset is None else placed(offset, by_group)
-    to_int4 = jax.jit(pack, static_argnames=(*how,), out_shardings=jax.tree.map(lambda x: x.sharding, target))  # a program per shape
+    parts = (
+        placed(numbers, number),
+        placed(scale, by_group),
+        None if offset is None else placed(offset, by_group),
+    )
+    # a program per shape
+    to_int4 = jax.jit(pack, static_argnames=(*how,), out_shardings=jax.tree.map(lambda x: x.sharding, target))
     packed = jax.block_until_ready(to_int4(*parts, **how))
     return packed
 
 
 def placed(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
     """An array on its devices; each takes its part."""
-    made: jax.Array = jax.block_until_ready(jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__))
+    made: jax.Array = jax.block_until_ready(
+        jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__)
+    )
     return made

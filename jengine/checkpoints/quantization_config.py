@@ -1,4 +1,5 @@
-"""Reads quantization_config of a config.json: how weights are stored, and in which form they are kept in memory.
+"""Reads quantization_config of a config.json: how weights are stored, and in which form they are kept in
+memory.
 
 Supports AWQ, GPTQ, compressed-tensors, FP8 and gpt-oss's MXFP4.
 """
@@ -15,7 +16,8 @@ from pallas_kernels.int4 import GROUPS
 from pallas_kernels.quantized import GROUP
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
-FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")  # of compressed-tensors
+# of compressed-tensors
+FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 Group = dict[str, Any]
 
 
@@ -30,7 +32,9 @@ def quantization_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     method = str(found.get("quant_method"))
     if method not in METHODS:
-        raise ModelError(f"quantization_config.quant_method {method!r} is not supported; {', '.join(METHODS)} are")
+        raise ModelError(
+            f"quantization_config.quant_method {method!r} is not supported; {', '.join(METHODS)} are"
+        )
     _check(method, found)
     return dict(found)
 
@@ -38,7 +42,9 @@ def quantization_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 def _check(method: str, config: Mapping[str, Any]) -> None:
     def only(name: str, value: Any, known: tuple[Any, ...]) -> None:
         if value not in known:
-            raise ModelError(f"quantization_config.{name}={value!r} is not supported; {', '.join(map(str, known))} are")
+            raise ModelError(
+                f"quantization_config.{name}={value!r} is not supported; {', '.join(map(str, known))} are"
+            )
 
     if method == "awq":
         only("bits", config.get("bits"), (4,))
@@ -50,7 +56,9 @@ def _check(method: str, config: Mapping[str, Any]) -> None:
         only("format", config.get("format"), FORMATS)
         only("kv_cache_scheme", config.get("kv_cache_scheme"), (None,))
         only("transform_config", config.get("transform_config") or None, (None,))
-        only("sparsity_config.format", (config.get("sparsity_config") or {}).get("format", "dense"), ("dense",))
+        only(
+            "sparsity_config.format", (config.get("sparsity_config") or {}).get("format", "dense"), ("dense",)
+        )
         for group in config_groups(config):
             weights = group["weights"]
             name = f"{weights.get('type')}{weights.get('num_bits')}"
@@ -79,7 +87,12 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
             return _four_bits(int(weights["group_size"]), not symmetric, others)
         if weights["num_bits"] == 8 and weights.get("strategy") in ("channel", "tensor") and symmetric:
             return StoredWeights(form="int8" if weights["type"] == "int" else "float8_e4m3fn", others=others)
-        if weights["num_bits"] == 8 and weights.get("strategy") == "block" and symmetric and weights["type"] == "float":
+        if (
+            weights["num_bits"] == 8
+            and weights.get("strategy") == "block"
+            and symmetric
+            and weights["type"] == "float"
+        ):
             return _blocks(weights["block_structure"], others)
         return None
     if method == "mxfp4":

@@ -1,7 +1,8 @@
-"""Quantized checkpoints in Hugging Face's layout with a quantization_config: AWQ, GPTQ, compressed-tensors, FP8, MXFP4.
+"""Quantized checkpoints in Hugging Face's layout with a quantization_config: AWQ, GPTQ, compressed-tensors,
+FP8, MXFP4.
 
-All are read into `stored.Groups`. Settings for quantized activations are ignored, since an engine's own option
-determines these.
+All are read into `stored.Groups`. Settings for quantized activations are ignored, since an engine's own
+option determines these.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from pallas_kernels.int4 import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
 ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale")  # settings for quantized activations
-PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx")
+PARTS = (
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_zero_point",
+    "weight_g_idx",
+)
 
 
 def read_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -45,7 +56,12 @@ def read_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
             parts["weight"] = out[name]
         file = next(iter(parts.values())).file
         try:
-            out[name] = Tensor(file, readers[config["quant_method"]]({part: _array(tensor) for part, tensor in parts.items()}, config))
+            out[name] = Tensor(
+                file,
+                readers[config["quant_method"]](
+                    {part: _array(tensor) for part, tensor in parts.items()}, config
+                ),
+            )
         except KeyError as missing:
             raise ModelError("is missing", file=file, tensor=f"{module}.{missing.args[0]}") from None
     return out
@@ -91,7 +107,9 @@ def _by_input(
     middle: int,
     index: np.ndarray | None = None,
 ) -> StoredTensor:
-    """A tensor of unsigned numbers [in, out] with scales and zero points [groups, out]. index: the group of each input."""
+    """A tensor of unsigned numbers [in, out] with scales and zero points [groups, out]. index: the group of
+    each input.
+    """
     group = -(-shape[1] // scales.shape[0])
 
     def read() -> Groups:
@@ -101,7 +119,9 @@ def _by_input(
         if index is not None and not np.array_equal(index, np.arange(shape[1]) // group):
             scale, offset, per_group = scale[index], offset[index], 1
         values = (numbers() - middle).astype(np.int8)
-        return Groups(np.ascontiguousarray(values.T), scale.T, offset.T if offset.any() else None, (1, per_group))
+        return Groups(
+            np.ascontiguousarray(values.T), scale.T, offset.T if offset.any() else None, (1, per_group)
+        )
 
     return StoredTensor(shape, read)
 
@@ -110,7 +130,9 @@ def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> S
     if "weight_packed" not in parts:
         return _scaled(parts, config)
     bits = next(group["weights"]["num_bits"] for group in config_groups(config))
-    words, scale, zeros, index = (parts.get(name) for name in ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"))
+    words, scale, zeros, index = (
+        parts.get(name) for name in ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+    )
     if words is None or scale is None:
         raise KeyError("weight_scale")
     middle = 2 ** (bits - 1)
@@ -141,7 +163,9 @@ def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Store
     rows, columns = values.shape
 
     def read() -> Groups:
-        wide = scale.astype(np.float32).reshape(scale.shape[0] if scale.ndim == 2 else -1, scale.shape[1] if scale.ndim == 2 else 1)
+        wide = scale.astype(np.float32).reshape(
+            scale.shape[0] if scale.ndim == 2 else -1, scale.shape[1] if scale.ndim == 2 else 1
+        )
         each = -(-rows // wide.shape[0]), -(-columns // wide.shape[1])
         if block and wide.shape == (-(-rows // block[0]), -(-columns // block[1])):
             each = int(block[0]), int(block[1])  # the last blocks may be smaller
@@ -175,7 +199,8 @@ class _Experts(StoredTensor):
         def read() -> Groups:
             bytes_ = blocks.reshape(experts * outs, -1)
             values = table[np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)].reshape(experts * outs, inputs)
-            halved = np.ldexp(np.float32(1), scales.reshape(experts * outs, -1).astype(np.int32) - 128)  # the numbers are stored doubled
+            # the numbers are stored doubled
+            halved = np.ldexp(np.float32(1), scales.reshape(experts * outs, -1).astype(np.int32) - 128)
             return Groups(values, halved.astype(np.float32), None, (1, inputs // scales.shape[-1]))
 
         super().__init__((experts, inputs, outs), read)

@@ -17,7 +17,12 @@ import numpy as np
 from jengine.base.errors import ModelError
 from jengine.checkpoints.stored import Tensor
 
-DTYPES = {"F64": np.dtype("float64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "F64": np.dtype("float64"),
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 NUMBERS = {  # of quantized tensors
     **{"I8": np.dtype("int8"), "U8": np.dtype("uint8"), "I32": np.dtype("int32"), "I64": np.dtype("int64")},
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -42,10 +47,16 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
     if data.size < 8 or length > MAX_HEADER:
         raise ModelError("the header is corrupt: this is not a safetensors file", file=file)
     if 8 + length > data.size:
-        raise ModelError(f"is truncated: the header needs {8 + length} bytes, the file has {data.size}", file=file)
+        raise ModelError(
+            f"is truncated: the header needs {8 + length} bytes, the file has {data.size}", file=file
+        )
     try:
         header = json.loads(data[8 : 8 + length].tobytes())
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__" and not name.endswith(skipped)}
+        entries = {
+            name: entry
+            for name, entry in header.items()
+            if name != "__metadata__" and not name.endswith(skipped)
+        }
     except (ValueError, AttributeError):
         raise ModelError("the header is corrupt: it must be a JSON object", file=file) from None
     body = data[8 + length :]
@@ -57,13 +68,21 @@ def _view(body: np.ndarray, entry: Any, file: Path, name: str) -> np.ndarray:
         kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
-        raise ModelError("the header is corrupt: it lacks dtype, shape or data_offsets", file=file, tensor=name) from None
+        raise ModelError(
+            "the header is corrupt: it lacks dtype, shape or data_offsets", file=file, tensor=name
+        ) from None
     if kind not in READABLE:
         raise ModelError(f"dtype {kind} is not supported; {', '.join(DTYPES)} are", file=file, tensor=name)
     size = math.prod(shape) * READABLE[kind].itemsize
     if begin < 0 or min(shape, default=0) < 0 or end - begin != size:
-        raise ModelError(f"the header is corrupt: {kind}{list(shape)} does not fill bytes {begin} to {end}", file=file, tensor=name)
+        raise ModelError(
+            f"the header is corrupt: {kind}{list(shape)} does not fill bytes {begin} to {end}",
+            file=file,
+            tensor=name,
+        )
     if end > body.size:
-        raise ModelError(f"is truncated: the tensors reach to byte {end}, the file to {body.size}", file=file, tensor=name)
+        raise ModelError(
+            f"is truncated: the tensors reach to byte {end}, the file to {body.size}", file=file, tensor=name
+        )
     array: np.ndarray = body[begin:end].view(READABLE[kind]).reshape(shape)
     return array

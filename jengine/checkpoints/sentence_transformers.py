@@ -32,7 +32,8 @@ FLAGS = {  # older files have a flag for each mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reranker:
-    """A language model that judges a document by its next token: the score compares the probabilities of two tokens.
+    """A language model that judges a document by its next token: the score compares the probabilities of two
+    tokens.
 
     Attributes:
         true_token_id, false_token_id: ids of the two tokens, such as "yes" and "no".
@@ -75,11 +76,16 @@ def read_embedder(folder: Path, size: int) -> Embedder | None:
         return None
     file = folder / MODULES
     if [*modules] not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        reason = f"{', '.join(modules)} are not Transformer, Pooling and perhaps Normalize; embeddings=False loads the model without them"
+        reason = (
+            f"{', '.join(modules)} are not Transformer, Pooling and perhaps Normalize; embeddings=False loads"
+            " the model without them"
+        )
         raise ModelError(reason, file=file)
     options = _object(folder / OPTIONS)
     if options.get("do_lower_case"):
-        raise ModelError("do_lower_case=true is not supported; embeddings=False loads the model without it", file=file)
+        raise ModelError(
+            "do_lower_case=true is not supported; embeddings=False loads the model without it", file=file
+        )
     longest = options.get("max_seq_length")
     if longest is not None and (type(longest) is not int or longest < 1):
         raise ModelError(f"max_seq_length={longest!r} is not a number of tokens", file=file)
@@ -100,7 +106,10 @@ def read_reranker(folder: Path) -> Reranker | None:
     fields = read_json(file)
     for name in ("true_token_id", "false_token_id"):
         if type(fields.get(name)) is not int or fields[name] < 0:
-            reason = f"{name}={fields.get(name)!r} is not a token id; scores compare the probabilities of two tokens"
+            reason = (
+                f"{name}={fields.get(name)!r} is not a token id; scores compare the probabilities of two"
+                " tokens"
+            )
             raise ModelError(reason, file=file)
     prompts = _object(folder / PROMPTS)
     instruction = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name"))
@@ -133,9 +142,12 @@ def _object(file: Path) -> dict[str, Any]:
 def _pooling(file: Path, size: int) -> Pooling:
     fields = read_json(file)
     given = fields.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if fields.get(flag)] or "mean"
-    modes = given if isinstance(given, list) else [given]  # sentence-transformers would concatenate several vectors
+    # sentence-transformers would concatenate several vectors
+    modes = given if isinstance(given, list) else [given]
     if len(modes) != 1 or modes[0] not in POOLINGS:
-        raise ModelError(f"pooling_mode={given!r} is not supported; one of {', '.join(POOLINGS)} is", file=file)
+        raise ModelError(
+            f"pooling_mode={given!r} is not supported; one of {', '.join(POOLINGS)} is", file=file
+        )
     stated = fields.get("embedding_dimension", fields.get("word_embedding_dimension", size))
     if stated != size:
         raise ModelError(f"embedding_dimension={stated!r} is not the model's hidden_size, {size}", file=file)

@@ -1,4 +1,6 @@
-"""Quantized tensors of all checkpoint formats in a common form: numbers, with scales and offsets for blocks of them."""
+"""Quantized tensors of all checkpoint formats in a common form: numbers, with scales and offsets for blocks
+of them.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,18 @@ class Groups:
         return np.asarray(np.repeat(self.scale[:, 0], self.block[0])[: self.values.shape[0]])
 
     def by_group(self, group: int) -> Groups:
-        """The same with a scale for each output and group of inputs; blocks must be multiples of the group."""
+        """The same with a scale for each output and group of inputs; blocks must be multiples of the
+        group.
+        """
         rows, columns = self.values.shape
 
         def cut(by_block: np.ndarray) -> np.ndarray:
             taller = np.repeat(by_block, self.block[0], 0)[:rows]
             return np.repeat(taller, self.block[1] // group, 1)[:, : -(-columns // group)]
 
-        return Groups(self.values, cut(self.scale), None if self.offset is None else cut(self.offset), (1, group))
+        return Groups(
+            self.values, cut(self.scale), None if self.offset is None else cut(self.offset), (1, group)
+        )
 
 
 class StoredTensor:
@@ -68,7 +74,10 @@ class StoredTensor:
     dtype = np.dtype(np.float32)
 
     def __init__(
-        self, shape: tuple[int, ...], read: Callable[[], Groups | np.ndarray], rows: Callable[[slice], np.ndarray] | None = None
+        self,
+        shape: tuple[int, ...],
+        read: Callable[[], Groups | np.ndarray],
+        rows: Callable[[slice], np.ndarray] | None = None,
     ) -> None:
         """
         Args:
@@ -88,7 +97,9 @@ class StoredTensor:
         return found.dense() if isinstance(found, Groups) else found
 
     def fill(self, out: np.ndarray) -> None:
-        """Writes the unquantized array to `out`, of any dtype, a few rows at a time if possible, which needs less memory and time."""
+        """Writes the unquantized array to `out`, of any dtype, a few rows at a time if possible, which needs
+        less memory and time.
+        """
         if self.rows is None:
             out[...] = self.dense()
             return

@@ -38,21 +38,32 @@ from pallas_kernels.quantized import GROUP, Quantized, is_quantized
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 # Constants in older checkpoints, perhaps in unsupported dtypes: frequencies, and masks of GPT-2 and GPT-NeoX.
-CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+CONSTANTS = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 log = logging.getLogger("jengine")
 
 
-def load(path: Path, model: Model, mesh: Mesh, progress: Progress = True, tensors: Tensors | None = None) -> Params:
+def load(
+    path: Path, model: Model, mesh: Mesh, progress: Progress = True, tensors: Tensors | None = None
+) -> Params:
     """Loads the parameters of `model`: a tree like model.params, with arrays placed by their logical axes.
 
-    Host memory beyond what the device holds peaks at the largest parameter; from a converted folder, at a few batches.
+    Host memory beyond what the device holds peaks at the largest parameter; from a converted folder, at a few
+    batches.
 
     Args:
         path: a folder in Hugging Face's layout, or a converted one.
-        tensors: in place of those in the folder's files, which it needs not have. Parameters share no memory with them.
+        tensors: in place of those in the folder's files, which it needs not have. Parameters share no memory
+            with them.
 
     Raises:
-        ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong shape.
+        ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong
+            shape.
         OutOfMemory: the device cannot hold the weights.
     """
     files = partial(_from_tensors, tensors=tensors)
@@ -64,7 +75,9 @@ def load(path: Path, model: Model, mesh: Mesh, progress: Progress = True, tensor
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise OutOfMemory(f"the device cannot hold the weights, {total} bytes as {model.dtype}") from error
+            raise OutOfMemory(
+                f"the device cannot hold the weights, {total} bytes as {model.dtype}"
+            ) from error
 
 
 def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
@@ -77,7 +90,9 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
     def where(stored: jax.ShapeDtypeStruct, target: Target) -> jax.ShapeDtypeStruct:
         sharding = plain(target).sharding
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding if stored.shape == target.shape else whole)
+        return jax.ShapeDtypeStruct(
+            stored.shape, stored.dtype, sharding=sharding if stored.shape == target.shape else whole
+        )
 
     def finish(name: str, array: jax.Array) -> jax.Array | Quantized | Int4:
         target = parameters[name]
@@ -101,12 +116,18 @@ def parts_by_name(params: Params) -> dict[str, Any]:
     return orbax.by_name(params, is_leaf=lambda node: False)
 
 
-def _from_tensors(path: Path, model: Model, targets: Params, count: Callable[[int], object], *, tensors: Tensors | None) -> Params:
+def _from_tensors(
+    path: Path, model: Model, targets: Params, count: Callable[[int], object], *, tensors: Tensors | None
+) -> Params:
     tensors = read(path, model, tensors)
 
     def place(target: Target, source: tuple[Piece, ...]) -> jax.Array | Quantized | Int4:
         kept = model.config.stored is not None and is_quantized(target)
-        parameter = _kept(target, source, tensors) if kept else fitted(_placed(plain(target), source, tensors), target)  # type: ignore[arg-type]
+        parameter = (
+            _kept(target, source, tensors)
+            if kept
+            else fitted(_placed(plain(target), source, tensors), target)
+        )  # type: ignore[arg-type]
         gc.collect(0)  # JAX frees the host's copy in Python's garbage collection
         count(num_bytes(parameter))
         return parameter
@@ -121,7 +142,9 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Te
     return placed(assemble(target, source, tensors), target)
 
 
-def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Quantized | Int4:
+def _kept(
+    target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]
+) -> Quantized | Int4:
     """Loads a parameter whose tensors are stored in the form that programs use."""
     numbers, scale = parts_of(target)
     source = tuple(piece._replace(transposed=False) for piece in source)  # groups are always [out, in]
@@ -129,22 +152,36 @@ def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str
     found: dict[str, Groups] = {}
     for piece in source:
         tensor = tensors[piece.name]
-        if not isinstance(tensor.array, StoredTensor) or not isinstance(groups := tensor.array.read(), Groups):
-            raise ModelError("is not stored as the configuration says: it is not quantized", file=tensor.file, tensor=piece.name)
+        if not isinstance(tensor.array, StoredTensor) or not isinstance(
+            groups := tensor.array.read(), Groups
+        ):
+            raise ModelError(
+                "is not stored as the configuration says: it is not quantized",
+                file=tensor.file,
+                tensor=piece.name,
+            )
         found[piece.name] = groups if group is None else groups.by_group(group)
 
-    def whole(target: jax.ShapeDtypeStruct, part: Callable[[Groups], np.ndarray], pieces: tuple[Piece, ...]) -> np.ndarray:
-        return assemble(target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()})
+    def whole(
+        target: jax.ShapeDtypeStruct, part: Callable[[Groups], np.ndarray], pieces: tuple[Piece, ...]
+    ) -> np.ndarray:
+        return assemble(
+            target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()}
+        )
 
     if group is None:
-        by_output = tuple(piece._replace(part=piece.part[: len(scale.shape)], columns=slice(None)) for piece in source)
+        by_output = tuple(
+            piece._replace(part=piece.part[: len(scale.shape)], columns=slice(None)) for piece in source
+        )
         scales = whole(scale, lambda groups: groups.by_output(), by_output)
         return joined(whole(numbers, lambda groups: groups.values, source), scales, None, target)
     by_group = tuple(piece.grouped(len(target.shape), group) for piece in source)
     scales = whole(scale, lambda groups: groups.scale, by_group)
     offsets = None
     if isinstance(target, Int4) and target.offset is not None:  # zero for tensors without offsets
-        offsets = whole(scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group)
+        offsets = whole(
+            scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group
+        )
     return joined(whole(numbers, lambda groups: groups.values, source), scales, offsets, target)
 
 
@@ -154,8 +191,8 @@ def num_bytes(tree: Any) -> int:
 
 
 def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Tensor]:
-    """Reads the model's tensors from a folder in Hugging Face's layout. Checks that all are present with their
-    shapes, and no others.
+    """Reads the model's tensors from a folder in Hugging Face's layout. Checks that all are present with
+    their shapes, and no others.
 
     Args:
         given: tensors in place of those in the folder's files.
@@ -190,7 +227,12 @@ def _found(path: Path, given: Tensors | None) -> dict[str, Tensor]:
 
 def has_output_head(path: Path, config: ModelConfig, given: Tensors | None = None) -> bool:
     """Whether a folder has an output head, which turns hidden states into logits."""
-    return config.tie_embeddings or is_converted(path) or is_gguf(path) or not _found(path, given).keys().isdisjoint(OUTPUT_HEADS)
+    return (
+        config.tie_embeddings
+        or is_converted(path)
+        or is_gguf(path)
+        or not _found(path, given).keys().isdisjoint(OUTPUT_HEADS)
+    )
 
 
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> np.ndarray:
@@ -205,7 +247,9 @@ def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: T
         if piece.name not in arrays:
             arrays[piece.name] = dense(stored)
         array = arrays[piece.name]
-        part[...] = (_turned(array) if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
+        part[...] = (_turned(array) if piece.transposed else array)[piece.rows][..., piece.columns].reshape(
+            part.shape
+        )
     return out
 
 
@@ -240,12 +284,18 @@ def _of_text(tensors: dict[str, Tensor], part: TextPart) -> dict[str, Tensor]:
     """The text model's tensors, named as in its own checkpoints."""
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     mine = _without(bare, part.skipped, "only text is supported")
-    return {name.removeprefix("language_model.").removeprefix("model."): tensor for name, tensor in mine.items()}
+    return {
+        name.removeprefix("language_model.").removeprefix("model."): tensor for name, tensor in mine.items()
+    }
 
 
 def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> dict[str, Tensor]:
     """The tensors without those whose names begin with these prefixes. Logs a warning if there are any."""
-    mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)} if skipped else tensors
+    mine = (
+        {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)}
+        if skipped
+        else tensors
+    )
     if len(mine) < len(tensors):
         parts = ", ".join(name.removesuffix(".") for name in skipped)
         log.warning("%d tensors of %s are not loaded: %s", len(tensors) - len(mine), parts, why)
@@ -257,10 +307,18 @@ def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bo
         if piece.name not in tensors:
             raise ModelError("is missing", file=path, tensor=piece.name)
         file, array = tensors[piece.name]
-        if (code := next((code for code, dtype in NUMBERS.items() if dtype == array.dtype), None)) is not None:
-            raise ModelError(f"dtype {code} is not supported; {', '.join(DTYPES)} are", file=file, tensor=piece.name)
+        if (
+            code := next((code for code, dtype in NUMBERS.items() if dtype == array.dtype), None)
+        ) is not None:
+            raise ModelError(
+                f"dtype {code} is not supported; {', '.join(DTYPES)} are", file=file, tensor=piece.name
+            )
         if array.shape != piece.shape:
-            raise ModelError(f"has shape {list(array.shape)}; the configuration needs {list(piece.shape)}", file=file, tensor=piece.name)
+            raise ModelError(
+                f"has shape {list(array.shape)}; the configuration needs {list(piece.shape)}",
+                file=file,
+                tensor=piece.name,
+            )
     harmless = set(OUTPUT_HEADS) if tied else set()
     for name in sorted(tensors.keys() - {piece.name for piece in wanted} - harmless):
         raise ModelError("is not part of this model", file=tensors[name].file, tensor=name)

@@ -14,27 +14,37 @@ from jengine.vllm.translate import HINTS, suggestion
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error as one line, in the name of the command that was given, and never shows the values of unknown options.
+    """Reports an error as one line, in the name of the command that was given, and never shows the values of
+    unknown options.
 
-    Options may be written with underscores, as in Python, and a field of a JSON option of vLLM as --option.field VALUE.
+    Options may be written with underscores, as in Python, and a field of a JSON option of vLLM as
+    --option.field VALUE.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}{' See' if message.endswith('?') else '; see'} {self.prog} --help\n")
+        self.exit(
+            2,
+            f"{self.prog}: error: {message}{' See' if message.endswith('?') else '; see'} {self.prog}"
+            " --help\n",
+        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known = self._option_string_actions
-        words = _without_dots([_dashed(word, known) for word in (sys.argv[1:] if args is None else args)], known)
+        words = _without_dots(
+            [_dashed(word, known) for word in (sys.argv[1:] if args is None else args)], known
+        )
         found, others = super().parse_known_args(words, namespace)
         if others:
             self.error(self._unknown(others))
         return found, others
 
     def _unknown(self, words: Sequence[str]) -> str:
-        option = next((word.partition("=")[0] for word in words if word.startswith("-") and len(word) > 1), None)
+        option = next(
+            (word.partition("=")[0] for word in words if word.startswith("-") and len(word) > 1), None
+        )
         if option is None:
             return f"{words[0]!r}: there is one argument too many"
         return f"{option}: there is no such option{suggestion(option, self._option_string_actions)}"
@@ -43,7 +53,11 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
             command = isinstance(action, argparse._SubParsersAction)
-            what = "there is no such command" if command else f"must be {', '.join(names)}{HINTS.get(action.dest, '')}"
+            what = (
+                "there is no such command"
+                if command
+                else f"must be {', '.join(names)}{HINTS.get(action.dest, '')}"
+            )
             raise argparse.ArgumentError(action, f"{value!r}: {what}{suggestion(str(value), names)}")
 
 
@@ -54,7 +68,13 @@ class VllmFlag(argparse.Action):
         self._setting, self._note = setting, note
         super().__init__(**options)
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
         if self._setting.switch:
             values = not (option or "").startswith("--no-")
         elif isinstance(values, list):
@@ -72,19 +92,26 @@ class VllmFlag(argparse.Action):
             self._note(shown)
 
 
-def add_vllm_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], note: Callable[[str], None]) -> None:
+def add_vllm_flags(
+    parser: argparse.ArgumentParser, settings: Iterable[Setting], note: Callable[[str], None]
+) -> None:
     """Adds vLLM's flags that are no options of jengine. Help does not show them."""
     taken = parser._option_string_actions
     for setting in settings:
         name = setting.name.replace("_", "-")
         switch = setting.switch
-        flags = [flag for flag in (*setting.flags, f"--{name}", *([f"--no-{name}"] if switch else [])) if flag not in taken]
+        flags = [
+            flag
+            for flag in (*setting.flags, f"--{name}", *([f"--no-{name}"] if switch else []))
+            if flag not in taken
+        ]
         if not flags:
             continue
         nargs: Any = 0 if switch else None
         action = cast(Any, VllmFlag)
         parser.add_argument(
-            *flags, action=action, setting=setting, note=note, nargs=nargs, dest=argparse.SUPPRESS, default=argparse.SUPPRESS,
+            *flags, action=action, setting=setting, note=note, nargs=nargs, dest=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )  # fmt: skip
 

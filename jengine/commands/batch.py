@@ -1,4 +1,6 @@
-"""`jengine generate MODEL --input FILE --output FILE`: many requests with one answer per line or row; resumable."""
+"""`jengine generate MODEL --input FILE --output FILE`: many requests with one answer per line or row;
+resumable.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class _Tally:
     def __init__(self, form: Form, total: int | None, before: int, quiet: bool) -> None:
         self._form = form
         self.start, self.answered, self.failed, self.tokens = time.monotonic(), 0, 0, 0
-        self.bar = progress_bar(total=total, initial=before, desc="answering", unit="line", show=not quiet, mininterval=0.5)
+        self.bar = progress_bar(
+            total=total, initial=before, desc="answering", unit="line", show=not quiet, mininterval=0.5
+        )
 
     def count(self, line: Line, record: Record) -> None:
         if (error := self._form.error(record)) is not None:
@@ -88,7 +92,11 @@ def run(options: argparse.Namespace) -> int:
         first = next(open_lines, None)
         if first is None:
             answers.finish()
-            failed = f", {answers.failed} of them with an error: --retry-errors answers these again" if answers.failed else ""
+            failed = (
+                f", {answers.failed} of them with an error: --retry-errors answers these again"
+                if answers.failed
+                else ""
+            )
             _report(options, f"nothing to do: {counted(len(answers.done), 'line')} answered before{failed}")
             return 1 if answers.failed else 0
         from jengine import AsyncLLM
@@ -96,13 +104,19 @@ def run(options: argparse.Namespace) -> int:
         llm = AsyncLLM(options.model, progress=not options.quiet, **engine_options)
         lines = itertools.chain([first], open_lines)
         tally = _Tally(source.form, total, len(answers.done), options.quiet)
-        asyncio.run(_answer_all(llm, source, ordered(lines) if read_again(options.input) else lines, answers, tally))
+        asyncio.run(
+            _answer_all(llm, source, ordered(lines) if read_again(options.input) else lines, answers, tally)
+        )
         answers.finish()
         tally.bar.close()
         if total is None:
             total = len(answers.done) + tally.answered + tally.failed
         failed = f", {tally.failed} failed" if tally.failed else ""
-        _report(options, f"{tally.answered} of {counted(total, 'line')} answered{failed}; {tally.tokens} tokens, {tally.rate:.0f} tokens/s")
+        _report(
+            options,
+            f"{tally.answered} of {counted(total, 'line')} answered{failed}; {tally.tokens} tokens,"
+            f" {tally.rate:.0f} tokens/s",
+        )
         return 1 if answers.failed or tally.failed else 0
 
 
@@ -120,7 +134,9 @@ def _source(options: argparse.Namespace) -> Source:
     raw = raw if first is None else itertools.chain([first], raw)
     if form == "openai" or (form == "auto" and first is not None and is_batch_line(first[1])):
         for name, value in flag_values(options, SamplingParams).items():
-            raise InvalidArgument(name, value, "cannot be given with an OpenAI batch file, whose lines set it in body")
+            raise InvalidArgument(
+                name, value, "cannot be given with an OpenAI batch file, whose lines set it in body"
+            )
         return OpenAiBatch(path, raw, options.served_model_name or options.model)
     _only_with(options, "openai", ("served_model_name",))
     return JsonLines(path, raw, sampling_fields(options))
@@ -132,7 +148,9 @@ def _only_with(options: argparse.Namespace, form: str, names: tuple[str, ...]) -
             raise InvalidArgument(name, getattr(options, name), f"needs --input of the format {form}")
 
 
-async def _answer_all(llm: AsyncLLM, source: Source, lines: Iterable[Line], answers: Output, tally: _Tally) -> None:
+async def _answer_all(
+    llm: AsyncLLM, source: Source, lines: Iterable[Line], answers: Output, tally: _Tally
+) -> None:
     """Answers a bounded number of lines at a time: twice the number of running requests, so that there is
     always one waiting."""
     most = 2 * llm.backend.limits.max_num_seqs
@@ -160,7 +178,8 @@ async def _answer_all(llm: AsyncLLM, source: Source, lines: Iterable[Line], answ
                     await collect(most - 1)
                 await collect(0)
     finally:
-        await asyncio.gather(*tasks, return_exceptions=True)  # after a failure, which all of them report; one report is enough
+        # after a failure, which all of them report; one report is enough
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _report(options: argparse.Namespace, text: str) -> None:

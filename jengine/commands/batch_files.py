@@ -43,7 +43,9 @@ class Output(Protocol):
 
     def __enter__(self) -> Output: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 def output_of(path: Path, form: Form) -> Output:
@@ -68,13 +70,16 @@ class Stdout:
     def __enter__(self) -> Stdout:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class OutputFile:
     """The output file. Answers are appended; existing answers are identified by their keys.
 
-    If a killed process left an incomplete last line, it is removed. Only one process at a time may use the file.
+    If a killed process left an incomplete last line, it is removed. Only one process at a time may use the
+    file.
 
     Args:
         form: the form of its records.
@@ -119,7 +124,9 @@ class OutputFile:
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._sync()
         with contextlib.suppress(OSError):  # write errors have already been reported
             self._file.close()
@@ -129,7 +136,9 @@ class OutputFile:
         try:
             yield
         except OSError as wrong:
-            raise JengineError(f"{self._path}: cannot be written: {wrong.strerror}; run the command again to continue") from None
+            raise JengineError(
+                f"{self._path}: cannot be written: {wrong.strerror}; run the command again to continue"
+            ) from None
 
     def _sync(self) -> None:
         with contextlib.suppress(OSError):  # not supported by pipes and devices
@@ -175,8 +184,16 @@ class OutputFile:
                 self.failed += error is not None
                 end += len(text)
                 continue
-            torn = not text.endswith(b"\n") and (text.startswith(start) or start.startswith(text) or not text.strip(b"\0"))
+            torn = not text.endswith(b"\n") and (
+                text.startswith(start) or start.startswith(text) or not text.strip(b"\0")
+            )
             if not torn:
-                raise InvalidArgument("output", str(self._path), f"line {number} is not an answer of this command; choose another file")
-            print(f"jengine: {self._path}: the last line was incomplete and is answered again", file=sys.stderr)
+                raise InvalidArgument(
+                    "output",
+                    str(self._path),
+                    f"line {number} is not an answer of this command; choose another file",
+                )
+            print(
+                f"jengine: {self._path}: the last line was incomplete and is answered again", file=sys.stderr
+            )
         self._file.truncate(end)

@@ -33,7 +33,8 @@ class Line:
     Attributes:
         number: from 1.
         name: the line's own id.
-        kind: one of PROMPTS, with `prompt` as its value; or a path of OpenAI's API, with `prompt` as the body.
+        kind: one of PROMPTS, with `prompt` as its value; or a path of OpenAI's API, with `prompt` as the
+            body.
         chat: options for messages.
     """
 
@@ -124,7 +125,8 @@ async def answer_line(llm: AsyncLLM, line: Line) -> Record:
         else:
             outputs = llm.generate(line.prompt, line.params, output_kind="final")
         [output] = [output async for output in outputs]
-    except (InvalidArgument, ModelError) as refusal:  # ModelError: there are messages, but the model has no chat template
+    except (InvalidArgument, ModelError) as refusal:
+        # ModelError: there are messages, but the model has no chat template
         return line.record(error=str(refusal))
     return line.record(**_shown(output))
 
@@ -185,7 +187,13 @@ def read_line(number: int, text: bytes, defaults: dict[str, Any]) -> Line:
     try:
         fields = json_object(text)
         name = _name(fields)
-        return request(number, name, {field: value for field, value in fields.items() if field not in IDS}, defaults, excerpt(text))
+        return request(
+            number,
+            name,
+            {field: value for field, value in fields.items() if field not in IDS},
+            defaults,
+            excerpt(text),
+        )
     except (ValueError, RecursionError, JengineError) as wrong:  # invalid JSON and UTF-8 raise ValueErrors
         return Line(number, name, error=str(wrong))
 
@@ -212,7 +220,9 @@ def _reason(wrong: Exception) -> str:
     return "it is nested too deeply" if isinstance(wrong, RecursionError) else str(wrong)
 
 
-def request(number: int, name: str | int | None, fields: dict[str, Any], defaults: dict[str, Any], shown: str) -> Line:
+def request(
+    number: int, name: str | int | None, fields: dict[str, Any], defaults: dict[str, Any], shown: str
+) -> Line:
     """A line with these fields: one of PROMPTS, sampling parameters and, for messages, ChatOptions.
 
     Args:

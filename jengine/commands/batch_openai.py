@@ -1,4 +1,6 @@
-"""OpenAI's batch files: each line is a request to its API, and each record is the API's answer, which may be an error."""
+"""OpenAI's batch files: each line is a request to its API, and each record is the API's answer, which may be
+an error.
+"""
 
 from __future__ import annotations
 
@@ -103,16 +105,22 @@ def _line(number: int, text: bytes) -> Line:
         fields = json_object(text)
         for field, kind in zip(FIELDS, (str, str, str, dict), strict=True):
             if not isinstance(fields.get(field), kind):
-                raise InvalidArgument(field, fields.get(field), "must be an object" if kind is dict else "must be text")
+                raise InvalidArgument(
+                    field, fields.get(field), "must be an object" if kind is dict else "must be text"
+                )
             name = fields["custom_id"]
         if unknown := fields.keys() - {*FIELDS}:
-            raise InvalidArgument(min(unknown), fields[min(unknown)], f"a batch file's lines may only have {', '.join(FIELDS)}")
+            raise InvalidArgument(
+                min(unknown), fields[min(unknown)], f"a batch file's lines may only have {', '.join(FIELDS)}"
+            )
         if fields["method"] != "POST":
             raise InvalidArgument("method", fields["method"], "must be POST")
         if not fields["url"].startswith("/v1/"):
             raise InvalidArgument("url", fields["url"], "must be a path such as /v1/chat/completions")
         if fields["body"].get("stream"):
-            raise InvalidArgument("body.stream", fields["body"]["stream"], "must be false: batch answers are not streamed")
+            raise InvalidArgument(
+                "body.stream", fields["body"]["stream"], "must be false: batch answers are not streamed"
+            )
         return Line(number, name, fields["url"], fields["body"])
     except (ValueError, RecursionError, JengineError) as wrong:
         return Line(number, name, error=str(wrong) or excerpt(text))

@@ -30,8 +30,9 @@ def ordered(lines: Iterable[Line]) -> Iterator[Line]:
 
 
 def _in_order(window: list[tuple[str, int, Line]]) -> Iterator[Line]:
-    """Prompts with a common beginning follow each other, so that its pages are computed once and are still there for the next. Longest
-    first, since a long one that begins last is waited for alone."""
+    """Prompts with a common beginning follow each other, so that its pages are computed once and are still
+    there for the next. Longest first, since a long one that begins last is waited for alone.
+    """
     window.sort(key=lambda entry: entry[0])
     groups = [list(group) for _, group in itertools.groupby(window, key=_beginning)]
     groups.sort(key=lambda group: max(cost for _, cost, _ in group), reverse=True)
@@ -45,7 +46,9 @@ def _beginning(entry: tuple[str, int, Line]) -> tuple[str, int]:
 
 
 def _text(line: Line) -> str:
-    """The beginning of a prompt. For a conversation, texts with equal beginnings if the conversations have them."""
+    """The beginning of a prompt. For a conversation, texts with equal beginnings if the conversations have
+    them.
+    """
     if line.error is not None:
         return ""
     if isinstance(line.prompt, str):
@@ -54,7 +57,9 @@ def _text(line: Line) -> str:
         return json.dumps([line.chat.get("tools"), line.prompt])
     body = line.prompt
     prompt = body.get("prompt", body.get("input"))
-    return prompt if isinstance(prompt, str) else json.dumps([body.get("tools"), body.get("messages", prompt)])
+    return (
+        prompt if isinstance(prompt, str) else json.dumps([body.get("tools"), body.get("messages", prompt)])
+    )
 
 
 def _cost(line: Line, text: str) -> int:

@@ -1,4 +1,6 @@
-"""Tables of requests, Parquet and CSV. The output is the table with additional columns for answers, in the same order."""
+"""Tables of requests, Parquet and CSV. The output is the table with additional columns for answers, in the
+same order.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,27 @@ class Table:
             raise InvalidArgument("input", str(path), "must not have two columns with the same name")
         self._column = column or self._find_column()
         if self._column not in names:
-            raise InvalidArgument("prompt_column", column, f"there is no such column, only {', '.join(names)[:200]}")
+            raise InvalidArgument(
+                "prompt_column", column, f"there is no such column, only {', '.join(names)[:200]}"
+            )
         self._prompts = self._column if self._column in PROMPTS else self._kind_of_prompts()
         if taken := {*names} & {*answer_fields(kind)}:
-            raise InvalidArgument("input", str(path), f"must not have columns of the answers: {', '.join(sorted(taken))}")
+            raise InvalidArgument(
+                "input", str(path), f"must not have columns of the answers: {', '.join(sorted(taken))}"
+            )
 
     def _find_column(self) -> str:
         found = [name for name in PROMPTS if name in self.schema.names]
         if len(found) != 1:
             which = (
-                f"none of the columns is called {' or '.join(PROMPTS)}" if not found else f"the columns {' and '.join(found)} could be it"
+                f"none of the columns is called {' or '.join(PROMPTS)}"
+                if not found
+                else f"the columns {' and '.join(found)} could be it"
             )
-            limit = f"must name the column of the prompts (--prompt-column): {which}; there are {', '.join(self.schema.names)[:200]}"
+            limit = (
+                f"must name the column of the prompts (--prompt-column): {which}; there are"
+                f" {', '.join(self.schema.names)[:200]}"
+            )
             raise InvalidArgument("prompt_column", None, limit)
         return found[0]
 
@@ -107,7 +118,9 @@ class Table:
                 raise InvalidArgument(SAMPLING, params, "must be an object")
             sampling = {name: value for name, value in (params or {}).items() if value is not None}
             if wrong := sampling.keys() & {*PROMPTS}:
-                raise InvalidArgument(f"{SAMPLING}.{min(wrong)}", sampling[min(wrong)], "is not a sampling parameter")
+                raise InvalidArgument(
+                    f"{SAMPLING}.{min(wrong)}", sampling[min(wrong)], "is not a sampling parameter"
+                )
             _check_sampling(sampling)
             return request(number, None, {self._prompts: prompt, **sampling}, self._defaults, f"row {number}")
         except JengineError as wrong:
@@ -133,7 +146,9 @@ def _parsed(column: str, text: str) -> Any:
 def _check_sampling(params: dict[str, Any]) -> None:
     for name, one in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
         if params.get(name, one) != one:
-            raise InvalidArgument(name, params[name], "is not supported in tables, which have one text per row; use JSONL")
+            raise InvalidArgument(
+                name, params[name], "is not supported in tables, which have one text per row; use JSONL"
+            )
 
 
 class OutputTable(OutputFile):
@@ -150,7 +165,8 @@ class OutputTable(OutputFile):
         super().__init__(Path(f"{path}{JOURNAL}"))
         self._changed = bool(self.done) or not path.exists()  # whether the table must be written
         try:
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # the process that had the journal has finished meanwhile
+            # the process that had the journal has finished meanwhile
+            if os.fstat(self._file.fileno()).st_nlink == 0:
                 raise InvalidArgument("output", str(path), "another process is writing it")
             if path.exists():
                 self._take_over()
@@ -169,11 +185,21 @@ class OutputTable(OutputFile):
         with reading(self._target, "output"):
             schema = schema_of(self._target, self._table.kind)
             if schema.names != [*self._table.schema.names, *answer_fields(self._table.kind)]:
-                raise InvalidArgument("output", str(self._target), "is not a table of answers to this input; choose another file")
+                raise InvalidArgument(
+                    "output",
+                    str(self._target),
+                    "is not a table of answers to this input; choose another file",
+                )
             if (number := rows_of(self._target, self._table.kind, schema)) > (rows := self._table.count()):
-                raise InvalidArgument("output", str(self._target), f"has {number} rows, but the input has {rows}; choose another file")
+                raise InvalidArgument(
+                    "output",
+                    str(self._target),
+                    f"has {number} rows, but the input has {rows}; choose another file",
+                )
             number = 0
-            for batch in batches_of(self._target, self._table.kind, schema, [*answer_fields(self._table.kind)]):
+            for batch in batches_of(
+                self._target, self._table.kind, schema, [*answer_fields(self._table.kind)]
+            ):
                 answers = batch.select([*answer_fields(self._table.kind)]).to_pylist()
                 records = [_record_of(number + i, answer) for i, answer in enumerate(answers, start=1)]
                 number += len(records)
@@ -197,14 +223,20 @@ class OutputTable(OutputFile):
         import pyarrow as pa
 
         fields = answer_fields(self._table.kind)
-        schema = pa.schema([*self._table.schema, *(pa.field(name, kind) for name, kind in fields.items())], self._table.schema.metadata)
+        schema = pa.schema(
+            [*self._table.schema, *(pa.field(name, kind) for name, kind in fields.items())],
+            self._table.schema.metadata,
+        )
         offsets = self._offsets()
         with writer_of(path, self._table.kind, schema) as writer:
             row = 0
             for batch in self._table.batches():
                 answers = [_columns(self._read(offset)) for offset in offsets[row : row + batch.num_rows]]
                 row += batch.num_rows
-                columns = [pa.array([_cell(answer[name], kind) for answer in answers], kind) for name, kind in fields.items()]
+                columns = [
+                    pa.array([_cell(answer[name], kind) for answer in answers], kind)
+                    for name, kind in fields.items()
+                ]
                 writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=schema))
 
     def _offsets(self) -> array[int]:

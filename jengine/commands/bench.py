@@ -1,4 +1,6 @@
-"""`jengine bench`: throughput and latency of a local model or a server. Options are named as in `vllm bench`."""
+"""`jengine bench`: throughput and latency of a local model or a server. Options are named as in `vllm
+bench`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help="measure a local model or a server", description=(__doc__ or "").partition(": ")[2])
+    parser = commands.add_parser(
+        "bench", help="measure a local model or a server", description=(__doc__ or "").partition(": ")[2]
+    )
     parser.set_defaults(run=lambda _: parser.print_help())
     kinds = parser.add_subparsers(metavar="KIND")
     _add_throughput(kinds)
@@ -37,32 +41,59 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 # --- workload -------------------------------------------------------------------------------------
 
 
-def _add_dataset(parser: argparse.ArgumentParser, *, prompts: int, prefix: str, lengths: tuple[int, int]) -> None:
+def _add_dataset(
+    parser: argparse.ArgumentParser, *, prompts: int, prefix: str, lengths: tuple[int, int]
+) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument("--num-prompts", metavar="N", type=int, default=prompts, help=f"requests (default: {prompts})")
-    group.add_argument("--dataset-name", choices=("random", "sharegpt", "trace"), default="random", help="random token ids, a ShareGPT "
+    group.add_argument(
+        "--num-prompts", metavar="N", type=int, default=prompts, help=f"requests (default: {prompts})"
+    )
+    group.add_argument("--dataset-name", choices=("random", "sharegpt", "trace"), default="random",
+        help="random token ids, a ShareGPT "
                        "file's first turns, or a trace's arrivals and lengths (see `jengine simulate`) (default: random)")  # fmt: skip
     group.add_argument("--dataset-path", metavar="FILE", type=Path, help="file for sharegpt or trace")
     for name, default in zip(("input", "output"), lengths, strict=True):
-        group.add_argument(f"--{prefix}{name}-len", dest=f"{name}_len", metavar="N", type=int, default=default,
+        group.add_argument(f"--{prefix}{name}-len", dest=f"{name}_len", metavar="N", type=int,
+            default=default,
                            help=f"tokens of a random request's {name} (default: {default})")  # fmt: skip
     group.add_argument(
-        "--random-range-ratio", metavar="NUMBER", type=float, default=0.0, help="relative range of lengths around the mean (default: 0)"
+        "--random-range-ratio",
+        metavar="NUMBER",
+        type=float,
+        default=0.0,
+        help="relative range of lengths around the mean (default: 0)",
     )
-    group.add_argument("--random-prefix-len", metavar="N", type=int, default=0, help="additional tokens of a common prefix (default: 0)")
-    group.add_argument("--sharegpt-output-len", metavar="N", type=int, help="tokens of each answer (default: as in the file)")
+    group.add_argument(
+        "--random-prefix-len",
+        metavar="N",
+        type=int,
+        default=0,
+        help="additional tokens of a common prefix (default: 0)",
+    )
+    group.add_argument(
+        "--sharegpt-output-len", metavar="N", type=int, help="tokens of each answer (default: as in the file)"
+    )
     group.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
 
 
 def _requests(options: argparse.Namespace, tokens: Any) -> list[BenchRequest]:
     """The requests. tokens: how many a text has."""
-    from jengine.capacity.bench.workload import random_requests, sharegpt_requests, sharegpt_turns, trace_requests
+    from jengine.capacity.bench.workload import (
+        random_requests,
+        sharegpt_requests,
+        sharegpt_turns,
+        trace_requests,
+    )
 
     count, seed, name, path = options.num_prompts, options.seed, options.dataset_name, options.dataset_path
     if count < 1:
         raise InvalidArgument("num_prompts", count, "must be at least 1")
     if (path is None) != (name == "random"):
-        raise InvalidArgument("dataset_path", path, f"{'cannot be used with' if path else 'must be given with'} dataset_name={name}")
+        raise InvalidArgument(
+            "dataset_path",
+            path,
+            f"{'cannot be used with' if path else 'must be given with'} dataset_name={name}",
+        )
     if name == "random":
         lengths = {"input_len": options.input_len, "output_len": options.output_len}
         how = {"range_ratio": options.random_range_ratio, "prefix_len": options.random_prefix_len}
@@ -77,15 +108,24 @@ def _requests(options: argparse.Namespace, tokens: Any) -> list[BenchRequest]:
 
 def _add_offline(kinds: Any, name: str, help: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = kinds.add_parser(name, help=help, description=help)
-    parser.add_argument("--model", metavar="MODEL", default="demo", help="`demo`, a folder in Hugging Face's layout, or a hub id")
-    parser.add_argument("--n", metavar="N", type=int, default=1, help="completions of each prompt (default: 1)")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        default="demo",
+        help="`demo`, a folder in Hugging Face's layout, or a hub id",
+    )
+    parser.add_argument(
+        "--n", metavar="N", type=int, default=1, help="completions of each prompt (default: 1)"
+    )
     parser.add_argument("--output-json", metavar="FILE", type=Path, help="save the result")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
     return parser
 
 
 def _add_throughput(kinds: Any) -> None:
-    parser = _add_offline(kinds, "throughput", "tokens a second of a model in this process, with all requests at the same time")
+    parser = _add_offline(
+        kinds, "throughput", "tokens a second of a model in this process, with all requests at the same time"
+    )
     _add_dataset(parser, prompts=1000, prefix="", lengths=(1024, 128))
     add_engine(parser)
     parser.set_defaults(run=_throughput)
@@ -100,15 +140,26 @@ def _throughput(options: argparse.Namespace) -> None:
     show = not options.disable_tqdm
     with LLM(options.model, progress=show, **fields) as llm:
         llm.wait_until_compiled()
-        result = throughput(llm, _requests(options, lambda text: len(llm.tokenizer.encode(text))), n=options.n, progress=show)
-    rates = f"{result['tokens_per_second']:.2f} total tokens/s, {result['output_tokens_per_second']:.2f} output tokens/s"
+        result = throughput(
+            llm, _requests(options, lambda text: len(llm.tokenizer.encode(text))), n=options.n, progress=show
+        )
+    rates = (
+        f"{result['tokens_per_second']:.2f} total tokens/s, {result['output_tokens_per_second']:.2f} output"
+        " tokens/s"
+    )
     write(f"Throughput: {result['requests_per_second']:.2f} requests/s, {rates}\n")
     _save(options.output_json, result)
 
 
 def _add_latency(kinds: Any) -> None:
     parser = _add_offline(kinds, "latency", "seconds of a batch of requests in this process")
-    for name, default in (("input-len", 32), ("output-len", 128), ("batch-size", 8), ("num-iters-warmup", 10), ("num-iters", 30)):
+    for name, default in (
+        ("input-len", 32),
+        ("output-len", 128),
+        ("batch-size", 8),
+        ("num-iters-warmup", 10),
+        ("num-iters", 30),
+    ):
         parser.add_argument(f"--{name}", metavar="N", type=int, default=default, help=f"(default: {default})")
     add_engine(parser)
     parser.set_defaults(run=_latency)
@@ -131,7 +182,12 @@ def _latency(options: argparse.Namespace) -> None:
         rounds = progress_bar(range(options.num_iters), desc="measuring", unit="batch", show=show)
         result = latency(llm, requests, rounds, warm_up=options.num_iters_warmup, n=options.n)
     write(f"Avg latency: {result['avg_latency']:.4f} seconds\n")
-    write("".join(f"{rank}% percentile latency: {seconds:.4f} seconds\n" for rank, seconds in result["percentiles"].items()))
+    write(
+        "".join(
+            f"{rank}% percentile latency: {seconds:.4f} seconds\n"
+            for rank, seconds in result["percentiles"].items()
+        )
+    )
     _save(options.output_json, result)
 
 
@@ -141,24 +197,72 @@ def _latency(options: argparse.Namespace) -> None:
 def _add_serve(kinds: Any) -> None:
     text = "latencies, throughput and goodput of a server: jengine's, or any with OpenAI's API"
     parser: argparse.ArgumentParser = kinds.add_parser("serve", help=text, description=text)
-    parser.add_argument("--backend", choices=BACKENDS, default="openai", help="OpenAI's API, or jengine's gRPC (default: openai)")
-    parser.add_argument("--base-url", metavar="URL", help="http://HOST:PORT (HOST:PORT for gRPC), instead of --host and --port")
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="openai",
+        help="OpenAI's API, or jengine's gRPC (default: openai)",
+    )
+    parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="http://HOST:PORT (HOST:PORT for gRPC), instead of --host and --port",
+    )
     parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="(default: 127.0.0.1)")
     parser.add_argument("--port", metavar="N", type=int, default=8000, help="(default: 8000)")
-    parser.add_argument("--endpoint", metavar="PATH", help="the path (default: /v1/completions; for openai-chat /v1/chat/completions)")
-    parser.add_argument("--model", metavar="NAME", help="the model to request (default: the first that the server lists)")
-    parser.add_argument("--request-rate", metavar="NUMBER", type=float, default=INFINITE, help="requests a second (default: inf)")
-    parser.add_argument("--burstiness", metavar="NUMBER", type=float, default=1.0, help="1: Poisson arrivals; less: bursts (default: 1)")
-    parser.add_argument("--max-concurrency", metavar="N", type=int, help="maximum number of concurrent requests")
-    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
-    parser.add_argument("--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits: ttft:500 tpot:50 e2el:9000")
-    parser.add_argument("--percentile-metrics", metavar="LIST", default="ttft,tpot,itl", help="and e2el (default: ttft,tpot,itl)")
-    parser.add_argument("--metric-percentiles", metavar="LIST", default="99", help="such as 50,95,99 (default: 99)")
-    parser.add_argument("--save-result", action="store_true", help="save the result as JSON in --result-dir, named --result-filename")
+    parser.add_argument(
+        "--endpoint",
+        metavar="PATH",
+        help="the path (default: /v1/completions; for openai-chat /v1/chat/completions)",
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="the model to request (default: the first that the server lists)"
+    )
+    parser.add_argument(
+        "--request-rate",
+        metavar="NUMBER",
+        type=float,
+        default=INFINITE,
+        help="requests a second (default: inf)",
+    )
+    parser.add_argument(
+        "--burstiness",
+        metavar="NUMBER",
+        type=float,
+        default=1.0,
+        help="1: Poisson arrivals; less: bursts (default: 1)",
+    )
+    parser.add_argument(
+        "--max-concurrency", metavar="N", type=int, help="maximum number of concurrent requests"
+    )
+    parser.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
+    )
+    parser.add_argument(
+        "--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits: ttft:500 tpot:50 e2el:9000"
+    )
+    parser.add_argument(
+        "--percentile-metrics",
+        metavar="LIST",
+        default="ttft,tpot,itl",
+        help="and e2el (default: ttft,tpot,itl)",
+    )
+    parser.add_argument(
+        "--metric-percentiles", metavar="LIST", default="99", help="such as 50,95,99 (default: 99)"
+    )
+    parser.add_argument(
+        "--save-result",
+        action="store_true",
+        help="save the result as JSON in --result-dir, named --result-filename",
+    )
     parser.add_argument("--result-dir", metavar="DIR", type=Path, default=Path("."), help="(default: here)")
-    parser.add_argument("--result-filename", metavar="FILE", default="bench_serve.json", help="(default: bench_serve.json)")
+    parser.add_argument(
+        "--result-filename", metavar="FILE", default="bench_serve.json", help="(default: bench_serve.json)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)"
+    )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     _add_dataset(parser, prompts=1000, prefix="random-", lengths=(1024, 128))
     add_connection(parser.add_argument_group("connection (TLS files: for gRPC)"))
@@ -180,7 +284,12 @@ def _serve(options: argparse.Namespace) -> int:
 
     answers, seconds = asyncio.run(_driven(options))
     result = Result(answers, seconds, goodput, percentiles, metrics)
-    facts = {"backend": options.backend, "num_prompts": len(answers), "request_rate": str(options.request_rate), **result.to_dict()}
+    facts = {
+        "backend": options.backend,
+        "num_prompts": len(answers),
+        "request_rate": str(options.request_rate),
+        **result.to_dict(),
+    }
     write(json.dumps(facts) + "\n" if options.json else f"{result}\n")
     _save(saved, facts)
     if options.plot is not None:
@@ -206,9 +315,15 @@ async def _driven(options: argparse.Namespace) -> Any:
         if options.dataset_name != "trace":
             requests = with_arrivals(requests, options.request_rate, options.burstiness, options.seed)
         elif options.request_rate != INFINITE:
-            raise InvalidArgument("request_rate", options.request_rate, "must not be given with a trace, which has its own arrival times")
+            raise InvalidArgument(
+                "request_rate",
+                options.request_rate,
+                "must not be given with a trace, which has its own arrival times",
+            )
         await _reached(endpoint, options)
-        with progress_bar(total=len(requests), desc="requests", unit="request", show=not options.disable_tqdm) as bar:
+        with progress_bar(
+            total=len(requests), desc="requests", unit="request", show=not options.disable_tqdm
+        ) as bar:
             return await drive(endpoint, requests, max_concurrency=options.max_concurrency, done=bar.update)
     finally:
         await endpoint.close()
@@ -231,11 +346,18 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
         for name in ("endpoint", "model"):
             if getattr(options, name) is not None:
                 raise InvalidArgument(name, getattr(options, name), "is for backend=openai and openai-chat")
-        return JengineEndpoint(options.base_url or f"{options.host}:{options.port}", ignore_eos=options.ignore_eos, **given)
+        return JengineEndpoint(
+            options.base_url or f"{options.host}:{options.port}", ignore_eos=options.ignore_eos, **given
+        )
     for name, value in given.items():
         if value and name != "api_key":
-            raise InvalidArgument(name, value, "is for backend=jengine; an https:// URL uses this machine's certificates")
-    url, path = options.base_url or f"http://{options.host}:{options.port}", options.endpoint or ENDPOINTS[options.backend]
+            raise InvalidArgument(
+                name, value, "is for backend=jengine; an https:// URL uses this machine's certificates"
+            )
+    url, path = (
+        options.base_url or f"http://{options.host}:{options.port}",
+        options.endpoint or ENDPOINTS[options.backend],
+    )
     return OpenAIEndpoint(url, path, options.model, api_key=given["api_key"], ignore_eos=options.ignore_eos)
 
 
@@ -248,7 +370,9 @@ def _goodput(pairs: list[str]) -> dict[str, float]:
         except ValueError:
             name = ""
         if name not in ("ttft", "tpot", "e2el") or not out[name] > 0.0:
-            raise InvalidArgument("goodput", pair, "must be such as ttft:500, tpot:50 or e2el:9000, in milliseconds above 0")
+            raise InvalidArgument(
+                "goodput", pair, "must be such as ttft:500, tpot:50 or e2el:9000, in milliseconds above 0"
+            )
     return out
 
 
@@ -268,15 +392,32 @@ def _rank(text: str) -> float:
 def _add_sweep(kinds: Any) -> None:
     text = "run bench serve for each set of server options and each set of benchmark options"
     parser: argparse.ArgumentParser = kinds.add_parser("sweep", help=text, description=text)
-    parser.add_argument("--serve-cmd", metavar="COMMAND", required=True, help='such as "jengine serve demo --http-port 8000"')
-    parser.add_argument("--bench-cmd", metavar="COMMAND", default="jengine bench serve --json --disable-tqdm", help="a command whose last "
+    parser.add_argument(
+        "--serve-cmd", metavar="COMMAND", required=True, help='such as "jengine serve demo --http-port 8000"'
+    )
+    parser.add_argument("--bench-cmd", metavar="COMMAND", default="jengine bench serve --json --disable-tqdm",
+        help="a command whose last "
                         "line of output is a JSON object (default: jengine bench serve --json --disable-tqdm)")  # fmt: skip
-    parser.add_argument("--serve-params", metavar="FILE", type=Path, help='JSON: [{"max_num_seqs": 8}, {"max_num_seqs": 32}]')
-    parser.add_argument("--bench-params", metavar="FILE", type=Path, help='JSON: [{"request_rate": 1}, {"request_rate": 4}]')
-    parser.add_argument("--num-runs", metavar="N", type=int, default=1, help="runs of each combination (default: 1)")
-    parser.add_argument("--ready-url", metavar="URL", default="http://127.0.0.1:8000/health", help="a URL that responds when the server "
+    parser.add_argument(
+        "--serve-params", metavar="FILE", type=Path, help='JSON: [{"max_num_seqs": 8}, {"max_num_seqs": 32}]'
+    )
+    parser.add_argument(
+        "--bench-params", metavar="FILE", type=Path, help='JSON: [{"request_rate": 1}, {"request_rate": 4}]'
+    )
+    parser.add_argument(
+        "--num-runs", metavar="N", type=int, default=1, help="runs of each combination (default: 1)"
+    )
+    parser.add_argument("--ready-url", metavar="URL", default="http://127.0.0.1:8000/health",
+        help="a URL that responds when the server "
                         "is ready (default: http://127.0.0.1:8000/health)")  # fmt: skip
-    parser.add_argument("--output", "-o", metavar="FILE", type=Path, default=Path("sweep.jsonl"), help="(default: sweep.jsonl)")
+    parser.add_argument(
+        "--output",
+        "-o",
+        metavar="FILE",
+        type=Path,
+        default=Path("sweep.jsonl"),
+        help="(default: sweep.jsonl)",
+    )
     parser.set_defaults(run=_sweep)
 
 
@@ -285,10 +426,15 @@ def _sweep(options: argparse.Namespace) -> None:
 
     if options.num_runs < 1:
         raise InvalidArgument("num_runs", options.num_runs, "must be at least 1")
-    sets = read_params("serve_params", options.serve_params), read_params("bench_params", options.bench_params)
+    sets = (
+        read_params("serve_params", options.serve_params),
+        read_params("bench_params", options.bench_params),
+    )
     _check_file("output", options.output)
     with options.output.open("a") as file:
-        for line in sweep(options.serve_cmd, options.bench_cmd, *sets, runs=options.num_runs, ready_url=options.ready_url):
+        for line in sweep(
+            options.serve_cmd, options.bench_cmd, *sets, runs=options.num_runs, ready_url=options.ready_url
+        ):
             file.write(json.dumps(line) + "\n")
             file.flush()
             rate = line.get("output_throughput", 0.0)

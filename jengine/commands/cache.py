@@ -40,9 +40,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     _add_root(parser, default=None)
     parser.set_defaults(run=_show)
     actions = parser.add_subparsers(metavar="ACTION")
-    clear = actions.add_parser("clear", help="delete them", description="Delete compiled programs. The next start compiles them again.")
+    clear = actions.add_parser(
+        "clear",
+        help="delete them",
+        description="Delete compiled programs. The next start compiles them again.",
+    )
     _add_root(clear, default=argparse.SUPPRESS)
-    clear.add_argument("--older-than", metavar="DAYS", type=float, help="only programs that were not used for this number of days")
+    clear.add_argument(
+        "--older-than",
+        metavar="DAYS",
+        type=float,
+        help="only programs that were not used for this number of days",
+    )
     clear.add_argument("--yes", action="store_true", help="do not ask")
     clear.set_defaults(run=_clear)
 
@@ -68,7 +77,9 @@ def _clear(options: argparse.Namespace) -> None:
         raise InvalidArgument("older_than", days, "must be a number of days, at least 0")
     before = time.time() - (days or 0.0) * DAY
     folders = [folder for folder in saved_folders(root) if folder.used <= before]
-    measured = [file for file in (*measured_dtypes(root), *measured_costs(root)) if file.stat().st_mtime <= before]
+    measured = [
+        file for file in (*measured_dtypes(root), *measured_costs(root)) if file.stat().st_mtime <= before
+    ]
     kernels = [folder for folder in kernel_folders(root) if folder.stat().st_mtime <= before]
     if not folders and not measured and not kernels:
         note(f"{root}: nothing to delete")
@@ -106,13 +117,26 @@ def _row(folder: SavedFolder) -> tuple[str, ...]:
     devices = math.prod(identity.get("mesh", {}).values())
     device = f"{devices} x {identity.get('device')}" if devices > 1 else str(identity.get("device"))
     version = str(identity.get("jengine", "?"))
-    return folder.path.name[:8], _model(identity), str(len(manifest.programs)), _size(folder.bytes), device, version, used
+    return (
+        folder.path.name[:8],
+        _model(identity),
+        str(len(manifest.programs)),
+        _size(folder.bytes),
+        device,
+        version,
+        used,
+    )
 
 
 def _model(identity: dict[str, Any]) -> str:
-    """Describes a model by its shape. Programs do not contain its name, and models of the same shape share them."""
+    """Describes a model by its shape. Programs do not contain its name, and models of the same shape share
+    them.
+    """
     model = identity.get("model", {})
-    parts = [f"{model.get('family')} {model.get('num_layers')} x {model.get('hidden_size')}", str(identity.get("dtype"))]
+    parts = [
+        f"{model.get('family')} {model.get('num_layers')} x {model.get('hidden_size')}",
+        str(identity.get("dtype")),
+    ]
     return ", ".join([*parts, identity["quantization"]] if identity.get("quantization") else parts)
 
 

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams
 from jengine.commands.connection import CONNECTION, add_connection, connect
-from jengine.commands.flags import ENGINE_SKIPS, add_sampling_and_engine, engine_fields, flag_values, sampling_fields
+from jengine.commands.flags import (
+    ENGINE_SKIPS,
+    add_sampling_and_engine,
+    engine_fields,
+    flag_values,
+    sampling_fields,
+)
 from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
@@ -40,12 +46,20 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "chat",
         help="a conversation in the terminal",
-        description="A conversation in the terminal, with the model's chat template. A model without one, such as `demo`, continues the\n"
-        "text: all messages form one document. Without a terminal, each line of stdin is a message.",
+        description=(
+            "A conversation in the terminal, with the model's chat template. A model without one, such as"
+            " `demo`, continues the\ntext: all messages form one document. Without a terminal, each line of"
+            " stdin is a message."
+        ),
         epilog="while it runs:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id",
+    )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
     server = parser.add_argument_group("a server, instead of MODEL")
@@ -103,7 +117,8 @@ class Model(Protocol):
     Attributes:
         max_model_len: maximum tokens of a conversation and its answer.
         continues: whether the model has no chat template and continues all previous text.
-        waits: whether an answer may take long to arrive, and waiting for it may be interrupted by an exception.
+        waits: whether an answer may take long to arrive, and waiting for it may be interrupted by an
+            exception.
     """
 
     max_model_len: int
@@ -118,8 +133,13 @@ class Model(Protocol):
 
 
 def transcript(messages: Messages) -> str:
-    """All messages as one text. An answer continues directly after the user's text; other messages end with a newline."""
-    return "".join(m["content"] + ("\n" if m["role"] != "user" and not m["content"].endswith("\n") else "") for m in messages)
+    """All messages as one text. An answer continues directly after the user's text; other messages end with a
+    newline.
+    """
+    return "".join(
+        m["content"] + ("\n" if m["role"] != "user" and not m["content"].endswith("\n") else "")
+        for m in messages
+    )
 
 
 class LocalModel:
@@ -155,7 +175,8 @@ class ServedModel:
         self.client = client
         info = self.client.model()
         self.max_model_len, self.continues = info.max_model_len, not info.has_chat_template
-        self._text, self._around = 0, 0.0  # tokens: of the messages, last counted; that the template adds to each message, last learned
+        # tokens: of the messages, last counted; that the template adds to each message, last learned
+        self._text, self._around = 0, 0.0
 
     def tokens(self, messages: Messages) -> int:
         self._text = len(self.client.tokenize(transcript(messages)))
@@ -163,7 +184,11 @@ class ServedModel:
 
     def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
         client = self.client
-        news = client.stream(transcript(messages), params) if self.continues else client.chat_stream(messages, params)
+        news = (
+            client.stream(transcript(messages), params)
+            if self.continues
+            else client.chat_stream(messages, params)
+        )
         with contextlib.closing(news):
             for output in news:
                 yield from output.outputs
@@ -175,7 +200,9 @@ class ServedModel:
 
 
 class Keyboard:
-    """Messages from stdin. On a terminal, Ctrl-C clears the line. Outside of `read`, it sets `interrupted`, or `raises`."""
+    """Messages from stdin. On a terminal, Ctrl-C clears the line. Outside of `read`, it sets `interrupted`,
+    or `raises`.
+    """
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty()
@@ -240,11 +267,16 @@ class Chat:
         elif command in ("/exit", "/quit"):
             return False
         else:
-            note(f"Unknown command {command}. /help lists the commands; a space before the / makes it a message.")
+            note(
+                f"Unknown command {command}. /help lists the commands; a space before the / makes it a"
+                " message."
+            )
         return True
 
     def send(self, text: str) -> None:
-        """Sends a message and prints the answer as it arrives. If it fails, prints the error and forgets the message."""
+        """Sends a message and prints the answer as it arrives. If it fails, prints the error and forgets the
+        message.
+        """
         self.messages.append({"role": "user", "content": text})
         answer, reason = "", None
         self.keyboard.interrupted = False

@@ -16,7 +16,8 @@ from jengine.vllm.engine_settings import ENGINE
 
 # Options that do not affect programs, or that this command sets.
 SKIPS = (
-    "model", "tokenizer", "chat_template", "enable_prefix_caching", "policy", "priority_ageing", "strategy", "ttft_ms", "tpot_ms",
+    "model", "tokenizer", "chat_template", "enable_prefix_caching", "policy", "priority_ageing", "strategy",
+    "ttft_ms", "tpot_ms",
     "on_late", "batching", "batch_wait_ms", "overlap", "seed", "programs", "cache_max_size",
     "record_trace", "coordinator", "num_processes", "process_id",
 )  # fmt: skip
@@ -27,15 +28,23 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "compile",
         help="compile a model's programs ahead of time, for a GPU that need not be present",
-        description="Compile every program of a model into a folder, using only its config.json. An engine that is started with\n"
-        "--programs DIR on such a device, with the same model, options and versions, loads them and compiles nothing.",
+        description=(
+            "Compile every program of a model into a folder, using only its config.json. An engine that is"
+            " started with\n--programs DIR on such a device, with the same model, options and versions, loads"
+            " them and compiles nothing."
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write, new or empty")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, required=True, help="the folder to write, new or empty"
+    )
     add_target(parser, "h200, h100, a100 or l4 (needs the extra aot; default: the local device)")
     parser.add_argument(
-        "--autotune", metavar="FILE", type=Path, help="autotuning results that this command saved on a GPU of the target's kind"
+        "--autotune",
+        metavar="FILE",
+        type=Path,
+        help="autotuning results that this command saved on a GPU of the target's kind",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress and no closing lines")
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
@@ -47,7 +56,12 @@ def add_target(parser: argparse.ArgumentParser, names: str) -> None:
     """--target and --tp."""
     parser.add_argument("--target", metavar="NAME", type=_lower, help=f"the GPU: {names}")
     parser.add_argument(
-        "--tp", dest="tensor_parallel_size", metavar="N", type=int, default=argparse.SUPPRESS, help="short for --tensor-parallel-size"
+        "--tp",
+        dest="tensor_parallel_size",
+        metavar="N",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="short for --tensor-parallel-size",
     )
 
 
@@ -60,7 +74,8 @@ def config_for(options: argparse.Namespace) -> EngineConfig:
     config = EngineConfig.of(options.model, flag_values(options, EngineConfig, skip=SKIPS))
     if options.target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")  # programs from JAX's own cache cannot be serialized again
+    # programs from JAX's own cache cannot be serialized again
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
     return config
 
 
@@ -68,14 +83,22 @@ def _compile(options: argparse.Namespace) -> None:
     config = config_for(options)
     from jengine.capacity.planning.ahead_of_time import compile_table
 
-    done = compile_table(config, options.out, target=options.target, autotune=options.autotune, progress=not options.quiet)
+    done = compile_table(
+        config, options.out, target=options.target, autotune=options.autotune, progress=not options.quiet
+    )
     if options.quiet:
         return
     spec = done.spec
     size = sum(done.file_bytes.values()) / MIB
     device = f"{spec.mesh.size} x {spec.mesh.devices.flat[0].device_kind}"
-    note(f"{options.out}: {len(done.file_bytes)} programs for {device}, {size:.1f} MiB, compiled in {done.elapsed:.0f} s")
-    note(f"the cache has {spec.num_pages} pages of {spec.page_size} tokens, {spec.cache_bytes / GIB:.2f} GiB on each device")
+    note(
+        f"{options.out}: {len(done.file_bytes)} programs for {device}, {size:.1f} MiB, compiled in"
+        f" {done.elapsed:.0f} s"
+    )
+    note(
+        f"the cache has {spec.num_pages} pages of {spec.page_size} tokens, {spec.cache_bytes / GIB:.2f} GiB"
+        " on each device"
+    )
     if done.autotune is not None:
         note(f"autotuning results: {done.autotune}")
     note("start with " + shlex.join(["jengine", "generate", options.model, "PROMPT", *_flags(options)]))
@@ -83,5 +106,8 @@ def _compile(options: argparse.Namespace) -> None:
 
 def _flags(options: argparse.Namespace) -> list[str]:
     """Flags for an engine that uses these programs."""
-    given: dict[str, Any] = {"programs": options.out, **flag_values(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir"))}
+    given: dict[str, Any] = {
+        "programs": options.out,
+        **flag_values(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir")),
+    }
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]

@@ -14,7 +14,9 @@ fish:  jengine completions fish > ~/.config/fish/completions/jengine.fish
 FILES, FOLDERS = ("FILE", "MODEL"), ("DIR",)  # metavars
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser) -> None:
+def add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser
+) -> None:
     parser = commands.add_parser(
         "completions",
         help="print a shell completion script",
@@ -26,7 +28,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: ar
     parser.set_defaults(run=lambda options: _print(whole, commands, options.shell))
 
 
-def _print(whole: argparse.ArgumentParser, commands: argparse._SubParsersAction[argparse.ArgumentParser], shell: str) -> None:
+def _print(
+    whole: argparse.ArgumentParser, commands: argparse._SubParsersAction[argparse.ArgumentParser], shell: str
+) -> None:
     import shtab
 
     for command in commands.choices.values():

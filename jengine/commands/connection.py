@@ -23,7 +23,9 @@ CONNECTION = ("tls", *FILES)
 
 
 def add_connection(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tls", action="store_true", help="use TLS, with the certificate authorities of this machine")
+    group.add_argument(
+        "--tls", action="store_true", help="use TLS, with the certificate authorities of this machine"
+    )
     for name, text in FILES.items():
         group.add_argument("--" + name.replace("_", "-"), metavar="FILE", type=Path, help=text)
 
@@ -38,11 +40,16 @@ def client_options(options: argparse.Namespace) -> dict[str, Any]:
         key = None if options.api_key_file is None else options.api_key_file.read_text().strip()
     except (OSError, UnicodeDecodeError) as wrong:
         raise InvalidArgument("api_key_file", str(options.api_key_file), f"cannot be read: {wrong}") from None
-    return {"api_key": key, **{name: getattr(options, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")}}
+    return {
+        "api_key": key,
+        **{name: getattr(options, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")},
+    }
 
 
 def connect(address: str, options: argparse.Namespace) -> Client:
-    """Creates a client for the server at host:port. On a terminal, waits for a server that starts, and shows what it does."""
+    """Creates a client for the server at host:port. On a terminal, waits for a server that starts, and shows
+    what it does.
+    """
     from jengine.client import Client
 
     client = Client(address, **client_options(options))

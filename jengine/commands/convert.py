@@ -16,9 +16,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "convert",
         help="write a model as a checkpoint that is restored directly onto the devices",
-        description="Write a model as an Orbax checkpoint, with its parameters in the layout that programs use, and its tokenizer's\n"
-        "files. DIR can then be used as a model: `jengine generate DIR`, `jengine chat DIR`. Needs no accelerator, and host\n"
-        "memory for a batch of parameters: 64 MiB, and the largest parameter; with --quantization, for all of them.",
+        description=(
+            "Write a model as an Orbax checkpoint, with its parameters in the layout that programs use, and"
+            " its tokenizer's\nfiles. DIR can then be used as a model: `jengine generate DIR`, `jengine chat"
+            " DIR`. Needs no accelerator, and host\nmemory for a batch of parameters: 64 MiB, and the largest"
+            " parameter; with --quantization, for all of them."
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
@@ -33,7 +36,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--quantization",
         choices=get_args(Quantization),
-        help="quantize weights now instead of at each start; none: convert a GGUF file's four-bit weights to --dtype (default: keep them)",
+        help=(
+            "quantize weights now instead of at each start; none: convert a GGUF file's four-bit weights to"
+            " --dtype (default: keep them)"
+        ),
     )
     parser.add_argument(
         "--quantization-group-size",

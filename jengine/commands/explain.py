@@ -19,11 +19,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "explain",
         help="find an engine's bottlenecks and the options to change",
-        description="Find the bottlenecks of a server's engine, or of a saved trace: the evidence, the option to change,\n"
-        "and the predicted effect. Needs the same permission as `jengine trace`.",
+        description=(
+            "Find the bottlenecks of a server's engine, or of a saved trace: the evidence, the option to"
+            " change,\nand the predicted effect. Needs the same permission as `jengine trace`."
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="HOST:PORT|FILE", help="a server, or a file written by `jengine trace` or Trace.save")
+    parser.add_argument(
+        "source",
+        metavar="HOST:PORT|FILE",
+        help="a server, or a file written by `jengine trace` or Trace.save",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_seconds(parser, SECONDS)
     add_connection(parser.add_argument_group("connection to a server"))

@@ -1,4 +1,6 @@
-"""Command-line flags from dataclasses: one for each field of SamplingParams and EngineConfig, with help from docstrings."""
+"""Command-line flags from dataclasses: one for each field of SamplingParams and EngineConfig, with help from
+docstrings.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ ENGINE_SKIPS = ("model", "seed")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id")
+    parser.add_argument(
+        "model", metavar="MODEL", help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id"
+    )
 
 
 def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
@@ -45,7 +49,9 @@ def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ..
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Adds flags for all fields of EngineConfig, and --config."""
-    engine = parser.add_argument_group("engine", "May also be set by JENGINE_* variables or in a TOML file, as for `jengine serve`.")
+    engine = parser.add_argument_group(
+        "engine", "May also be set by JENGINE_* variables or in a TOML file, as for `jengine serve`."
+    )
     engine.add_argument("--config", metavar="FILE", help="a TOML file of options (also JENGINE_CONFIG)")
     add_fields(engine, EngineConfig, skip=ENGINE_SKIPS)
     add_vllm_flags(parser, ENGINE, note)
@@ -69,14 +75,25 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
     flags = flag_values(options, EngineConfig, skip=ENGINE_SKIPS)
     config = {} if options.config is None else {"config": options.config}
     given = sourced_options({**flags, **config})
-    fields = {name: value for name, (value, _) in given.items() if name in EngineConfig.__dataclass_fields__ and name not in ENGINE_SKIPS}
+    fields = {
+        name: value
+        for name, (value, _) in given.items()
+        if name in EngineConfig.__dataclass_fields__ and name not in ENGINE_SKIPS
+    }
     with naming_source(given):
         EngineConfig.of(options.model, fields)
     return fields
 
 
-def add_fields(group: argparse._ArgumentGroup, of: type, skip: tuple[str, ...] = (), defaults: dict[str, Any] | None = None) -> None:
-    """Adds a --kebab-case flag for each field of a dataclass, with help from the Args section of its docstring."""
+def add_fields(
+    group: argparse._ArgumentGroup,
+    of: type,
+    skip: tuple[str, ...] = (),
+    defaults: dict[str, Any] | None = None,
+) -> None:
+    """Adds a --kebab-case flag for each field of a dataclass, with help from the Args section of its
+    docstring.
+    """
     hints, helps = get_type_hints(of), _field_helps(of)
     for field in dataclasses.fields(of):
         if field.name in skip:
@@ -91,7 +108,10 @@ def add_fields(group: argparse._ArgumentGroup, of: type, skip: tuple[str, ...] =
         if flag.get("action") == "append":
             text += " (repeatable)"
         if default not in (None, ()):
-            text += f" (default: {({True: 'on', False: 'off'}[default]) if isinstance(default, bool) else default})"
+            text += (
+                " (default:"
+                f" {({True: 'on', False: 'off'}[default]) if isinstance(default, bool) else default})"
+            )
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             *([SHORT[field.name]] if field.name in SHORT else []),
@@ -109,8 +129,14 @@ def flag_values(options: argparse.Namespace, of: type, skip: tuple[str, ...] = (
 
 
 def _flag(hint: Any) -> dict[str, Any]:
-    """argparse options for a value of this type. For a union, the most general type: a list, then text, then numbers."""
-    kinds = [kind for kind in (get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)) if kind is not type(None)]
+    """argparse options for a value of this type. For a union, the most general type: a list, then text, then
+    numbers.
+    """
+    kinds = [
+        kind
+        for kind in (get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,))
+        if kind is not type(None)
+    ]
     listed = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)]
     if listed:
         return {"action": "append", "type": _READ.get(listed[0], listed[0]), "metavar": METAVARS[listed[0]]}
@@ -142,13 +168,17 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _plain(text: str, of: type) -> str:
-    """A field's help text for the command line: without clauses about None, and with numbers in place of constants."""
+    """A field's help text for the command line: without clauses about None, and with numbers in place of
+    constants.
+    """
     constants = vars(sys.modules[of.__module__])
     return re.sub(r"\bMAX_\w+", lambda name: f"{constants[name[0]]:,}", LIBRARY_ONLY.sub("", text))
 
 
 def _field_helps(of: type) -> dict[str, str]:
-    """The Args section of a docstring as {name: text}, without line breaks. Empty under -OO, which drops docstrings."""
+    """The Args section of a docstring as {name: text}, without line breaks. Empty under -OO, which drops
+    docstrings.
+    """
     text = inspect.cleandoc(of.__doc__ or "")  # Python 3.13 removes indentation from docstrings
     section = re.search(r"\nArgs:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", section[1] if section else "", re.MULTILINE)

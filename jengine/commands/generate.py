@@ -1,4 +1,6 @@
-"""`jengine generate`: completes a prompt, streamed to the terminal, or with --input a file of prompts (see batch.py)."""
+"""`jengine generate`: completes a prompt, streamed to the terminal, or with --input a file of prompts (see
+batch.py).
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,33 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--quiet", action="store_true", help="no statistics and no progress bars")
     files = parser.add_argument_group("a file of prompts")
     files.add_argument(
-        "--input", type=Path, metavar="FILE", help="requests: JSON lines, an OpenAI batch file, Parquet or CSV; - reads stdin"
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="requests: JSON lines, an OpenAI batch file, Parquet or CSV; - reads stdin",
     )
     files.add_argument(
-        "--output", type=Path, metavar="FILE", help="answers, appended as they finish; lines with an answer are skipped (default: stdout)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="answers, appended as they finish; lines with an answer are skipped (default: stdout)",
     )
-    files.add_argument("--input-format", choices=batch.FORMATS, help="see below; auto uses the file's name and first line (default: auto)")
-    files.add_argument("--prompt-column", metavar="NAME", help="the column of prompts in a Parquet or CSV file")
-    files.add_argument("--served-model-name", metavar="NAME", help="model name in the bodies of an OpenAI batch file (default: MODEL)")
-    files.add_argument("--retry-errors", action="store_true", help="answer lines again that failed in earlier runs")
+    files.add_argument(
+        "--input-format",
+        choices=batch.FORMATS,
+        help="see below; auto uses the file's name and first line (default: auto)",
+    )
+    files.add_argument(
+        "--prompt-column", metavar="NAME", help="the column of prompts in a Parquet or CSV file"
+    )
+    files.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="model name in the bodies of an OpenAI batch file (default: MODEL)",
+    )
+    files.add_argument(
+        "--retry-errors", action="store_true", help="answer lines again that failed in earlier runs"
+    )
     add_sampling_and_engine(parser)
     parser.set_defaults(run=_generate)
 
@@ -127,7 +147,8 @@ def _process_start() -> float:
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of the line: start time in ticks after boot
+        # field 22 of the line: start time in ticks after boot
+        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return _LOADED
     return time.monotonic() - age

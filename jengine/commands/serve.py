@@ -24,13 +24,18 @@ Ctrl-C exits immediately.
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from jengine.serving.config import SERVE_DEFAULTS, ServerConfig  # plain data; the server itself is imported later
+    from jengine.serving.config import (  # plain data; the server itself is imported later
+        SERVE_DEFAULTS,
+        ServerConfig,
+    )
 
     parser = commands.add_parser(
         "serve",
         help="serve a model over OpenAI's API and gRPC",
-        description="Serve a model: OpenAI's API with --http-port, and gRPC. Prints one line to stdout when it is ready; progress and\n"
-        "the log go to stderr.",
+        description=(
+            "Serve a model: OpenAI's API with --http-port, and gRPC. Prints one line to stdout when it is"
+            " ready; progress and\nthe log go to stderr."
+        ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,7 +60,10 @@ def _serve(options: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(options).items() if name != "run"}
     server, engine = resolve_config(given)
     if given.get("port") and server.http_port is None:
-        note(f"--port {server.port} serves gRPC; OpenAI's API over HTTP is served with --http-port {server.port} instead")
+        note(
+            f"--port {server.port} serves gRPC; OpenAI's API over HTTP is served with --http-port"
+            f" {server.port} instead"
+        )
 
     if engine.process_id:
         from jengine import follow
@@ -79,7 +87,8 @@ def _serve(options: argparse.Namespace) -> None:
         from jengine.serving import app
 
         app.run(server, engine.model, make)
-    except JengineError as error:  # caused by the environment rather than the options: the port is in use, the model cannot be read
+    except JengineError as error:
+        # caused by the environment rather than the options: the port is in use, the model cannot be read
         print(f"jengine: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:

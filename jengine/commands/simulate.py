@@ -35,17 +35,25 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "simulate",
         help="latencies, goodput and engines needed for a trace of requests, without running it",
-        description="Run the scheduler over a trace on a virtual clock, with the costs of steps that engines with these options have\n"
-        "measured on this machine, and print latencies, goodput, utilisation, and how many engines the targets need.",
+        description=(
+            "Run the scheduler over a trace on a virtual clock, with the costs of steps that engines with"
+            " these options have\nmeasured on this machine, and print latencies, goodput, utilisation, and"
+            " how many engines the targets need."
+        ),
         epilog=TRACES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     add_trace(parser)
     parser.add_argument(
-        "--replicas", metavar="N", default="1", help="engines that take turns; auto: the fewest that meet the targets (default: 1)"
+        "--replicas",
+        metavar="N",
+        default="1",
+        help="engines that take turns; auto: the fewest that meet the targets (default: 1)",
     )
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_engine(parser)
@@ -55,17 +63,40 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Adds options for the trace, its requests, their targets, and step costs."""
     parser.add_argument("trace", metavar="TRACE", type=Path, help="a file of requests, see below")
-    parser.add_argument("--rate-scale", metavar="NUMBER", type=float, default=1.0, help="factor on the arrival rate (default: 1)")
+    parser.add_argument(
+        "--rate-scale",
+        metavar="NUMBER",
+        type=float,
+        default=1.0,
+        help="factor on the arrival rate (default: 1)",
+    )
     parser.add_argument("--requests", metavar="N", type=int, help="use only the first N requests")
-    parser.add_argument("--sampler", choices=SAMPLERS, default="greedy", help="the sampler that all requests need (default: greedy)")
-    parser.add_argument("--costs", metavar="FILE", type=Path, help="step costs: a file from the folder `costs` of any machine's cache")
+    parser.add_argument(
+        "--sampler",
+        choices=SAMPLERS,
+        default="greedy",
+        help="the sampler that all requests need (default: greedy)",
+    )
+    parser.add_argument(
+        "--costs",
+        metavar="FILE",
+        type=Path,
+        help="step costs: a file from the folder `costs` of any machine's cache",
+    )
     text = "milliseconds to the first token, for goodput (default: ttft_ms)"
     parser.add_argument("--target-ttft-ms", metavar="NUMBER", type=float, help=text)
     parser.add_argument(
-        "--target-tpot-ms", metavar="NUMBER", type=float, help="mean milliseconds for each further output token (default: tpot_ms)"
+        "--target-tpot-ms",
+        metavar="NUMBER",
+        type=float,
+        help="mean milliseconds for each further output token (default: tpot_ms)",
     )
     parser.add_argument(
-        "--target-share", metavar="NUMBER", type=float, default=0.95, help="share of requests that should meet them (default: 0.95)"
+        "--target-share",
+        metavar="NUMBER",
+        type=float,
+        default=0.95,
+        help="share of requests that should meet them (default: 0.95)",
     )
 
 
@@ -102,8 +133,11 @@ def _simulate(options: argparse.Namespace) -> int:
     config = EngineConfig.of(options.model, engine_fields(options))
     targets, trace = targets_from_flags(options, config), trace_from_flags(options)
     if options.replicas == "auto" and not targets.given(trace):
-        raise InvalidArgument("replicas", "auto", "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
+        raise InvalidArgument(
+            "replicas", "auto", "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's"
+        )
+    # the GPU's memory may belong to an engine
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jengine.capacity.simulation.setup import Setup
 
     shape = Setup.of(config, options.costs).shape()
@@ -120,12 +154,20 @@ def _simulate(options: argparse.Namespace) -> int:
             return 1
         count, outcome = found
         if not options.json:
-            write(f"{counted(count, 'engine')} needed for {targets.share:.0%} of the requests within their targets\n\n")
+            write(
+                f"{counted(count, 'engine')} needed for {targets.share:.0%} of the requests within their"
+                " targets\n\n"
+            )
     else:
         outcome = replay(shape, trace, replicas=int(options.replicas), **how)
     summary = summarize(outcome, trace, targets)
     if options.json:
-        write(json.dumps({**dataclasses.asdict(summary), "goodput": summary.goodput, "refused": outcome.refused}) + "\n")
+        write(
+            json.dumps(
+                {**dataclasses.asdict(summary), "goodput": summary.goodput, "refused": outcome.refused}
+            )
+            + "\n"
+        )
     else:
         write(report(summary, trace, targets, outcome) + "\n")
     if options.plot is not None:

@@ -42,7 +42,9 @@ def schema_of(path: Path, kind: str) -> pa.Schema:
     return pa.schema([(name, pa.string()) for name in names])
 
 
-def batches_of(path: Path, kind: str, schema: pa.Schema, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+def batches_of(
+    path: Path, kind: str, schema: pa.Schema, columns: list[str] | None = None
+) -> Iterator[pa.RecordBatch]:
     """Batches of at most ROWS rows."""
     from pyarrow import csv as tables
     from pyarrow import parquet

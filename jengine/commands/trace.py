@@ -27,7 +27,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("server", metavar="HOST:PORT", help="address of a `jengine serve`")
     parser.add_argument(
-        "--output", "-o", metavar="FILE", type=Path, default=Path("trace.json"), help="the output file (default: trace.json)"
+        "--output",
+        "-o",
+        metavar="FILE",
+        type=Path,
+        default=Path("trace.json"),
+        help="the output file (default: trace.json)",
     )
     add_seconds(parser, None)
     add_connection(parser.add_argument_group("connection"))
@@ -37,7 +42,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def add_seconds(parser: argparse.ArgumentParser, default: float | None) -> None:
     shown = "all that the server keeps, 8192 steps" if default is None else f"{default:g}"
     parser.add_argument(
-        "--seconds", metavar="NUMBER", type=float, default=default, help=f"length of the period up to now (default: {shown})"
+        "--seconds",
+        metavar="NUMBER",
+        type=float,
+        default=default,
+        help=f"length of the period up to now (default: {shown})",
     )
 
 
@@ -48,9 +57,18 @@ def check_seconds(seconds: float | None) -> None:
 
 def _trace(options: argparse.Namespace) -> None:
     check_seconds(options.seconds)
-    if not re.search(r":\d+$", options.server) and (options.server.endswith(".json") or Path(options.server).exists()):
-        raise InvalidArgument("server", options.server, "must be HOST:PORT of a running server; `jengine explain` reads saved traces")
+    if not re.search(r":\d+$", options.server) and (
+        options.server.endswith(".json") or Path(options.server).exists()
+    ):
+        raise InvalidArgument(
+            "server",
+            options.server,
+            "must be HOST:PORT of a running server; `jengine explain` reads saved traces",
+        )
     with connect(options.server, options) as client:
         trace = client.trace(options.seconds)
     trace.save(options.output)
-    note(f"{options.output}: {trace!r}. Open it at https://ui.perfetto.dev, or: jengine explain {options.output}")
+    note(
+        f"{options.output}: {trace!r}. Open it at https://ui.perfetto.dev, or: jengine explain"
+        f" {options.output}"
+    )

@@ -1,4 +1,6 @@
-"""`jengine tune`: searches options for a trace of requests by simulation, and writes them as a file for --config."""
+"""`jengine tune`: searches options for a trace of requests by simulation, and writes them as a file for
+--config.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,27 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "tune",
         help="search options for a trace of requests, by simulation",
-        description="Search max_num_seqs, max_num_batched_tokens, tile_size, page_size and the strategy for a trace by simulation, and\n"
-        "write them as a file for --config, with the predicted gain. Costs of programs that were not measured are estimated.",
+        description=(
+            "Search max_num_seqs, max_num_batched_tokens, tile_size, page_size and the strategy for a trace"
+            " by simulation, and\nwrite them as a file for --config, with the predicted gain. Costs of"
+            " programs that were not measured are estimated."
+        ),
         epilog=TRACES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     add_trace(parser)
     parser.set_defaults(requests=REQUESTS)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the options file to write, in TOML (default: stdout)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="the options file to write, in TOML (default: stdout)"
+    )
     parser.add_argument(
         "--objective",
         choices=("goodput", "latency", "throughput"),
-        help="what to improve: the share of requests within targets, a request's mean latency, or output tokens a second "
-        "(default: goodput if there are targets, otherwise latency)",
+        help=(
+            "what to improve: the share of requests within targets, a request's mean latency, or output"
+            " tokens a second (default: goodput if there are targets, otherwise latency)"
+        ),
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_engine(parser)
@@ -55,7 +64,8 @@ def _tune(options: argparse.Namespace) -> int:
     config = EngineConfig.of(options.model, given)
     targets, trace = targets_from_flags(options, config), trace_from_flags(options)
     objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
+    # the GPU's memory may belong to an engine
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jengine.capacity.simulation.setup import Setup
     from jengine.capacity.simulation.tune import Search, values
 
@@ -63,11 +73,20 @@ def _tune(options: argparse.Namespace) -> int:
     tried = values(config, setup.shape(), targets.given(trace))
     with progress_bar(desc="simulating", unit="set of options", show=not options.quiet) as bar:
         search = Search(
-            lambda changes: setup.shape(**changes), tried, trace, targets, objective=objective, params=params(options), tried=bar.update
+            lambda changes: setup.shape(**changes),
+            tried,
+            trace,
+            targets,
+            objective=objective,
+            params=params(options),
+            tried=bar.update,
         )
         tuned = search.run()
     gain = _gain(objective, tuned)
-    head = f"# jengine {__version__} tune {options.model} {options.trace}: {gain}, predicted by simulating {tuned.tried} sets of options.\n"
+    head = (
+        f"# jengine {__version__} tune {options.model} {options.trace}: {gain}, predicted by simulating"
+        f" {tuned.tried} sets of options.\n"
+    )
     text = head + "".join(map(_line, {**given, **tuned.changes}.items()))
     if options.out is None:
         write(text)
@@ -82,7 +101,10 @@ def _tune(options: argparse.Namespace) -> int:
 def _gain(objective: Objective, tuned: Tuned) -> str:
     before, after = tuned.before, tuned.after
     if objective == "throughput":
-        return f"{before.output_tokens_per_second:,.0f} to {after.output_tokens_per_second:,.0f} output tokens a second"
+        return (
+            f"{before.output_tokens_per_second:,.0f} to {after.output_tokens_per_second:,.0f} output tokens a"
+            " second"
+        )
     shares = before.in_target or 0.0, after.in_target or 0.0
     if objective == "goodput" and abs(shares[1] - shares[0]) >= 0.001:
         return f"{shares[0]:.1%} to {shares[1]:.1%} of the requests within targets"

@@ -50,7 +50,10 @@ class BeamSearchSequence:
         return f"BeamSearchSequence({short(self.text or '')}, {self._note()})"
 
     def _note(self) -> str:
-        return f"{counted(len(self.tokens), 'token')}, cum_logprob={self.cum_logprob:.4g}, finish_reason={self.finish_reason!r}"
+        return (
+            f"{counted(len(self.tokens), 'token')}, cum_logprob={self.cum_logprob:.4g},"
+            f" finish_reason={self.finish_reason!r}"
+        )
 
 
 @dataclass(slots=True)

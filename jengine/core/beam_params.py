@@ -9,22 +9,27 @@ from typing import ClassVar
 from jengine.base.checks import check_number, check_whole
 from jengine.base.errors import InvalidArgument
 
-MAX_BEAM_WIDTH = 10  # a step considers twice as many candidates, and samplers return MAX_LOGPROBS log probabilities
+# a step considers twice as many candidates, and samplers return MAX_LOGPROBS log probabilities
+MAX_BEAM_WIDTH = 10
 MAX_LENGTH_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How beams are searched. Each step extends every beam by its 2 x beam_width likeliest tokens and keeps the beam_width
-    best of all. Those that end with an end-of-sequence token are set aside; at the end the best of these and of the beams are returned.
+    """How beams are searched. Each step extends every beam by its 2 x beam_width likeliest tokens and keeps
+    the beam_width best of all. Those that end with an end-of-sequence token are set aside; at the end the
+    best of these and of the beams are returned.
 
     Args:
         beam_width: the number of beams, at most MAX_BEAM_WIDTH.
         max_tokens: the most tokens to generate.
-        ignore_eos: continue after end-of-sequence tokens. The length in a beam's score still leaves out one at the end, as in vLLM.
-        temperature: above 0, each beam has a sampled token among its candidates. Log probabilities are those of the raw logits.
-        length_penalty: a beam's score is its cumulative log probability divided by its length to this power. The length includes the
-            prompt, and no end-of-sequence token. In [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY].
+        ignore_eos: continue after end-of-sequence tokens. The length in a beam's score still leaves out one
+            at the end, as in vLLM.
+        temperature: above 0, each beam has a sampled token among its candidates. Log probabilities are those
+            of the raw logits.
+        length_penalty: a beam's score is its cumulative log probability divided by its length to this power.
+            The length includes the prompt, and no end-of-sequence token. In [-MAX_LENGTH_PENALTY,
+            MAX_LENGTH_PENALTY].
         include_stop_str_in_output: keep an end-of-sequence token's text at the end of the text.
 
     Raises:

@@ -25,93 +25,111 @@ FOUR_BITS = ("int4", "int4_mixed")  # values of the option quantization
 @takes(ENGINE_SETTINGS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """An engine's options. None lets the engine choose for the model and the device. Options of vLLM are taken too, where jengine
-    does the same under another name, or in any case.
+    """An engine's options. None lets the engine choose for the model and the device. Options of vLLM are
+    taken too, where jengine does the same under another name, or in any case.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
         revision: branch, tag or commit of a model on the hub.
         tokenizer: another model to take the tokenizer from; by default the model's own.
-        chat_template: a Jinja template for conversations instead of the model's: a file, or the template itself.
-        generation_config: the source of sampling parameters for requests that set none. auto: the model's generation_config.json; vllm:
-            the defaults of SamplingParams.
-        dtype: number format of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU
-            without bfloat16; on a CPU float32 instead of a narrower one, unless the CPU multiplies that one natively or is measured
-            to be faster with it.
-        quantization: quantizes weights on load. By default they stay as the checkpoint has them. int8: weights in eight bits, with a
-            scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, but embeddings
-            and output heads in int8, emulated on devices older than Hopper and Ada; int4: weights in four bits, with a scale and an
-            offset for each group of inputs, embeddings in int8; int4_mixed: the same, but queries, keys and values, and an MLP's last
-            matrix, which lose most, in int8; none: converts the weights of a quantized checkpoint to dtype; awq, gptq,
-            compressed-tensors, mxfp4, gguf: keeps them, and requires that the checkpoint has this format.
-        quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller groups lose less.
-        calibration_data: for four bits, a file of text: the model reads it at the start, and weights are rounded so that errors cancel
-            on such text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
-        kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
-            dtype.
-        attention_backend: the implementation of decode attention on a GPU. mosaic: jengine's kernel; flashinfer: FlashInfer's, which
-            needs the extra flashinfer and a Hopper GPU, and supports neither quantized caches nor soft caps; auto: jengine's, or
-            FlashInfer's where `python -m pallas_kernels.tune` measured it to be faster. Prompts always use jengine's.
-        embeddings: compile programs for embeddings. By default, only if the model's folder has sentence-transformers' files, which
-            say how the model computes embeddings.
-        max_model_len: the most tokens of a sequence, prompt and output together. By default the model's length.
+        chat_template: a Jinja template for conversations instead of the model's: a file, or the template
+            itself.
+        generation_config: the source of sampling parameters for requests that set none. auto: the model's
+            generation_config.json; vllm: the defaults of SamplingParams.
+        dtype: number format of weights, activations and cache. auto: the checkpoint's where the device
+            supports it, float16 on a GPU without bfloat16; on a CPU float32 instead of a narrower one, unless
+            the CPU multiplies that one natively or is measured to be faster with it.
+        quantization: quantizes weights on load. By default they stay as the checkpoint has them. int8:
+            weights in eight bits, with a scale for each output channel; w8a8: activations too, with a scale
+            for each row; fp8: both as e4m3, but embeddings and output heads in int8, emulated on devices
+            older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group
+            of inputs, embeddings in int8; int4_mixed: the same, but queries, keys and values, and an MLP's
+            last matrix, which lose most, in int8; none: converts the weights of a quantized checkpoint to
+            dtype; awq, gptq, compressed-tensors, mxfp4, gguf: keeps them, and requires that the checkpoint
+            has this format.
+        quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller
+            groups lose less.
+        calibration_data: for four bits, a file of text: the model reads it at the start, and weights are
+            rounded so that errors cancel on such text (GPTQ). Takes longer, and the memory of unquantized
+            weights; on one device only.
+        kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv
+            head; auto: the same as dtype.
+        attention_backend: the implementation of decode attention on a GPU. mosaic: jengine's kernel;
+            flashinfer: FlashInfer's, which needs the extra flashinfer and a Hopper GPU, and supports neither
+            quantized caches nor soft caps; auto: jengine's, or FlashInfer's where `python -m
+            pallas_kernels.tune` measured it to be faster. Prompts always use jengine's.
+        embeddings: compile programs for embeddings. By default, only if the model's folder has
+            sentence-transformers' files, which say how the model computes embeddings.
+        max_model_len: the most tokens of a sequence, prompt and output together. By default the model's
+            length.
         max_num_seqs: the most sequences that run at once. By default 32 on a CPU, 256 on a GPU.
-        max_num_batched_tokens: the most tokens in a step, those of decoding sequences and of prompts together. By default 512 on a CPU,
-            8192 on a GPU.
+        max_num_batched_tokens: the most tokens in a step, those of decoding sequences and of prompts
+            together. By default 512 on a CPU, 8192 on a GPU.
         page_size: tokens in a page of the KV cache. By default 16 on a CPU, 64 on a GPU.
         tile_size: tokens in a tile, the unit in which a step computes prompts.
-        kv_cache_memory: size of the KV cache on each device: bytes, or text such as "512MiB". By default, on a CPU, enough for
-            max_num_seqs sequences of max_model_len tokens, but at most 1 GiB; on a GPU, see gpu_memory_utilization.
+        kv_cache_memory: size of the KV cache on each device: bytes, or text such as "512MiB". By default, on
+            a CPU, enough for max_num_seqs sequences of max_model_len tokens, but at most 1 GiB; on a GPU, see
+            gpu_memory_utilization.
         gpu_memory_utilization: the share of a GPU's memory for weights, programs and KV cache together.
-        num_pages: size of the KV cache in pages instead of bytes, including the null page, which padding uses.
-        enable_prefix_caching: keep the pages of prompts and outputs until their memory is needed. A request whose prompt begins
-            with the same tokens, and has the same cache_salt, uses them instead of computing them again.
-        swap_space: GiB of host memory, for each device, for cached pages that the device evicts, including those of preempted
-            requests. A request fetches them back if that is predicted to be faster than computing them again. 0: off. Needs
-            enable_prefix_caching.
-        batch_invariant: a request's tokens and log probabilities are identical to the last bit, whatever else is in the batch, and
-            whether or not it is preempted or found in the prefix cache. A step computes either all decode rows or a few prompt
-            tiles; max_num_batched_tokens bounds the prompt tokens between two decode steps. Options that cannot guarantee this are
-            rejected.
-        policy: the order of waiting requests. fcfs: first come, first served; priority: lower priority values first, see
-            priority_ageing; fair: equal shares by tokens, so the client that has been served least comes next, and first come, first
-            served among one client's. `jengine serve` has fair by default, and fcfs with strategy latency or auto.
-        priority_ageing: seconds of waiting that count as one level of priority, so that no request starves. With 0, waiting does not
-            count.
-        strategy: the goal of each step. throughput: the most tokens a second; latency: requests meet ttft_ms and tpot_ms; memory: the
-            fewest preemptions, by admitting a request only when there are pages for what it is expected to generate; auto: one of
-            these, by the load. May be changed while the engine runs.
-        ttft_ms: target for the time from a request's arrival to its first token, in milliseconds. A request may set its own.
-        tpot_ms: target for each further token, in milliseconds: the n-th is due n times tpot_ms after the first. A request may set its
-            own.
-        on_late: the treatment of requests that cannot meet their targets, with strategy latency. serve: they run after those that can;
-            reject: they end at once, with finish_reason "abort" and stop_reason "rejected", and accepted requests meet their targets
-            unless the machine becomes slower.
-        batching: when waiting requests may start. continuous: at any time; dynamic: in batches of similar lengths, formed when
-            max_num_seqs requests wait or batch_wait_ms have passed; static: the same, but a batch starts only when the previous one
-            has ended.
-        batch_wait_ms: with dynamic and static batching, the milliseconds that the first request of a batch waits for others.
-        record_trace: a file that gets a line for each finished request, for `jengine simulate`: lengths, times, targets and keyed hashes
-            that show which prompts share a prefix; no text and no tokens.
-        overlap: dispatch each step before the tokens of the previous one are read, so that the device does not wait for the host.
-        num_scheduler_steps: decode steps that run as one program, without the host in between: 1 or 8; auto: 8 while no request waits.
-            Steps with prompts, masks, penalties, log probabilities or beams run singly. A new request may wait for two such bursts.
+        num_pages: size of the KV cache in pages instead of bytes, including the null page, which padding
+            uses.
+        enable_prefix_caching: keep the pages of prompts and outputs until their memory is needed. A request
+            whose prompt begins with the same tokens, and has the same cache_salt, uses them instead of
+            computing them again.
+        swap_space: GiB of host memory, for each device, for cached pages that the device evicts, including
+            those of preempted requests. A request fetches them back if that is predicted to be faster than
+            computing them again. 0: off. Needs enable_prefix_caching.
+        batch_invariant: a request's tokens and log probabilities are identical to the last bit, whatever else
+            is in the batch, and whether or not it is preempted or found in the prefix cache. A step computes
+            either all decode rows or a few prompt tiles; max_num_batched_tokens bounds the prompt tokens
+            between two decode steps. Options that cannot guarantee this are rejected.
+        policy: the order of waiting requests. fcfs: first come, first served; priority: lower priority values
+            first, see priority_ageing; fair: equal shares by tokens, so the client that has been served least
+            comes next, and first come, first served among one client's. `jengine serve` has fair by default,
+            and fcfs with strategy latency or auto.
+        priority_ageing: seconds of waiting that count as one level of priority, so that no request starves.
+            With 0, waiting does not count.
+        strategy: the goal of each step. throughput: the most tokens a second; latency: requests meet ttft_ms
+            and tpot_ms; memory: the fewest preemptions, by admitting a request only when there are pages for
+            what it is expected to generate; auto: one of these, by the load. May be changed while the engine
+            runs.
+        ttft_ms: target for the time from a request's arrival to its first token, in milliseconds. A request
+            may set its own.
+        tpot_ms: target for each further token, in milliseconds: the n-th is due n times tpot_ms after the
+            first. A request may set its own.
+        on_late: the treatment of requests that cannot meet their targets, with strategy latency. serve: they
+            run after those that can; reject: they end at once, with finish_reason "abort" and stop_reason
+            "rejected", and accepted requests meet their targets unless the machine becomes slower.
+        batching: when waiting requests may start. continuous: at any time; dynamic: in batches of similar
+            lengths, formed when max_num_seqs requests wait or batch_wait_ms have passed; static: the same,
+            but a batch starts only when the previous one has ended.
+        batch_wait_ms: with dynamic and static batching, the milliseconds that the first request of a batch
+            waits for others.
+        record_trace: a file that gets a line for each finished request, for `jengine simulate`: lengths,
+            times, targets and keyed hashes that show which prompts share a prefix; no text and no tokens.
+        overlap: dispatch each step before the tokens of the previous one are read, so that the device does
+            not wait for the host.
+        num_scheduler_steps: decode steps that run as one program, without the host in between: 1 or 8; auto:
+            8 while no request waits. Steps with prompts, masks, penalties, log probabilities or beams run
+            singly. A new request may wait for two such bursts.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
-        cache_max_size: the largest size of that folder, such as "20GiB"; above it, the least recently used programs are removed. By
-            default 10GiB. With several processes, the limit applies to each of them.
-        programs: a folder that `jengine compile` wrote for this model, these options and this device. The engine then compiles nothing.
-            A dtype of auto and an unset num_pages take the folder's values.
-        warm_up: when the engine is ready. progressive: when the few programs that can serve any request are ready; the others
-            follow while it runs. all: when every program is ready.
-        compile_threads: programs compiled at once. By default 2 on a CPU, one for each core of the host on a GPU, at most cpu_threads.
-        cpu_threads: threads of a CPU that compute, compile and tokenize at once. By default all cores that the process may use. All
-            engines of a process must use the same number, and the first one must be created before JAX starts.
-        tensor_parallel_size: devices that share the model. If there are fewer kv heads than devices, they are repeated, which takes
-            proportionally more cache.
-        coordinator: host:port where process 0 listens, if several processes share the model, on one machine or on many. Start all
-            with the same options except process_id; only process 0 takes requests.
+        cache_max_size: the largest size of that folder, such as "20GiB"; above it, the least recently used
+            programs are removed. By default 10GiB. With several processes, the limit applies to each of them.
+        programs: a folder that `jengine compile` wrote for this model, these options and this device. The
+            engine then compiles nothing. A dtype of auto and an unset num_pages take the folder's values.
+        warm_up: when the engine is ready. progressive: when the few programs that can serve any request are
+            ready; the others follow while it runs. all: when every program is ready.
+        compile_threads: programs compiled at once. By default 2 on a CPU, one for each core of the host on a
+            GPU, at most cpu_threads.
+        cpu_threads: threads of a CPU that compute, compile and tokenize at once. By default all cores that
+            the process may use. All engines of a process must use the same number, and the first one must be
+            created before JAX starts.
+        tensor_parallel_size: devices that share the model. If there are fewer kv heads than devices, they are
+            repeated, which takes proportionally more cache.
+        coordinator: host:port where process 0 listens, if several processes share the model, on one machine
+            or on many. Start all with the same options except process_id; only process 0 takes requests.
         num_processes: processes that share the model. Together they have tensor_parallel_size devices.
         process_id: index of this process, from 0.
     """
@@ -172,7 +190,10 @@ class EngineConfig:
         """
         for name in ("mesh", "params"):
             if name in options:
-                limit = "is no option of an engine's process: LLM, AsyncLLM and start_engine take it, in their own process"
+                limit = (
+                    "is no option of an engine's process: LLM, AsyncLLM and start_engine take it, in their"
+                    " own process"
+                )
                 raise InvalidArgument(name, type(options[name]).__name__, limit)
         return cls(**{"model": model, **options})
 
@@ -181,12 +202,28 @@ class EngineConfig:
             object.__setattr__(self, name, value_of(name, getattr(self, name)))
         for name in ("tile_size", "stream_interval", "tensor_parallel_size", "num_processes"):
             check_whole(name, getattr(self, name), 1, None)
-        for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads", "cpu_threads"):
+        for name in (
+            "max_model_len",
+            "page_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "compile_threads",
+            "cpu_threads",
+        ):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, None)
         if self.num_pages is not None:
             check_whole("num_pages", self.num_pages, 2, None)
-        for name in ("model", "revision", "tokenizer", "chat_template", "cache_dir", "programs", "record_trace", "calibration_data"):
+        for name in (
+            "model",
+            "revision",
+            "tokenizer",
+            "chat_template",
+            "cache_dir",
+            "programs",
+            "record_trace",
+            "calibration_data",
+        ):
             if not isinstance(getattr(self, name), str | Path | None):
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -196,7 +233,10 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if self.embeddings is not None and not isinstance(self.embeddings, bool):
             raise InvalidArgument("embeddings", self.embeddings, "must be True, False or None")
-        if not isinstance(self.gpu_memory_utilization, int | float) or not 0.0 < self.gpu_memory_utilization <= 1.0:
+        if (
+            not isinstance(self.gpu_memory_utilization, int | float)
+            or not 0.0 < self.gpu_memory_utilization <= 1.0
+        ):
             raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
         if self.dtype not in ("auto", *DTYPES):
             raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")
@@ -213,21 +253,39 @@ class EngineConfig:
             *(("on_late", OnLate), ("batching", Batching)),
         ):
             if getattr(self, name) not in get_args(kinds):
-                raise InvalidArgument(name, getattr(self, name), f"must be one of {', '.join(get_args(kinds))}")
+                raise InvalidArgument(
+                    name, getattr(self, name), f"must be one of {', '.join(get_args(kinds))}"
+                )
         for name in ("swap_space", "priority_ageing", "batch_wait_ms"):
             check_number(name, getattr(self, name), 0.0, math.inf, "a finite number, at least 0")
         check_targets(self.ttft_ms, self.tpot_ms)
         if self.strategy in ("latency", "auto") and self.batching != "continuous":
-            raise InvalidArgument("batching", self.batching, f"must be continuous with strategy={self.strategy}: others delay requests")
+            raise InvalidArgument(
+                "batching",
+                self.batching,
+                f"must be continuous with strategy={self.strategy}: others delay requests",
+            )
         if self.strategy in ("latency", "auto") and self.batch_invariant:
-            raise InvalidArgument("batch_invariant", True, f"not with strategy={self.strategy}: it mixes prompts and rows in a step")
+            raise InvalidArgument(
+                "batch_invariant",
+                True,
+                f"not with strategy={self.strategy}: it mixes prompts and rows in a step",
+            )
         if str(self.num_scheduler_steps).isdecimal():  # text where an option's file or flag gave it
             object.__setattr__(self, "num_scheduler_steps", int(self.num_scheduler_steps))
-        if isinstance(self.num_scheduler_steps, bool) or self.num_scheduler_steps not in (1, BURST_STEPS, "auto"):
-            raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, f"must be 1, {BURST_STEPS} or auto")
+        if isinstance(self.num_scheduler_steps, bool) or self.num_scheduler_steps not in (
+            1,
+            BURST_STEPS,
+            "auto",
+        ):
+            raise InvalidArgument(
+                "num_scheduler_steps", self.num_scheduler_steps, f"must be 1, {BURST_STEPS} or auto"
+            )
         if self.burst_steps > 1 and self.batch_invariant:
             raise InvalidArgument(
-                "num_scheduler_steps", self.num_scheduler_steps, "must be 1 with batch_invariant: a burst is a different program"
+                "num_scheduler_steps",
+                self.num_scheduler_steps,
+                "must be 1 with batch_invariant: a burst is a different program",
             )
         if self.burst_steps > self.tile_size:
             limit = f"at least {BURST_STEPS} with num_scheduler_steps={self.num_scheduler_steps}"
@@ -240,9 +298,13 @@ class EngineConfig:
             parse_bytes(name, getattr(self, name))
         check_whole("process_id", self.process_id, 0, None)
         if self.process_id >= self.num_processes:
-            raise InvalidArgument("process_id", self.process_id, f"must be below num_processes={self.num_processes}")
+            raise InvalidArgument(
+                "process_id", self.process_id, f"must be below num_processes={self.num_processes}"
+            )
         if self.num_processes > 1 and not re.fullmatch(r".+:\d+", str(self.coordinator)):
-            raise InvalidArgument("coordinator", self.coordinator, "must be host:port, where process 0 listens")
+            raise InvalidArgument(
+                "coordinator", self.coordinator, "must be host:port, where process 0 listens"
+            )
 
     @property
     def burst_steps(self) -> int:
@@ -258,7 +320,11 @@ def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int)
     """
     need = max_num_seqs + tile_size
     if max_num_batched_tokens < need:
-        raise InvalidArgument("max_num_batched_tokens", max_num_batched_tokens, f"must be at least max_num_seqs + tile_size = {need}")
+        raise InvalidArgument(
+            "max_num_batched_tokens",
+            max_num_batched_tokens,
+            f"must be at least max_num_seqs + tile_size = {need}",
+        )
 
 
 def parse_bytes(name: str, value: int | str | None) -> int | None:
@@ -284,6 +350,9 @@ def _check_four_bits(quantization: str | None, group_size: int, calibration_data
     """Raises InvalidArgument unless these options of EngineConfig fit together."""
     if group_size not in (32, 64, 128):
         raise InvalidArgument("quantization_group_size", group_size, "must be 32, 64 or 128")
-    for name, value, default in (("quantization_group_size", group_size, 128), ("calibration_data", calibration_data, None)):
+    for name, value, default in (
+        ("quantization_group_size", group_size, 128),
+        ("calibration_data", calibration_data, None),
+    ):
         if value != default and quantization not in FOUR_BITS:
             raise InvalidArgument(name, value, "needs quantization=int4 or int4_mixed")

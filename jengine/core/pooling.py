@@ -18,10 +18,11 @@ class PoolingParams:
     """How the final hidden states of a prompt's tokens become one vector.
 
     Args:
-        pooling: last takes the last token's hidden state; mean averages over all tokens. With mean, a request computes its whole prompt
-            and does not use the prefix cache.
+        pooling: last takes the last token's hidden state; mean averages over all tokens. With mean, a request
+            computes its whole prompt and does not use the prefix cache.
         normalize: scale the vector to length 1, after it was shortened to `dimensions`.
-        dimensions: keep only the first numbers of the vector, for models that were trained for this (Matryoshka); None keeps all.
+        dimensions: keep only the first numbers of the vector, for models that were trained for this
+            (Matryoshka); None keeps all.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -52,7 +53,8 @@ class Embedder:
     Attributes:
         size: numbers in an embedding.
         pooling, normalize: defaults for requests that do not set them.
-        max_tokens: the longest prompt that the model was made for; None: as many tokens as a sequence may have.
+        max_tokens: the longest prompt that the model was made for; None: as many tokens as a sequence may
+            have.
         generates: whether the model can also generate. Some checkpoints have no output head.
     """
 
@@ -62,7 +64,9 @@ class Embedder:
     max_tokens: int | None = None
     generates: bool = True
 
-    def params(self, pooling: Pooling | None, normalize: bool | None, dimensions: int | None) -> PoolingParams:
+    def params(
+        self, pooling: Pooling | None, normalize: bool | None, dimensions: int | None
+    ) -> PoolingParams:
         """The parameters of a request; None uses the model's settings.
 
         Raises:
@@ -81,12 +85,21 @@ class Embedder:
             tokens: number of prompt tokens.
 
         Raises:
-            InvalidArgument: there are more dimensions than in an embedding, or more tokens than the model supports.
+            InvalidArgument: there are more dimensions than in an embedding, or more tokens than the model
+                supports.
         """
         if params.dimensions is not None and params.dimensions > self.size:
-            raise InvalidArgument("dimensions", params.dimensions, f"must be at most {self.size}, the size of this model's embeddings")
+            raise InvalidArgument(
+                "dimensions",
+                params.dimensions,
+                f"must be at most {self.size}, the size of this model's embeddings",
+            )
         if self.max_tokens is not None and tokens > self.max_tokens:
-            raise InvalidArgument("prompt_token_ids", f"{tokens} tokens", f"at most {self.max_tokens}, the model's max_seq_length")
+            raise InvalidArgument(
+                "prompt_token_ids",
+                f"{tokens} tokens",
+                f"at most {self.max_tokens}, the model's max_seq_length",
+            )
 
 
 def require_embedder(embedder: Embedder | None) -> Embedder:
@@ -96,7 +109,10 @@ def require_embedder(embedder: Embedder | None) -> Embedder:
         InvalidArgument: the engine has no programs for embeddings.
     """
     if embedder is None:
-        limit = "must be True when the engine starts, for it to embed; only models with sentence-transformers' files embed by default"
+        limit = (
+            "must be True when the engine starts, for it to embed; only models with sentence-transformers'"
+            " files embed by default"
+        )
         raise InvalidArgument("embeddings", False, limit)
     return embedder
 
@@ -111,7 +127,8 @@ class PooledStates:
     def add(self, start: int, end: int, states: np.ndarray) -> None:
         """Adds the sum over the tokens at [start, end), float32 [hidden_size].
 
-        Starts again if the tokens do not follow the previous ones, since a preempted prompt is computed again.
+        Starts again if the tokens do not follow the previous ones, since a preempted prompt is computed
+        again.
         """
         if self._sum is None or start != self._end:
             self._sum, self._start = states.astype("float64"), start

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 DEVICE_STOPS = 32  # the width of a slot's list on the device of tokens that min_tokens suppresses
-MASKED_STOPS = 16  # with more stop tokens than these, min_tokens needs a mask; the rest of the list is for end-of-sequence tokens
+# with more stop tokens than these, min_tokens needs a mask; the rest of the list is for end-of-sequence
+# tokens
+MASKED_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
 MAX_LOGIT_BIAS = 300
@@ -39,11 +41,13 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 @takes(STRUCTURED_SETTINGS, "field")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """A constraint on the output: exactly one of a JSON schema, a regular expression, a choice of texts and a Lark grammar.
+    """A constraint on the output: exactly one of a JSON schema, a regular expression, a choice of texts and a
+    Lark grammar.
 
     Args:
-        json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model, which is stored as a dict.
-            The output has at most 100 whitespace characters in a row, unless the schema's `x-guidance` sets `whitespace_pattern`.
+        json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model,
+            which is stored as a dict. The output has at most 100 whitespace characters in a row, unless the
+            schema's `x-guidance` sets `whitespace_pattern`.
     """
 
     json: str | dict[str, Any] | type | None = None
@@ -54,19 +58,28 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise InvalidArgument("structured_outputs", given, "exactly one of json, regex, choice and grammar must be given")
+            raise InvalidArgument(
+                "structured_outputs", given, "exactly one of json, regex, choice and grammar must be given"
+            )
         value = getattr(self, given[0])
         if given[0] == "json" and isinstance(value, type) and hasattr(value, "model_json_schema"):
             value = value.model_json_schema()
             object.__setattr__(self, "json", value)
         kinds = {"json": (str, dict), "choice": (list, tuple)}.get(given[0], (str,))
-        if not isinstance(value, kinds) or (given[0] == "choice" and not (value and all(isinstance(x, str) and x for x in value))):
-            wanted = {"json": "a schema: text, a dict or a pydantic model class", "choice": "a list of texts"}.get(given[0], "text")
+        if not isinstance(value, kinds) or (
+            given[0] == "choice" and not (value and all(isinstance(x, str) and x for x in value))
+        ):
+            wanted = {
+                "json": "a schema: text, a dict or a pydantic model class",
+                "choice": "a list of texts",
+            }.get(given[0], "text")
             raise InvalidArgument(f"structured_outputs.{given[0]}", value, f"must be {wanted}")
 
 
 class _Shown:
-    """What a SamplingParams may carry besides sampling parameters: AsyncLLM's output_kind, as in vLLM. No part of comparisons."""
+    """What a SamplingParams may carry besides sampling parameters: AsyncLLM's output_kind, as in vLLM. No
+    part of comparisons.
+    """
 
     __slots__ = ("output_kind",)
     output_kind: str | None
@@ -80,37 +93,40 @@ class SamplingParams(_Shown):
     Lists have a maximum length, which is checked before duplicates are removed.
 
     Args:
-        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently. Must be 1 if temperature is 0, as in vLLM. The
-            prompt is computed once and its cache pages are shared; each completion counts towards max_num_seqs.
+        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently. Must be 1 if
+            temperature is 0, as in vLLM. The prompt is computed once and its cache pages are shared; each
+            completion counts towards max_num_seqs.
         temperature: divides the logits; 0 selects the likeliest token (greedy decoding).
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the likeliest tokens until their total probability reaches this; in (0, 1].
         min_p: drop tokens whose probability is below this times that of the likeliest token; in [0, 1].
-        seed: a 64-bit number. With the same seed, a prompt gets the same random numbers in every batch; other prompts get others.
-            By default, each request gets a random one.
+        seed: a 64-bit number. With the same seed, a prompt gets the same random numbers in every batch; other
+            prompts get others. By default, each request gets a random one.
         max_tokens: the most tokens to generate; None: up to the model's length.
         min_tokens: the fewest tokens to generate. End-of-sequence and stop tokens are not sampled before.
         ignore_eos: continue after the model's end-of-sequence token.
-        stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, with MAX_TEXTS_CHARACTERS
-            characters in total.
+        stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, with
+            MAX_TEXTS_CHARACTERS characters in total.
         stop_token_ids: tokens that end the output; at most MAX_ALLOWED_TOKEN_IDS.
-        repetition_penalty: above 1, tokens that occur in the prompt or the output become less likely; below 1, likelier. Must be
-            above 0.
+        repetition_penalty: above 1, tokens that occur in the prompt or the output become less likely; below
+            1, likelier. Must be above 0.
         presence_penalty: subtracted from the logits of tokens that occur in the output; in [-2, 2].
-        frequency_penalty: subtracted from the logits of tokens in the output, once for each occurrence; in [-2, 2].
+        frequency_penalty: subtracted from the logits of tokens in the output, once for each occurrence; in
+            [-2, 2].
         logit_bias: token ids and the values to add to their logits; at most MAX_LOGIT_BIAS.
         allowed_token_ids: the only tokens that may be sampled; at most MAX_ALLOWED_TOKEN_IDS.
-        bad_words: texts that must not occur in the output: a token that would complete one is not sampled. At most MAX_TEXTS texts,
-            with MAX_TEXTS_CHARACTERS characters in total.
-        structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex, choice and grammar,
-            such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
+        bad_words: texts that must not occur in the output: a token that would complete one is not sampled. At
+            most MAX_TEXTS texts, with MAX_TEXTS_CHARACTERS characters in total.
+        structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex,
+            choice and grammar, such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         skip_special_tokens: omit special tokens from the text.
         detokenize: turn tokens into text. Stop strings need it.
-        logprobs: return, for each output token, its log probability and those of this many likeliest tokens; 0 returns the token's own
-            only. Computed from the raw logits. At most MAX_LOGPROBS; by default none.
-        prompt_logprobs: the same for each token of the prompt except the first. Such a request computes its whole prompt: it does
-            not use the prefix cache.
+        logprobs: return, for each output token, its log probability and those of this many likeliest tokens;
+            0 returns the token's own only. Computed from the raw logits. At most MAX_LOGPROBS; by default
+            none.
+        prompt_logprobs: the same for each token of the prompt except the first. Such a request computes its
+            whole prompt: it does not use the prefix cache.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -141,12 +157,16 @@ class SamplingParams(_Shown):
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(
+            self, "stop", _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        )
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         check_whole("n", self.n, 1, MAX_SAMPLES)
         check_number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
         if self.n > 1 and self.greedy:
-            raise InvalidArgument("n", self.n, "must be 1 if temperature is 0: greedy completions would all be the same")
+            raise InvalidArgument(
+                "n", self.n, "must be 1 if temperature is 0: greedy completions would all be the same"
+            )
         check_whole("top_k", self.top_k, -1, None)
         check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", open_low=True)
         check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
@@ -158,7 +178,14 @@ class SamplingParams(_Shown):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a finite number above 0", open_low=True)
+        check_number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0,
+            math.inf,
+            "a finite number above 0",
+            open_low=True,
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             check_number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
         self._check_lists()
@@ -168,7 +195,9 @@ class SamplingParams(_Shown):
         if isinstance(self.structured_outputs, dict):
             object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
-            raise InvalidArgument("structured_outputs", self.structured_outputs, "must be a StructuredOutputs")
+            raise InvalidArgument(
+                "structured_outputs", self.structured_outputs, "must be a StructuredOutputs"
+            )
         if self.stop and not self.detokenize:
             raise InvalidArgument("detokenize", False, "must be True if stop strings are given")
 
@@ -176,10 +205,13 @@ class SamplingParams(_Shown):
         bias = self.logit_bias
         if bias is not None:
             if not isinstance(bias, dict):
-                raise InvalidArgument("logit_bias", bias, f"must be a dict of at most {MAX_LOGIT_BIAS} token ids")
+                raise InvalidArgument(
+                    "logit_bias", bias, f"must be a dict of at most {MAX_LOGIT_BIAS} token ids"
+                )
             check_entries("logit_bias", len(bias))
             bias = {
-                int(k) if isinstance(k, str) and k.isdecimal() and len(k) < 20 else k: value for k, value in bias.items()
+                int(k) if isinstance(k, str) and k.isdecimal() and len(k) < 20 else k: value
+                for k, value in bias.items()
             }  # JSON keys are text
             object.__setattr__(self, "logit_bias", bias)
             for token, value in bias.items():
@@ -194,7 +226,12 @@ class SamplingParams(_Shown):
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed. Raises as the constructor does."""
-        own, notes = translated(changes, (*type(self).__dataclass_fields__, "output_kind"), SAMPLING_SETTINGS, "sampling parameter")
+        own, notes = translated(
+            changes,
+            (*type(self).__dataclass_fields__, "output_kind"),
+            SAMPLING_SETTINGS,
+            "sampling parameter",
+        )
         warn(notes)
         kind = own.pop("output_kind", getattr(self, "output_kind", None))
         copy = replace(self, **own)
@@ -209,7 +246,12 @@ class SamplingParams(_Shown):
     @property
     def masks(self) -> bool:
         """Whether a token mask must be computed on the host."""
-        return self.allowed_token_ids is not None or bool(self.bad_words) or self.structured_outputs is not None or self.many_stops
+        return (
+            self.allowed_token_ids is not None
+            or bool(self.bad_words)
+            or self.structured_outputs is not None
+            or self.many_stops
+        )
 
     @property
     def many_stops(self) -> bool:
@@ -225,7 +267,11 @@ def _structured(fields: dict[str, Any]) -> StructuredOutputs:
     try:
         return StructuredOutputs(**fields)
     except InvalidArgument as wrong:
-        field = wrong.field if wrong.field.startswith("structured_outputs") else f"structured_outputs.{wrong.field}"
+        field = (
+            wrong.field
+            if wrong.field.startswith("structured_outputs")
+            else f"structured_outputs.{wrong.field}"
+        )
         raise InvalidArgument(field, wrong.value, wrong.limit) from None
 
 
@@ -267,14 +313,17 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
         if not isinstance(text, str) or not text:
             raise InvalidArgument(name, text, "each must be a string of at least one character")
     if (size := sum(map(len, texts))) > MAX_TEXTS_CHARACTERS:
-        raise InvalidArgument(name, f"{size} characters", f"at most {MAX_TEXTS_CHARACTERS} characters together")
+        raise InvalidArgument(
+            name, f"{size} characters", f"at most {MAX_TEXTS_CHARACTERS} characters together"
+        )
     return tuple(dict.fromkeys(texts))
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     """Check a list of token ids, and remove duplicates."""
     ids = _several(name, value)
-    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:  # a Python loop would take ten times as long
+    # a Python loop would take ten times as long
+    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
         for token in ids:
             check_whole(name, token, 0, None)
     return tuple(dict.fromkeys(ids))
@@ -284,7 +333,9 @@ class TokenMask(Protocol):
     """Decides on the host which tokens may come next, one token after the other."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Clear the bits of tokens that must not come next. Token t is bit t % 32 of words[t // 32], uint32."""
+        """Clear the bits of tokens that must not come next. Token t is bit t % 32 of words[t // 32],
+        uint32.
+        """
 
     def accept(self, token: int) -> None:
         """Record the token that was sampled."""
@@ -297,8 +348,8 @@ class Request:
     Attributes:
         cache_salt: requests share cached pages only if they have the same salt, or if neither has one.
         pooling: set if the request asks for an embedding; its sampling parameters are then POOLED.
-        beams: set if the request asks for a beam search; its sampling parameters are then those of beams.sampling_of, with as many
-            log probabilities as are returned.
+        beams: set if the request asks for a beam search; its sampling parameters are then those of
+            beams.sampling_of, with as many log probabilities as are returned.
     """
 
     request_id: str
@@ -349,7 +400,9 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """When a request was queued, started and finished, in seconds of time.monotonic(), and how often it was preempted."""
+    """When a request was queued, started and finished, in seconds of time.monotonic(), and how often it was
+    preempted.
+    """
 
     arrival: float = 0.0
     scheduled: float | None = None  # first; known with the first token
@@ -360,11 +413,14 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request's output so far: `outputs` are its n completions, by index. It is finished when all of them are.
+    """A request's output so far: `outputs` are its n completions, by index. It is finished when all of them
+    are.
 
     Attributes:
-        num_cached_tokens: prompt tokens that the first completion took from the prefix cache; None before the first token.
-        embedding: float32 [dimensions], if the request asked for one and has finished; its completion stays empty.
+        num_cached_tokens: prompt tokens that the first completion took from the prefix cache; None before the
+            first token.
+        embedding: float32 [dimensions], if the request asked for one and has finished; its completion stays
+            empty.
     """
 
     request_id: str
@@ -379,7 +435,10 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         prompt = f"prompt={short(self.prompt)}, {counted(len(self.prompt_token_ids), 'prompt token')}"
-        return f"RequestOutput({self.request_id!r}, {prompt}, finished={self.finished}, outputs={self.outputs!r})"
+        return (
+            f"RequestOutput({self.request_id!r}, {prompt}, finished={self.finished},"
+            f" outputs={self.outputs!r})"
+        )
 
     def _repr_html_(self) -> str:
         prompt = f"[{counted(len(self.prompt_token_ids), 'token')}] " if self.prompt is None else self.prompt

@@ -1,4 +1,6 @@
-"""Options for order, batching and targets of requests: the plain-data part of EngineConfig that scheduling needs."""
+"""Options for order, batching and targets of requests: the plain-data part of EngineConfig that scheduling
+needs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class SchedulingOptions:
 
         Targets cannot be met if requests wait for a batch, or if prompts and rows take turns.
         """
-        return STRATEGIES if self.batching == "continuous" and not self.batch_invariant else ("throughput", "memory")
+        return (
+            STRATEGIES
+            if self.batching == "continuous" and not self.batch_invariant
+            else ("throughput", "memory")
+        )
 
     @classmethod
     def of(cls, config: object) -> SchedulingOptions:

@@ -20,7 +20,8 @@ class ServiceLevel:
     Args:
         priority: with policy="priority", lower runs first.
         ttft_ms, tpot_ms: latency targets of this request, instead of the engine's; see EngineConfig.
-        client: with policy="fair", the client whose share of the engine it uses; at most MAX_CLIENT characters.
+        client: with policy="fair", the client whose share of the engine it uses; at most MAX_CLIENT
+            characters.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -48,7 +49,9 @@ class ServiceLevel:
         for request in requests:
             if request.beams is not None and not (self.ttft_ms is None is self.tpot_ms):
                 name, value = ("tpot_ms", self.tpot_ms) if self.ttft_ms is None else ("ttft_ms", self.ttft_ms)
-                raise InvalidArgument(name, value, "a beam search has no targets: all of its tokens come at the end")
+                raise InvalidArgument(
+                    name, value, "a beam search has no targets: all of its tokens come at the end"
+                )
             request.priority, request.client = self.priority, self.client
             request.ttft_ms, request.tpot_ms = self.ttft_ms, self.tpot_ms
 
@@ -77,7 +80,11 @@ def levels(count: int, options: BatchLevelOptions) -> list[ServiceLevel]:
     Raises:
         InvalidArgument: the number of values is neither one nor `count`.
     """
-    given = {name: values for name, values in options.items() if values is not None or name not in BatchLevelOptions.__annotations__}
+    given = {
+        name: values
+        for name, values in options.items()
+        if values is not None or name not in BatchLevelOptions.__annotations__
+    }
     each = [one_each(name, values, count) for name, values in given.items()]
     if not given:
         return [ServiceLevel()] * count

@@ -19,7 +19,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class ScoredToken(NamedTuple):
-    """A sampler's result at a position: a token, and log probabilities of it and of the most likely tokens."""
+    """A sampler's result at a position: a token, and log probabilities of it and of the most likely
+    tokens.
+    """
 
     token: int
     logprobs: TokenLogprobs
@@ -32,8 +34,8 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         finish_reason, stop_reason: set if it is the last one.
         scheduled: monotonic seconds at which the request first ran; 0 if unknown.
-        cached: prompt tokens that the request did not compute: found in the prefix cache when it first ran, or
-            computed by another sample of the same prompt.
+        cached: prompt tokens that the request did not compute: found in the prefix cache when it first ran,
+            or computed by another sample of the same prompt.
     """
 
     request_id: str
@@ -115,20 +117,23 @@ class Load(NamedTuple):
         cache_groups: names of the groups, such as "full" or "window[512]".
         evictions: cached pages reused for other tokens since the start.
         host_pages, host_used: pages of host memory, and those in use; 0 without swap_space.
-        host_queries, host_hits: prompt tokens that were not on the device and were looked up on the host since
-            the start, and those fetched from there.
-        host_declined: prompt tokens found on the host but computed again, since that was predicted to be faster.
+        host_queries, host_hits: prompt tokens that were not on the device and were looked up on the host
+            since the start, and those fetched from there.
+        host_declined: prompt tokens found on the host but computed again, since that was predicted to be
+            faster.
         host_spilled, host_fetched: pages copied to the host since the start, and back.
         host_evictions: host pages reused for other tokens since the start.
-        resumptions: preempted sequences that resumed, by the place of their pages: on the device, on the host, nowhere.
+        resumptions: preempted sequences that resumed, by the place of their pages: on the device, on the
+            host, nowhere.
         programs_ready, programs: programs that steps can use so far, and all programs of the table.
         strategy: the strategy in use.
         decisions: steps with prompts since the start, by strategy and the reason for their size.
         targets_met, targets_missed: requests with ttft_ms or tpot_ms that finished since the start.
         targets_rejected: requests with targets that were rejected.
-        first_token_seconds: predicted time to the first token of a typical new request; at most a second old. None:
-            it could not be computed.
-        report_faults: figures of reports since the start that could not be computed; each is a bug or a full disk.
+        first_token_seconds: predicted time to the first token of a typical new request; at most a second old.
+            None: it could not be computed.
+        report_faults: figures of reports since the start that could not be computed; each is a bug or a full
+            disk.
     """
 
     running: int

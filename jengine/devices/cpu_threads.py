@@ -22,7 +22,8 @@ def cpu_threads() -> int:
 
 
 def limit_cpu_threads(threads: int | None) -> None:
-    """Limits the threads of XLA and the tokenizer; None leaves them unchanged. Must be called before JAX starts.
+    """Limits the threads of XLA and the tokenizer; None leaves them unchanged. Must be called before JAX
+    starts.
 
     The limit applies to this process and, through its environment, to its child processes.
 
@@ -32,8 +33,13 @@ def limit_cpu_threads(threads: int | None) -> None:
     if threads is None:
         return
     if threads > CORES:
-        raise InvalidArgument("cpu_threads", threads, f"must be at most {CORES}, the cores that this process may use")
+        raise InvalidArgument(
+            "cpu_threads", threads, f"must be at most {CORES}, the cores that this process may use"
+        )
     if xla_bridge.backends_are_initialized() and cpu_threads() != threads:
-        limit = f"must be {cpu_threads()}: JAX has already started this number of threads in this process; use a new process"
+        limit = (
+            f"must be {cpu_threads()}: JAX has already started this number of threads in this process; use a"
+            " new process"
+        )
         raise InvalidArgument("cpu_threads", threads, limit)
     os.environ[XLA_THREADS] = os.environ[TOKENIZER_THREADS] = str(threads)

@@ -18,8 +18,10 @@ class Sizes:
     compile_threads: int
 
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # available to this process
-PROMPT_TOKENS = {"cpu": 64, "gpu": 1024}  # tokens of a batch-invariant table's only prefill program: enough to be compute-bound
+# available to this process
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# tokens of a batch-invariant table's only prefill program: enough to be compute-bound
+PROMPT_TOKENS = {"cpu": 64, "gpu": 1024}
 DEFAULTS = {
     "cpu": Sizes(max_num_seqs=32, max_num_batched_tokens=512, page_size=16, compile_threads=2),
     "gpu": Sizes(max_num_seqs=256, max_num_batched_tokens=8192, page_size=64, compile_threads=CORES),
@@ -36,9 +38,16 @@ def sizes(config: EngineConfig, platform: str) -> Sizes:
     """
     default = asdict(DEFAULTS[platform])
     if config.max_num_seqs is not None:
-        default["max_num_batched_tokens"] = max(default["max_num_batched_tokens"], config.max_num_seqs + config.tile_size)
+        default["max_num_batched_tokens"] = max(
+            default["max_num_batched_tokens"], config.max_num_seqs + config.tile_size
+        )
     if config.cpu_threads is not None:
         default["compile_threads"] = min(default["compile_threads"], config.cpu_threads)
-    chosen = Sizes(**{name: default[name] if getattr(config, name) is None else getattr(config, name) for name in default})
+    chosen = Sizes(
+        **{
+            name: default[name] if getattr(config, name) is None else getattr(config, name)
+            for name in default
+        }
+    )
     check_budget(chosen.max_num_seqs, chosen.max_num_batched_tokens, config.tile_size)
     return chosen

@@ -49,7 +49,8 @@ def known_devices() -> list[str]:
 
 
 def device_spec(target: str) -> DeviceSpec:
-    """The data sheet of a device such as 'h200'. Case, spaces and dashes do not matter, nor does a leading "nvidia".
+    """The data sheet of a device such as 'h200'. Case, spaces and dashes do not matter, nor does a leading
+    "nvidia".
 
     Raises:
         InvalidArgument: the name is unknown.
@@ -61,28 +62,41 @@ def device_spec(target: str) -> DeviceSpec:
         raise InvalidArgument("target", target, f"must be one of {', '.join(known_devices())}{other}")
     sheet: dict[str, Any] = _sheets()[name]
     return DeviceSpec(
-        **({**_described(name), **sheet, "target": name} if name in targets() else {**sheet, "memory": sheet["memory"] * MIB})
+        **(
+            {**_described(name), **sheet, "target": name}
+            if name in targets()
+            else {**sheet, "memory": sheet["memory"] * MIB}
+        )
     )
 
 
-def custom_device(target: str | None, memory: str | None, bandwidth: str | None, compute: str | None) -> DeviceSpec:
+def custom_device(
+    target: str | None, memory: str | None, bandwidth: str | None, compute: str | None
+) -> DeviceSpec:
     """The device of this name with other figures, or one that is described by figures only.
 
     Args:
-        memory: such as 24GiB; bandwidth: such as 1.0TB/s; compute: operations a second in 16 bits, such as 165TFLOPS. The rates of
-            other dtypes follow those of a known device; of an unknown one, eight bits are twice as fast.
+        memory: such as 24GiB; bandwidth: such as 1.0TB/s; compute: operations a second in 16 bits, such as
+            165TFLOPS. The rates of other dtypes follow those of a known device; of an unknown one, eight bits
+            are twice as fast.
 
     Raises:
         InvalidArgument: the name is unknown, a figure is no number with a known unit, or one is missing.
     """
     given = {"memory": memory, "bandwidth": bandwidth, "compute": compute}
     if target is None and (missing := [name for name, figure in given.items() if figure is None]):
-        raise InvalidArgument(missing[0], None, "must be given, as --memory, --bandwidth and --compute describe a device without --target")
+        raise InvalidArgument(
+            missing[0],
+            None,
+            "must be given, as --memory, --bandwidth and --compute describe a device without --target",
+        )
     bytes_, moved = parse_bytes("memory", memory), parse_rate("bandwidth", bandwidth, "B/s")
     operations = parse_rate("compute", compute, "FLOPS")
     if target is None:
         assert bytes_ is not None and moved is not None and operations is not None
-        rates = dict.fromkeys(("float32", "float16", "bfloat16"), operations) | dict.fromkeys(("int8", "float8_e4m3fn"), 2 * operations)
+        rates = dict.fromkeys(("float32", "float16", "bfloat16"), operations) | dict.fromkeys(
+            ("int8", "float8_e4m3fn"), 2 * operations
+        )
         return DeviceSpec("custom GPU", DEFAULT_CAPABILITY, bytes_, moved, rates, 32e9, "PCIe 4 x16", 128)
     known = device_spec(target)
     if given == dict.fromkeys(given):
@@ -111,7 +125,11 @@ def parse_rate(name: str, value: str | None, unit: str) -> float | None:
     units = "|".join(map(re.escape, (unit, *(("FLOP/s", "OPS") if unit == "FLOPS" else ()))))
     match = re.fullmatch(rf"\s*(\d+\.?\d*(?:e\d+)?)\s*([KMGTP]?)(?:{units})?\s*", str(value), re.IGNORECASE)
     if match is None or not float(match[1]) > 0:
-        raise InvalidArgument(name, value, f"must be a number with a unit, such as {'1.0TB/s' if unit == 'B/s' else '165TFLOPS'}")
+        raise InvalidArgument(
+            name,
+            value,
+            f"must be a number with a unit, such as {'1.0TB/s' if unit == 'B/s' else '165TFLOPS'}",
+        )
     return float(match[1]) * UNITS[match[2].upper()]
 
 

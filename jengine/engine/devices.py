@@ -42,7 +42,11 @@ class Devices:
         """
         mesh = make_mesh(config.tensor_parallel_size) if mesh is None else one_axis(mesh)
         if mesh.size != config.tensor_parallel_size:
-            raise InvalidArgument("tensor_parallel_size", config.tensor_parallel_size, f"must be {mesh.size}, the devices of mesh")
+            raise InvalidArgument(
+                "tensor_parallel_size",
+                config.tensor_parallel_size,
+                f"must be {mesh.size}, the devices of mesh",
+            )
         root = process_root(config)
         if mesh.local_devices[0].platform == "cpu" and cpu_refused() is None:
             keep_kernels(root)
@@ -77,4 +81,6 @@ def connect(config: EngineConfig) -> Link:
 def process_root(config: EngineConfig) -> Path:
     """The root folder of the cache. If an engine has several processes, each has its own."""
     root = cache_root(config.cache_dir)
-    return root / f"process-{config.process_id}-of-{config.num_processes}" if config.num_processes > 1 else root
+    return (
+        root / f"process-{config.process_id}-of-{config.num_processes}" if config.num_processes > 1 else root
+    )

@@ -83,7 +83,8 @@ class Engine:
         self._embedder = embedder
         self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
-        self._in_flight: deque[tuple[StepRecord, bool, InFlight]] = deque()  # the flag says whether the step's duration may update costs
+        # the flag says whether the step's duration may update costs
+        self._in_flight: deque[tuple[StepRecord, bool, InFlight]] = deque()
         self._clock = StepClock()
         self._programs = programs
         self._taken = -1  # number of these programs in use
@@ -94,11 +95,14 @@ class Engine:
         self._last_totals = StepTotals()
         self._recorder = recorder
         note_engine(self)
-        self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)  # runs at exit at the latest
+        # runs at exit at the latest
+        self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)
 
     @property
     def compiles_since_start(self) -> int:
-        """XLA compilations in this process since warm-up. Each is a bug, here or in other code of the process."""
+        """XLA compilations in this process since warm-up. Each is a bug, here or in other code of the
+        process.
+        """
         return compile_count() - self._compiles_at_start
 
     @property
@@ -127,7 +131,9 @@ class Engine:
     @property
     def load(self) -> Load:
         """Current load. Thread-safe."""
-        first_token_seconds = self._reports.figure("first_token_seconds", self._outlook.first_token_seconds, None)
+        first_token_seconds = self._reports.figure(
+            "first_token_seconds", self._outlook.first_token_seconds, None
+        )
         return load_of(
             self.scheduler,
             compiles_since_start=self.compiles_since_start,
@@ -138,7 +144,8 @@ class Engine:
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
-        """Queues a request, or all requests of a prompt, which differ only in their sample index and share a seed.
+        """Queues a request, or all requests of a prompt, which differ only in their sample index and share a
+        seed.
 
         If they set no seed, a random one is drawn for all. The caller must have validated them with `limits`.
 
@@ -149,10 +156,17 @@ class Engine:
             self.scheduler.registry.check_id(request.request_id)
         self._outlook.came(len(requests[0].prompt_token_ids))
         first = requests[0]
-        seed = self._seeds.getrandbits(64) if first.params.seed is None else prompt_seed(first.params.seed, first.prompt_token_ids)
+        seed = (
+            self._seeds.getrandbits(64)
+            if first.params.seed is None
+            else prompt_seed(first.params.seed, first.prompt_token_ids)
+        )
         add, eos = self.scheduler.add, self.model.eos_token_ids
         sequence = add(first, seed=seed, eos_token_ids=eos)
-        return [sequence, *[add(request, seed=seed, eos_token_ids=eos, family=sequence.number) for request in requests[1:]]]
+        return [
+            sequence,
+            *[add(request, seed=seed, eos_token_ids=eos, family=sequence.number) for request in requests[1:]],
+        ]
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """Ends a request at the caller's wish (stop string, abort). Returns False if it has already ended."""
@@ -168,7 +182,9 @@ class Engine:
 
     def trace(self, seconds: float | None = None) -> Trace:
         """Records of the last `seconds` seconds, or all that are kept. Thread-safe."""
-        return self._reports.figure("trace", partial(self.records.trace, seconds), None) or Trace.empty(self.records.facts)
+        return self._reports.figure("trace", partial(self.records.trace, seconds), None) or Trace.empty(
+            self.records.facts
+        )
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes of weights, cache and programs on this process's devices. Thread-safe."""
@@ -193,8 +209,9 @@ class Engine:
         return operation.run(self)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until all programs are ready or no more will be. Returns whether all
-        are ready."""
+        """Waits at most `timeout` seconds until all programs are ready or no more will be. Returns whether
+        all are ready.
+        """
         return self._programs is None or self._programs.wait(timeout)
 
     def close(self) -> None:
@@ -279,7 +296,12 @@ class Engine:
             result = self.runner.read(step)
             alone, now = not result.tiles, time.perf_counter()
             device = self._clock.read(
-                step.plan, step.started, now, self.scheduler.predictor.costs, waited=result.waited, counts=counts and alone
+                step.plan,
+                step.started,
+                now,
+                self.scheduler.predictor.costs,
+                waited=result.waited,
+                counts=counts and alone,
             )
             if "score" in result.tiles:
                 updates += self._prompt_scores(step.plan, result.tiles["score"])
@@ -299,18 +321,29 @@ class Engine:
         self.scheduler.predictor.ready = ReadyPrograms(self.scheduler.table, keys)
 
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
-        """Returns the step's token mask (see logits.mask_words), and requests that end because their mask fails
-        or is empty."""
+        """Returns the step's token mask (see logits.mask_words), and requests that end because their mask
+        fails or is empty.
+        """
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
         masked = self._masked(plan)
         failures = self._masks.run([partial(fill_mask, mask[row], sequence) for row, sequence in masked])
-        failed = [(masked[i][1], error) for i, error in sorted(failures.items())]  # each error ends only its own request
-        return mask, [Ended(sequence.request_id, "error", self._fail(sequence, error)) for sequence, error in failed]
+        # each error ends only its own request
+        failed = [(masked[i][1], error) for i, error in sorted(failures.items())]
+        return mask, [
+            Ended(sequence.request_id, "error", self._fail(sequence, error)) for sequence, error in failed
+        ]
 
     def _masked(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
         """Sampler rows that have a mask, with their sequences, if these have not ended."""
-        found = ((row, self.scheduler.registry.by_number.get(sample.seq)) for row, sample in enumerate(plan.samples))
-        return [(row, sequence) for row, sequence in found if sequence is not None and sequence.request.mask is not None]
+        found = (
+            (row, self.scheduler.registry.by_number.get(sample.seq))
+            for row, sample in enumerate(plan.samples)
+        )
+        return [
+            (row, sequence)
+            for row, sequence in found
+            if sequence is not None and sequence.request.mask is not None
+        ]
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
         """Ends one request with an error. Returns its stop_reason."""
@@ -330,14 +363,25 @@ class Engine:
                     self._reports.figure("recording", partial(self._recorder.ended, sequence), None)
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled | BeamsFound]:
-        collected = self.scheduler.collect(step.plan, result.tokens, beam_candidates(step.plan, result, self.scheduler))
+        collected = self.scheduler.collect(
+            step.plan, result.tokens, beam_candidates(step.plan, result, self.scheduler)
+        )
         self._note_ended()
         got = result.logprobs
         if step.plan.steps > 1:
             return burst_updates(collected)
         if got is None:
             return [
-                TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled, s.num_cached)
+                TokenUpdate(
+                    s.request_id,
+                    token,
+                    s.finish_reason,
+                    s.stop_reason,
+                    None,
+                    s.num_preemptions,
+                    s.scheduled,
+                    s.num_cached,
+                )
                 if s.pooled is None
                 else pooled_update(s)
                 for s, token in zip(collected.sequences, collected.tokens, strict=True)
@@ -348,7 +392,9 @@ class Engine:
                 updates.append(pooled_update(s))
                 continue
             if s.searches:
-                updates.append(BeamsFound(s.request_id, s.found, s.num_preemptions, s.scheduled, s.num_cached))
+                updates.append(
+                    BeamsFound(s.request_id, s.found, s.num_preemptions, s.scheduled, s.num_cached)
+                )
                 continue
             count = s.request.params.logprobs
             logprobs = None if count is None else logprobs_of(got, row, count)
@@ -358,7 +404,16 @@ class Engine:
                 except Exception as error:  # ends only this request
                     self._fail(s, error)
             updates.append(
-                TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions, s.scheduled, s.num_cached)
+                TokenUpdate(
+                    s.request_id,
+                    token,
+                    s.finish_reason,
+                    s.stop_reason,
+                    logprobs,
+                    s.num_preemptions,
+                    s.scheduled,
+                    s.num_cached,
+                )
             )
         return updates
 
@@ -366,7 +421,10 @@ class Engine:
         out, table = [], self.scheduler.table
         for i, (number, offset, length) in enumerate(table.place(plan.spans).tiles):
             span = plan.spans[number]
-            targets, sequence = (span.targets or [])[offset : offset + length], self.scheduler.registry.by_number.get(span.seq)
+            targets, sequence = (
+                (span.targets or [])[offset : offset + length],
+                self.scheduler.registry.by_number.get(span.seq),
+            )
             if targets and sequence is not None:
                 count = sequence.request.params.prompt_logprobs
                 assert count is not None
@@ -379,5 +437,12 @@ class Engine:
         for i, (number, offset, length) in enumerate(self.scheduler.table.place(plan.spans).tiles):
             span = plan.spans[number]
             sequence = self.scheduler.registry.by_number.get(span.seq)
-            if span.pool is not None and span.pool < offset + length and sequence is not None and sequence.pooled is not None:
-                sequence.pooled.add(span.start + max(span.pool, offset), span.start + offset + length, pooled[i])
+            if (
+                span.pool is not None
+                and span.pool < offset + length
+                and sequence is not None
+                and sequence.pooled is not None
+            ):
+                sequence.pooled.add(
+                    span.start + max(span.pool, offset), span.start + offset + length, pooled[i]
+                )

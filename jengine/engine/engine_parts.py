@@ -29,7 +29,9 @@ class ModelRunner(Protocol):
         """Starts to move pages between device and host, before the next step."""
 
     def swapped(self) -> tuple[list[int], list[int]]:
-        """Host pages whose spills have finished, and places whose pages have been staged, since the last call."""
+        """Host pages whose spills have finished, and places whose pages have been staged, since the last
+        call.
+        """
 
     def wait_for_staged(self) -> None:
         """Waits until some pages have been staged, if any are in transfer."""

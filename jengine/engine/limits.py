@@ -40,7 +40,11 @@ class Limits:
         for known in self.strategies:
             if strategy == known:
                 return known
-        why = "" if strategy not in STRATEGIES else "; the others need batching='continuous' and batch_invariant=False"
+        why = (
+            ""
+            if strategy not in STRATEGIES
+            else "; the others need batching='continuous' and batch_invariant=False"
+        )
         raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
     def validate(self, request: Request) -> None:
@@ -53,11 +57,16 @@ class Limits:
         if request.pooling is not None:
             require_embedder(self.embedder).validate(request.pooling, len(request.prompt_token_ids))
         elif self.embedder is not None and not self.embedder.generates:
-            limit = "nothing can be generated: this checkpoint has no output head (lm_head.weight); the model can only embed"
+            limit = (
+                "nothing can be generated: this checkpoint has no output head (lm_head.weight); the model can"
+                " only embed"
+            )
             raise InvalidArgument("max_tokens", request.params.max_tokens, limit)
         if request.beams is not None and request.beams.beam_width > self.max_num_seqs:
             raise InvalidArgument(
-                "beam_width", request.beams.beam_width, f"at most max_num_seqs = {self.max_num_seqs}: beams run in parallel"
+                "beam_width",
+                request.beams.beam_width,
+                f"at most max_num_seqs = {self.max_num_seqs}: beams run in parallel",
             )
         self.sequence.validate(request, self.eos_token_ids)  # first, since it bounds the number of ids
         vocab = self.vocab_size

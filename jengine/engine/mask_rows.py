@@ -21,4 +21,6 @@ def fill_mask(words: np.ndarray, sequence: Sequence) -> None:
         tokens = np.array(sequence.suppressed_token_ids, np.int64)
         np.bitwise_and.at(words, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
     if not words.any():
-        raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together allow no token")
+        raise JengineError(
+            "structured_outputs, allowed_token_ids, bad_words and min_tokens together allow no token"
+        )

@@ -33,14 +33,18 @@ PARAMS = {  # typical parameters of requests of each variant
 
 
 def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: Progress) -> set[TableKey]:
-    """Adds missing costs of ready programs to `costs`. Returns these programs. Must run before the first request."""
+    """Adds missing costs of ready programs to `costs`. Returns these programs. Must run before the first
+    request.
+    """
     bench, known = Bench(runner, ready), costs.known
     trunks = [key for key in ready.trunks() if key not in known]
     rows = {runner.spec.table.sample_rows(key) for key in ready.trunks()}
     samplers = [key for key in ready.samplers() if key not in known and key.rows in rows]
     bursts = [key for key in ready.bursts() if key not in known]
     fitted = any(isinstance(key, TrunkKey) for key in known)
-    with progress_bar(total=len(samplers) + len(trunks) + len(bursts), desc="measuring", unit="program", show=progress) as bar:
+    with progress_bar(
+        total=len(samplers) + len(trunks) + len(bursts), desc="measuring", unit="program", show=progress
+    ) as bar:
         for sampler in sorted(samplers, key=lambda key: (VARIANTS.index(key.variant), key.rows)):
             known[sampler] = Cost(bench.sampler(sampler))
             bar.update()
@@ -77,7 +81,10 @@ class Bench:
     def sampler(self, key: SamplerKey) -> float:
         """Seconds of a sampler alone, run repeatedly on the same hidden states."""
         table = self._spec.table
-        trunk = min((trunk for trunk in self._ready.trunks() if table.sample_rows(trunk) == key.rows), key=table.tokens)
+        trunk = min(
+            (trunk for trunk in self._ready.trunks() if table.sample_rows(trunk) == key.rows),
+            key=table.tokens,
+        )
         plan = self.step(trunk, self.rows_of(trunk), SHORT, variant=key.variant)
         plan.sampler = key
         begun = self._runner.begin(plan)
@@ -102,21 +109,38 @@ class Bench:
         steps = [self.prompt(mixed, past) for past in sorted({min(past, room) for past in PASTS})]
         return Slopes(context, longest, _slope([(step.work.attended, self.seconds(step)) for step in steps]))
 
-    def step(self, key: TrunkKey, rows: int, context: int, *, first: int | None = None, variant: Variant = "greedy") -> StepPlan:
-        """Decode rows after `context` tokens, the first one after `first`, and the beginning of a prompt in each tile."""
+    def step(
+        self, key: TrunkKey, rows: int, context: int, *, first: int | None = None, variant: Variant = "greedy"
+    ) -> StepPlan:
+        """Decode rows after `context` tokens, the first one after `first`, and the beginning of a prompt in
+        each tile.
+        """
         size = self._spec.table.tile_size
-        positions = [min(at, self._limit) for at in [context if first is None else first, *[context] * (rows - 1)][:rows]]
+        positions = [
+            min(at, self._limit)
+            for at in [context if first is None else first, *[context] * (rows - 1)][:rows]
+        ]
         spans = self._rows(positions)
         length = min(size, self._limit + 1)
-        spans += [Span(0, 1 + tile % self._spec.max_slots, 0, length, self._tokens(length)) for tile in range(key.tiles)]
-        return self._plan(key, spans, variant, Work(*rows_work(positions, self._windows), key.tiles * pairs(0, length, self._windows)))
+        spans += [
+            Span(0, 1 + tile % self._spec.max_slots, 0, length, self._tokens(length))
+            for tile in range(key.tiles)
+        ]
+        return self._plan(
+            key,
+            spans,
+            variant,
+            Work(*rows_work(positions, self._windows), key.tiles * pairs(0, length, self._windows)),
+        )
 
     def burst(self, key: BurstKey) -> StepPlan:
         """All rows, limited by the number of slots, after SHORT tokens."""
         at, rows = max(min(SHORT, self._limit - key.steps), 0), self.rows_of(key.trunk)
         spans = self._rows([at] * rows, key.steps)
         work = Work(*rows_work([at] * rows, self._windows))
-        plan = self._plan(key.trunk, spans, key.sampler.variant, Work(work.context * key.steps, work.longest * key.steps))
+        plan = self._plan(
+            key.trunk, spans, key.sampler.variant, Work(work.context * key.steps, work.longest * key.steps)
+        )
         plan.samples = [Sample(i, 0, span.seq, span.slot) for i, span in enumerate(spans)]
         plan.sampler, plan.steps = key.sampler, key.steps
         return plan
@@ -157,7 +181,9 @@ class Bench:
         return SwapCosts(*[sorted(column)[(RUNS - 1) // 2] for column in zip(*times[1:], strict=True)])
 
     def _typical(self, first: InFlight, dispatch: Callable[[], InFlight]) -> float:
-        """Typical seconds of a step. Each is dispatched before the previous one is read, as the engine does."""
+        """Typical seconds of a step. Each is dispatched before the previous one is read, as the engine
+        does.
+        """
         begun = time.perf_counter()
         running, times = deque([first, dispatch()]), [begun]
         while running:
@@ -192,9 +218,14 @@ class Bench:
                     yield group, span.slot, index, 1 + number % (spec.num_pages - 1)
 
     def _rows(self, positions: list[int], length: int = 1) -> list[Span]:
-        """Decode rows at these positions. Their tokens are known, since slots without requests hold no positions."""
+        """Decode rows at these positions. Their tokens are known, since slots without requests hold no
+        positions.
+        """
         tokens = self._tokens(len(positions))
-        return [Span(slot, slot, at, length, known=token) for slot, (at, token) in enumerate(zip(positions, tokens, strict=True), 1)]
+        return [
+            Span(slot, slot, at, length, known=token)
+            for slot, (at, token) in enumerate(zip(positions, tokens, strict=True), 1)
+        ]
 
     def _limit_of(self, rows: int) -> int:
         """Maximum tokens of each of `rows` sequences if they share no pages."""
@@ -211,7 +242,8 @@ Point = tuple[Work, float]
 def _two_slopes(base: Point, wide: Point, deep: Point) -> tuple[float, float]:
     """Seconds per token of context and of the longest row, not negative: exact for three steps, or a fit."""
     (a, b, c), (d, e, f) = (
-        (point[0].context - base[0].context, point[0].longest - base[0].longest, point[1] - base[1]) for point in (wide, deep)
+        (point[0].context - base[0].context, point[0].longest - base[0].longest, point[1] - base[1])
+        for point in (wide, deep)
     )
     determinant = a * e - b * d
     if determinant:

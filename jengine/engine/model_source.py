@@ -14,7 +14,15 @@ from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
 from jengine.base.gguf_file import is_gguf
 from jengine.base.progress import Progress
-from jengine.checkpoints import choose_embedder, has_output_head, kept_format, load, load_calibrated, read_config, resolve
+from jengine.checkpoints import (
+    choose_embedder,
+    has_output_head,
+    kept_format,
+    load,
+    load_calibrated,
+    read_config,
+    resolve,
+)
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.folder import CONFIG_FILES, HUB_FILES, WITHOUT_WEIGHTS
 from jengine.checkpoints.in_memory import Tensors, in_memory
@@ -46,7 +54,8 @@ class ModelSource:
         """Finds a model, and reads its configuration.
 
         Args:
-            params: weights in memory, numpy or JAX arrays by the names of a checkpoint's tensors. The folder needs none.
+            params: weights in memory, numpy or JAX arrays by the names of a checkpoint's tensors. The folder
+                needs none.
 
         Raises:
             ModelError: the model cannot be found or read, or is not supported.
@@ -55,14 +64,19 @@ class ModelSource:
         tensors = None if params is None else in_memory(params)
         folder = resolve(options.model, options.revision, HUB_FILES if tensors is None else WITHOUT_WEIGHTS)
         if tensors is not None and (is_gguf(folder) or is_converted(folder)):
-            limit = f"must be None with a GGUF file or a converted folder: {folder.name} has its own names of tensors"
+            limit = (
+                f"must be None with a GGUF file or a converted folder: {folder.name} has its own names of"
+                " tensors"
+            )
             raise InvalidArgument("params", counted(len(tensors), "tensor"), limit)
         found = dataclasses.replace(cls._read(options, folder), params=tensors)
         if found.embedder is None or has_output_head(folder, found.config, tensors):
             return found
         # The head is the embedding: tokens sampled for embedding requests are not used.
         config = dataclasses.replace(found.config, tie_embeddings=True)
-        return dataclasses.replace(found, config=config, embedder=dataclasses.replace(found.embedder, generates=False))
+        return dataclasses.replace(
+            found, config=config, embedder=dataclasses.replace(found.embedder, generates=False)
+        )
 
     @classmethod
     def without_weights(cls, options: EngineConfig) -> ModelSource:

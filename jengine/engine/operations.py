@@ -1,7 +1,8 @@
-"""Operations on a running engine. Each is a message, plain data, with the handler that the engine runs for it.
+"""Operations on a running engine. Each is a message, plain data, with the handler that the engine runs for
+it.
 
-A new operation is a class here, and methods of LLM and AsyncLLM in api/engine_methods.py. Threads, engine processes and the RPC `Do`
-carry every operation alike.
+A new operation is a class here, and methods of LLM and AsyncLLM in api/engine_methods.py. Threads, engine
+processes and the RPC `Do` carry every operation alike.
 """
 
 from __future__ import annotations
@@ -34,18 +35,23 @@ class Running(Protocol):
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message that makes an engine do something and answer with a T. Its fields are the arguments. JSON can represent all of these.
+    """A message that makes an engine do something and answer with a T. Its fields are the arguments. JSON can
+    represent all of these.
 
     Attributes:
-        in_thread: whether `run` takes long. Then it runs in a separate thread while the engine steps; otherwise, between two steps.
-        remote: administrators may call it over the network. False by default, and for operations that name files.
+        in_thread: whether `run` takes long. Then it runs in a separate thread while the engine steps;
+            otherwise, between two steps.
+        remote: administrators may call it over the network. False by default, and for operations that name
+            files.
     """
 
     in_thread: ClassVar[bool] = False
     remote: ClassVar[bool] = False
 
     def check(self, limits: Limits) -> None:
-        """Called before the message is sent. Raises InvalidArgument if an engine with these limits cannot do it."""
+        """Called before the message is sent. Raises InvalidArgument if an engine with these limits cannot do
+        it.
+        """
 
     def run(self, engine: Running) -> T:
         """Does it, and returns the answer. An exception fails this operation alone."""
@@ -58,7 +64,8 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_operation(name: str, arguments: bytes | str, *, remote: bool = False) -> Operation[Any]:
-    """The operation with this name, and its arguments from a JSON object. With `remote`, only those for the network are accepted.
+    """The operation with this name, and its arguments from a JSON object. With `remote`, only those for the
+    network are accepted.
 
     Raises:
         InvalidArgument: there is no such operation, or an argument is unknown or invalid.
@@ -76,7 +83,9 @@ def decode_operation(name: str, arguments: bytes | str, *, remote: bool = False)
 
 
 class ResetPrefixCache(Operation[bool], frozen=True):
-    """Forgets all cached pages, so no later request finds one. Running requests keep theirs. Answers whether it was done."""
+    """Forgets all cached pages, so no later request finds one. Running requests keep theirs. Answers whether
+    it was done.
+    """
 
     remote = True
 
@@ -113,7 +122,9 @@ class GetTrace(Operation[Trace], frozen=True):
 
 
 class WriteProfile(Operation[None], frozen=True):
-    """Makes the engine's process write its profile to a folder; see capture_process. The process with the id `asking` writes none."""
+    """Makes the engine's process write its profile to a folder; see capture_process. The process with the id
+    `asking` writes none.
+    """
 
     options: ProfileOptions
     folder: str
@@ -121,7 +132,9 @@ class WriteProfile(Operation[None], frozen=True):
     in_thread = True
 
     def run(self, engine: Running) -> None:
-        from jengine.insight.profiling.capture import capture_process  # imports modules that are rarely needed
+        from jengine.insight.profiling.capture import (
+            capture_process,  # imports modules that are rarely needed
+        )
 
         if self.asking != os.getpid():
             try:

@@ -25,7 +25,9 @@ from jengine.table.ready_programs import ReadyPrograms
 
 
 class WarmedUp(NamedTuple):
-    """Programs that steps may use, the costs of these steps, and a function that saves the costs for the next start."""
+    """Programs that steps may use, the costs of these steps, and a function that saves the costs for the next
+    start.
+    """
 
     ready: ReadyPrograms
     costs: StepCosts
@@ -48,7 +50,12 @@ class ProgramSet:
     """
 
     def __init__(
-        self, config: EngineConfig, spec: ExecutionSpec, given: PrebuiltPrograms | None, max_bytes: int, progress: Progress
+        self,
+        config: EngineConfig,
+        spec: ExecutionSpec,
+        given: PrebuiltPrograms | None,
+        max_bytes: int,
+        progress: Progress,
     ) -> None:
         self._root = process_root(config)
         self._threads = sizes(config, spec.mesh.devices.flat[0].platform).compile_threads
@@ -67,12 +74,18 @@ class ProgramSet:
         return BackgroundPrograms(self.programs, self.keys, link, threads=max(self._threads // 2, 1))
 
     def warm_up(self, runner: Runner, progress: Progress) -> WarmedUp:
-        """Runs programs that were compiled, and measures steps whose cost is not known. Otherwise, checks that programs run."""
+        """Runs programs that were compiled, and measures steps whose cost is not known. Otherwise, checks
+        that programs run.
+        """
         spec = runner.spec
-        ready = ReadyPrograms(spec.table, [key for key in self.keys if key in self.programs and not isinstance(key, str)])
+        ready = ReadyPrograms(
+            spec.table, [key for key in self.keys if key in self.programs and not isinstance(key, str)]
+        )
         saved = SavedCosts(self._root, spec.fingerprint())
         costs = saved.load(spec.table) or StepCosts(spec.table)
-        unmeasured = any(key not in costs.known for key in ready.trunks()) or (spec.host_pages and costs.swaps is None)
+        unmeasured = any(key not in costs.known for key in ready.trunks()) or (
+            spec.host_pages and costs.swaps is None
+        )
         if self.compiled or unmeasured:
             runner.warm_up(ready, progress=progress, ran=measure(runner, ready, costs, progress=progress))
             saved.save(costs)

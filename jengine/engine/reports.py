@@ -29,5 +29,7 @@ class Reports:
             self.faults += 1
             if (name, type(error)) not in self._logged:
                 self._logged.add((name, type(error)))
-                log.warning("the engine continues without its %s, which could not be computed", name, exc_info=True)
+                log.warning(
+                    "the engine continues without its %s, which could not be computed", name, exc_info=True
+                )
             return otherwise

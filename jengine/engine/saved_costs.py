@@ -1,4 +1,6 @@
-"""Step costs in the cache's root folder, by the fingerprint of their programs: measured once, refined by every engine."""
+"""Step costs in the cache's root folder, by the fingerprint of their programs: measured once, refined by
+every engine.
+"""
 
 from __future__ import annotations
 

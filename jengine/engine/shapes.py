@@ -58,7 +58,9 @@ def spec_of(
         given: programs that the user gave.
     """
     device, config = devices.mesh.local_devices[0], source.complete(config)
-    dtype: Any = devices.agree(str(jnp.dtype(choose_dtype(config.dtype, source.config, device, devices.root))))
+    dtype: Any = devices.agree(
+        str(jnp.dtype(choose_dtype(config.dtype, source.config, device, devices.root)))
+    )
     config = dataclasses.replace(config, dtype=dtype)
     shapes = describe(config, source.config, devices.mesh, devices.root)
     forms = devices.agree(product_forms(shapes, devices.root) if given is None else given.product_forms)
@@ -68,13 +70,18 @@ def spec_of(
 def with_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> ExecutionSpec:
     """The spec with the number of pages that fit on the devices."""
     fit = pages_that_fit(config, spec)
-    chosen = config.num_pages is not None or config.kv_cache_memory is not None or spec.mesh.devices.flat[0].platform == "cpu"
+    chosen = (
+        config.num_pages is not None
+        or config.kv_cache_memory is not None
+        or spec.mesh.devices.flat[0].platform == "cpu"
+    )
     wanted = fit if chosen else pages_to_use(fit, saved_page_counts(devices.root, spec.fingerprint()))
     return dataclasses.replace(spec, num_pages=devices.link.agree(wanted, min))
 
 
 def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
-    """Everything that determines the programs' shapes, with 0 as the number of pages. Allocates nothing on a device.
+    """Everything that determines the programs' shapes, with 0 as the number of pages. Allocates nothing on a
+    device.
 
     Raises:
         InvalidArgument: the model or device does not support an option.
@@ -85,7 +92,9 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     if config.calibration_data is not None:
         check_calibrated(model, config.calibration_data)
         if mesh.devices.size > 1:
-            raise InvalidArgument("tensor_parallel_size", mesh.devices.size, "must be 1 with calibration_data")
+            raise InvalidArgument(
+                "tensor_parallel_size", mesh.devices.size, "must be 1 with calibration_data"
+            )
     check_formats(config, device)
     max_model_len = _max_model_len(config, model)
     chosen = sizes(config, device.platform)
@@ -122,7 +131,9 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         return spec
     pages = page_buckets(spec.table_width, config.batch_invariant)
     paged_rows = decode_refused(spec) is not None
-    return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages, paged_rows=paged_rows))
+    return dataclasses.replace(
+        spec, table=dataclasses.replace(table, page_buckets=pages, paged_rows=paged_rows)
+    )
 
 
 def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTable:
@@ -146,22 +157,36 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
 
 
 def num_states(model: ModelConfig, max_num_seqs: int) -> int:
-    """One for each running sequence, and a few snapshots for prefix hits. A state is as large as thousands of tokens."""
+    """One for each running sequence, and a few snapshots for prefix hits. A state is as large as thousands of
+    tokens.
+    """
     return 0 if model.linear is None else 1 + max_num_seqs + max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS)
 
 
 def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
-    """Without a kernel that multiplies by blocks of FP8, they are converted to dtype on load, rather than in each step."""
+    """Without a kernel that multiplies by blocks of FP8, they are converted to dtype on load, rather than in
+    each step.
+    """
     blocks = model.stored is not None and model.stored.form == "float8_e4m3fn" and model.stored.group
-    return dataclasses.replace(model, stored=None) if blocks and (capability(device) not in HOPPER or dtype not in DTYPES) else model
+    return (
+        dataclasses.replace(model, stored=None)
+        if blocks and (capability(device) not in HOPPER or dtype not in DTYPES)
+        else model
+    )
 
 
 def _check_stateful(config: EngineConfig) -> None:
     """Rejects options that do not work with recurrent states."""
     if config.swap_space:
-        raise InvalidArgument("swap_space", config.swap_space, "must be 0: this model's recurrent states are not kept on the host")
+        raise InvalidArgument(
+            "swap_space",
+            config.swap_space,
+            "must be 0: this model's recurrent states are not kept on the host",
+        )
     if config.batch_invariant:
-        raise InvalidArgument("batch_invariant", True, "this model's recurrent states round differently in tiles and in rows")
+        raise InvalidArgument(
+            "batch_invariant", True, "this model's recurrent states round differently in tiles and in rows"
+        )
 
 
 def host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
@@ -169,10 +194,16 @@ def host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
     pages = int(config.swap_space * 2**30) // spec.page_bytes
     if not config.enable_prefix_caching:
         raise InvalidArgument(
-            "swap_space", config.swap_space, "must be 0 without enable_prefix_caching: only cached pages are kept on the host"
+            "swap_space",
+            config.swap_space,
+            "must be 0 without enable_prefix_caching: only cached pages are kept on the host",
         )
     if not pages:
-        raise InvalidArgument("swap_space", config.swap_space, f"must be 0 or at least {spec.page_bytes / 2**30:.2g}, the size of a page")
+        raise InvalidArgument(
+            "swap_space",
+            config.swap_space,
+            f"must be 0 or at least {spec.page_bytes / 2**30:.2g}, the size of a page",
+        )
     return pages
 
 
@@ -181,14 +212,22 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_position
     longest, rope = float(model.max_position), model.rope_scaling
     if rope is not None:
-        longest = math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
+        longest = (
+            math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
+        )
     if config.max_model_len > longest:
-        raise InvalidArgument("max_model_len", config.max_model_len, f"must be at most {longest:.0f}, the model's number of positions")
+        raise InvalidArgument(
+            "max_model_len",
+            config.max_model_len,
+            f"must be at most {longest:.0f}, the model's number of positions",
+        )
     return config.max_model_len
 
 
 def page_buckets(width: int, batch_invariant: bool = False) -> tuple[int, ...]:
-    """Static page counts for XLA attention on a GPU, in steps of a factor of four up to the table's width, or this alone."""
+    """Static page counts for XLA attention on a GPU, in steps of a factor of four up to the table's width, or
+    this alone.
+    """
     buckets = [width]
     while buckets[-1] > 32 and not batch_invariant:
         buckets.append(-(-buckets[-1] // 4))

@@ -85,16 +85,23 @@ class Started:
 
 
 def start_engine(
-    config: EngineConfig, *, mesh: Mesh | None = None, params: Mapping[str, Any] | None = None, progress: Progress = True
+    config: EngineConfig,
+    *,
+    mesh: Mesh | None = None,
+    params: Mapping[str, Any] | None = None,
+    progress: Progress = True,
 ) -> tuple[Engine, Started]:
-    """Does everything that comes before the first request. Adds the tokenizer's end-of-sequence token to the model's.
+    """Does everything that comes before the first request. Adds the tokenizer's end-of-sequence token to the
+    model's.
 
     Args:
-        mesh: the devices to use, tensor_parallel_size of them: at most one axis may have more than one. None: the first ones.
-        params: weights in place of the folder's: numpy or JAX arrays by the names of a checkpoint's tensors. The folder needs
-            only the configuration and the tokenizer. The arrays are copied, one parameter at a time, and may be deleted afterwards:
-            JAX arrays on the devices, where each device briefly holds the parameter's whole tensors; numpy arrays, experts that are
-            stacked in one tensor and tensors of a quantized checkpoint through the host.
+        mesh: the devices to use, tensor_parallel_size of them: at most one axis may have more than one. None:
+            the first ones.
+        params: weights in place of the folder's: numpy or JAX arrays by the names of a checkpoint's tensors.
+            The folder needs only the configuration and the tokenizer. The arrays are copied, one parameter at
+            a time, and may be deleted afterwards: JAX arrays on the devices, where each device briefly holds
+            the parameter's whole tensors; numpy arrays, experts that are stacked in one tensor and tensors of
+            a quantized checkpoint through the host.
         progress: whether to show progress bars on a terminal; a function is called with the progress as well.
 
     Raises:
@@ -110,7 +117,10 @@ def start_engine(
     except OutOfMemory as full:
         if not others:
             raise
-        what = f"{counted(others, 'other engine')} of this process may hold memory of the device: close() it first"
+        what = (
+            f"{counted(others, 'other engine')} of this process may hold memory of the device: close() it"
+            " first"
+        )
         raise OutOfMemory(f"{full}; {what}") from full
 
 
@@ -131,12 +141,18 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
         worker.execute(decode(frame))
 
 
-def _start(config: EngineConfig, mesh: Mesh | None, params: Mapping[str, Any] | None, progress: Progress) -> tuple[Engine, Started]:
+def _start(
+    config: EngineConfig, mesh: Mesh | None, params: Mapping[str, Any] | None, progress: Progress
+) -> tuple[Engine, Started]:
     if config.process_id > 0:
-        raise InvalidArgument("process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow")
+        raise InvalidArgument(
+            "process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow"
+        )
     for name, given in (("mesh", mesh), ("params", params)):
         if given is not None and config.num_processes > 1:
-            raise InvalidArgument(name, type(given).__name__, f"must be None with num_processes={config.num_processes}")
+            raise InvalidArgument(
+                name, type(given).__name__, f"must be None with num_processes={config.num_processes}"
+            )
     link = connect(config)
     worker, programs, started = _prepare(config, link, mesh, params, progress)
     runner = Runner(worker, link)
@@ -180,20 +196,30 @@ def _prepare(
     config, shapes = spec_of(config, source, devices, given)
     started = _facts(config, source, shapes, seconds)
     if given is not None:
-        given.check(with_pages(config, shapes, devices).identity())  # before reading the weights, which may take minutes
+        # before reading the weights, which may take minutes
+        given.check(with_pages(config, shapes, devices).identity())
     lap("configuration")
     if config.process_id == 0 and has_tokenizer(started.tokenizer_folder):
-        started.tokenizer = Tokenizer.load(started.tokenizer_folder, config.chat_template)  # before the weights, so that errors show early
+        # before the weights, so that errors show early
+        started.tokenizer = Tokenizer.load(started.tokenizer_folder, config.chat_template)
     lap("tokenizer")
     begin(progress, "loading weights")
-    text = None if config.calibration_data is None else read_text(config.calibration_data, started.require_tokenizer())
+    text = (
+        None
+        if config.calibration_data is None
+        else read_text(config.calibration_data, started.require_tokenizer())
+    )
     weights = source.load(shapes, text, progress)
     lap("weights")
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)
     link.agree(f"{spec.fingerprint()} {spec.host_pages}", _same)
     programs = ProgramSet(config, spec, given, limit, progress)
-    started.programs, started.programs_compiled, started.programs_loaded = len(programs.keys), programs.compiled, programs.loaded
+    started.programs, started.programs_compiled, started.programs_loaded = (
+        len(programs.keys),
+        programs.compiled,
+        programs.loaded,
+    )
     lap("programs")
     if spec.host_pages:
         check_host_memory(config.swap_space, spec)
@@ -212,9 +238,15 @@ def _same(values: list[str]) -> str:
     return values[0]
 
 
-def _facts(config: EngineConfig, source: ModelSource, spec: ExecutionSpec, seconds: dict[str, float]) -> Started:
+def _facts(
+    config: EngineConfig, source: ModelSource, spec: ExecutionSpec, seconds: dict[str, float]
+) -> Started:
     """What is known before the weights are read."""
-    started = Started(source.folder, source.folder if config.tokenizer is None else resolve(config.tokenizer), seconds=seconds)
+    started = Started(
+        source.folder,
+        source.folder if config.tokenizer is None else resolve(config.tokenizer),
+        seconds=seconds,
+    )
     if config.generation_config == "auto":
         started.default_sampling_params = read_sampling_defaults(source.folder)
     started.reranker, started.embedder = read_reranker(source.folder), source.embedder

@@ -17,7 +17,8 @@ class StepClock:
     def __init__(self) -> None:
         self._ended, self._exactly = 0.0, True  # end of the last step that was read, and whether it is exact
         self._planning = 0.0
-        self._collected: StepPlan | None = None  # the last step that was read, while the loop runs without a pause
+        # the last step that was read, while the loop runs without a pause
+        self._collected: StepPlan | None = None
 
     def planning(self, now: float, costs: StepCosts) -> None:
         """The loop starts to plan the next step."""
@@ -29,7 +30,9 @@ class StepClock:
         """A step has been planned and dispatched."""
         costs.observe_plan(len(plan.spans), plan.trunk.tiles, now - self._planning)
 
-    def read(self, plan: StepPlan, started: float, now: float, costs: StepCosts, *, waited: bool, counts: bool) -> float:
+    def read(
+        self, plan: StepPlan, started: float, now: float, costs: StepCosts, *, waited: bool, counts: bool
+    ) -> float:
         """A step's tokens have arrived. Returns its device seconds; 0.0 if unknown.
 
         Args:

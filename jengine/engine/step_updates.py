@@ -19,7 +19,9 @@ def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenU
     for _, s, token in reversed([*collected]):
         ends = (None, None) if s.number in later else (s.finish_reason, s.stop_reason)
         later.add(s.number)
-        updates.append(TokenUpdate(s.request_id, token, *ends, None, s.num_preemptions, s.scheduled, s.num_cached))
+        updates.append(
+            TokenUpdate(s.request_id, token, *ends, None, s.num_preemptions, s.scheduled, s.num_cached)
+        )
     return updates[::-1]
 
 
@@ -39,7 +41,9 @@ def pooled_update(sequence: Sequence) -> Pooled:
     """The update for a finished embedding request."""
     assert sequence.pooled is not None and sequence.request.pooling is not None
     embedding = sequence.pooled.vector(sequence.request.pooling).tobytes()
-    return Pooled(sequence.request_id, embedding, sequence.num_preemptions, sequence.scheduled, sequence.num_cached)
+    return Pooled(
+        sequence.request_id, embedding, sequence.num_preemptions, sequence.scheduled, sequence.num_cached
+    )
 
 
 def logprobs_of(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:

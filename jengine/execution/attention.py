@@ -55,7 +55,8 @@ class PagedAttention:
         block_table: int32 [slots, width], of this cache group.
         device: a device that programs are compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
-        batch_invariant: decode attention cuts sequences at fixed places, so a row's result does not depend on other rows.
+        batch_invariant: decode attention cuts sequences at fixed places, so a row's result does not depend on
+            other rows.
     """
 
     def __init__(
@@ -99,12 +100,24 @@ class PagedAttention:
                 own = (xla.page_write(own[0], qkv.k, of_part(pages, part), offsets),)
             else:
                 (decoding, prompts), own = dispatch.kv_write(
-                    own[0], own[1], qkv, of_part(pages, part), offsets, rows=key.rows, rotation=rotation, device=device
+                    own[0],
+                    own[1],
+                    qkv,
+                    of_part(pages, part),
+                    offsets,
+                    rows=key.rows,
+                    rotation=rotation,
+                    device=device,
                 )
             tables, tile = of_part(row_tables, part), of_part(tile_tables, part)
             if latent:
                 assert isinstance(qkv, Qkv)
-                how: dict[str, Any] = {"rank": qkv.v.shape[-1], "scale": options["scale"], "most_pages": key.pages, "device": device}
+                how: dict[str, Any] = {
+                    "rank": qkv.v.shape[-1],
+                    "scale": options["scale"],
+                    "most_pages": key.pages,
+                    "device": device,
+                }
             else:
                 how = {**options, "sinks": sinks, "slopes": slopes, "pages": key.pages, "device": device}
             decode, prefill = _functions(latent)
@@ -134,7 +147,8 @@ class PagedAttention:
             return None if work is None else work.shared()
 
         self._attend, self._make_work = attend, make_work
-        self._work: dict[int | None, WorkList | None] = {}  # by window: made by the first layer of the group, for all
+        # by window: made by the first layer of the group, for all
+        self._work: dict[int | None, WorkList | None] = {}
 
     def attend(
         self,
@@ -150,7 +164,9 @@ class PagedAttention:
         """A layer's results, and its place in the cache with the new keys and values."""
         if window not in self._work:
             self._work[window] = self._make_work(qkv, kv, window)
-        out: tuple[jax.Array, Place] = self._attend(qkv, kv, rotation, sinks, slopes, self._work[window], window=window, **options)
+        out: tuple[jax.Array, Place] = self._attend(
+            qkv, kv, rotation, sinks, slopes, self._work[window], window=window, **options
+        )
         return out
 
 

@@ -1,4 +1,6 @@
-"""Loads or compiles the rest of a table's programs in a thread, while the engine serves with the first ones."""
+"""Loads or compiles the rest of a table's programs in a thread, while the engine serves with the first
+ones.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ class BackgroundPrograms:
     """Loads or compiles programs in order. The order is the same in every process of an engine.
 
     A program can be used once every process has it. Each program is saved as soon as it is compiled, so an
-    interruption loses at most those in progress. At exit, the interpreter waits for these, since a compilation
-    cannot be stopped safely.
+    interruption loses at most those in progress. At exit, the interpreter waits for these, since a
+    compilation cannot be stopped safely.
 
     Args:
         keys: all keys of the table, in order. Those that `programs` already has come first.
@@ -68,9 +70,14 @@ class BackgroundPrograms:
                 self._count += len(some)
                 self._link.report(self._count)
         except Exception as error:
-            if self._running() and "interpreter shutdown" not in str(error):  # at shutdown no thread can be started
+            # at shutdown no thread can be started
+            if self._running() and "interpreter shutdown" not in str(error):
                 left = len(self.keys) - self._count
-                log.warning("%d programs could not be loaded or compiled, the engine continues with the others: %s", left, error)
+                log.warning(
+                    "%d programs could not be loaded or compiled, the engine continues with the others: %s",
+                    left,
+                    error,
+                )
         finally:
             self._ended.set()
 

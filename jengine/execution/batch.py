@@ -21,7 +21,8 @@ class Batch(NamedTuple):
     """A step's inputs, all int32. Padding uses slot 0, page 0 and length 0."""
 
     row_slots: jax.Array  # [rows]
-    row_positions: jax.Array  # [rows], of the token that the row reads, if the host knows that token; otherwise at least that
+    # [rows], of the token that the row reads, if the host knows that token; otherwise at least that
+    row_positions: jax.Array
     row_tokens: jax.Array  # [rows], the token's id; -1: it is in the slot, with its position
     row_states: jax.Array  # [rows, 2]: state pages to read and to write; [0, 2] for models without states
     tile_slots: jax.Array  # [tiles]
@@ -46,9 +47,11 @@ class BatchLayout:
     size: int  # int32 words
 
     @classmethod
-    def of(cls, key: TrunkKey, table: ProgramTable, *, page_size: int, groups: int, states: bool = False) -> BatchLayout:
-        """The buffer has room for the entries of rows that each enter a page, and of tiles that each begin and
-        end in one.
+    def of(
+        cls, key: TrunkKey, table: ProgramTable, *, page_size: int, groups: int, states: bool = False
+    ) -> BatchLayout:
+        """The buffer has room for the entries of rows that each enter a page, and of tiles that each begin
+        and end in one.
 
         Args:
             groups: number of cache groups with block tables.
@@ -59,7 +62,21 @@ class BatchLayout:
         tokens, resets = (key.tiles, table.tile_size), (key.tiles, RESET_WORDS)
         row_states, tile_states = ((count * states, 2) for count in (key.rows, key.tiles))
         table_entries = entries, ENTRY_WORDS
-        shapes = rows, rows, rows, row_states, tiles, tiles, tiles, tile_states, tokens, samples, samples, table_entries, resets
+        shapes = (
+            rows,
+            rows,
+            rows,
+            row_states,
+            tiles,
+            tiles,
+            tiles,
+            tile_states,
+            tokens,
+            samples,
+            samples,
+            table_entries,
+            resets,
+        )
         ends = np.cumsum([int(np.prod(s)) for s in shapes]).tolist()
         return cls(table, key, shapes, (0, *ends[:-1]), ends[-1])
 
@@ -99,7 +116,9 @@ class BatchLayout:
             if not offset:
                 first.append(self.key.rows + i * size)
         samples = len(plan.samples)
-        buffer[at.sample_tokens : at.sample_tokens + samples] = [first[sample.span] + sample.offset for sample in plan.samples]
+        buffer[at.sample_tokens : at.sample_tokens + samples] = [
+            first[sample.span] + sample.offset for sample in plan.samples
+        ]
         buffer[at.sample_slots : at.sample_slots + samples] = [sample.slot for sample in plan.samples]
         _fill(buffer, at.table, plan.table[: self.entries])  # type: ignore[arg-type]
         for i, reset in enumerate(plan.resets[: self.key.tiles]):

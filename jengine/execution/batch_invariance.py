@@ -16,7 +16,8 @@ def check_batch_invariant(spec: ExecutionSpec, processes: int) -> None:
     """Checks that `batch_invariant=True` is possible.
 
     Raises:
-        InvalidArgument: this model, these options or this device do not allow it; the message gives the reason.
+        InvalidArgument: this model, these options or this device do not allow it; the message gives the
+            reason.
     """
     reason = why_not_batch_invariant(spec, processes)
     if reason is not None:
@@ -26,18 +27,28 @@ def check_batch_invariant(spec: ExecutionSpec, processes: int) -> None:
 def why_not_batch_invariant(spec: ExecutionSpec, processes: int) -> str | None:
     """The reason, or None.
 
-    Each program has one shape. So results can only depend on a row's place, and on where a sum over devices begins.
+    Each program has one shape. So results can only depend on a row's place, and on where a sum over devices
+    begins.
     """
     model, devices = spec.model.config, spec.mesh.devices.size
     on_cpu = spec.mesh.devices.flat[0].platform == "cpu"
     if devices > 2 and (processes > 1 or not on_cpu):
-        return f"tensor_parallel_size={devices}: at most 2, since the order of a sum over more depends on a row's place in it"
+        return (
+            f"tensor_parallel_size={devices}: at most 2, since the order of a sum over more depends on a"
+            " row's place in it"
+        )
     if not on_cpu:
         experts = "the kernel of an expert's product depends on its number of rows"
         return f"{model.family} has experts: {experts}" if model.num_experts else None
     if cpu_refused() is not None:
         return f"{cpu_refused()}: XLA's own products may sum a row by its place"
     if model.latent is not None:
-        return f"{model.family} has latent attention: XLA's own products of each head may sum a row by its place"
+        return (
+            f"{model.family} has latent attention: XLA's own products of each head may sum a row by its place"
+        )
     dtype = str(spec.model.dtype)
-    return None if dtype in INPUTS else f"dtype={dtype}: XLA's own products may sum a row by its place; use one of {', '.join(INPUTS)}"
+    return (
+        None
+        if dtype in INPUTS
+        else f"dtype={dtype}: XLA's own products may sum a row by its place; use one of {', '.join(INPUTS)}"
+    )

@@ -1,4 +1,6 @@
-"""Branches that skip work no row needs. On a GPU a branch would make XLA wait for the host, so the work is always done."""
+"""Branches that skip work no row needs. On a GPU a branch would make XLA wait for the host, so the work is
+always done.
+"""
 
 from __future__ import annotations
 

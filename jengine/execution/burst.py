@@ -23,20 +23,30 @@ BurstOut = tuple[Cache, SlotState, Sampled]  # the last is int32 [steps, sampler
 
 
 def make_burst(
-    model: Model, key: BurstKey, layout: BatchLayout, page_size: int, device: jax.Device, backend: AttentionBackend = "auto"
+    model: Model,
+    key: BurstKey,
+    layout: BatchLayout,
+    page_size: int,
+    device: jax.Device,
+    backend: AttentionBackend = "auto",
 ) -> Callable[..., BurstOut]:
     """The function to compile: (params, cache, slots, packed batch and lengths) -> (cache, slots, tokens).
 
-    A row takes part in its first `length` steps; in later steps it is padding. After its first step it takes its token
-    and position from its slot. The loop has a fixed length, so it needs no host.
+    A row takes part in its first `length` steps; in later steps it is padding. After its first step it takes
+    its token and position from its slot. The loop has a fixed length, so it needs no host.
     """
-    run, sample = make_pass(model, layout, page_size, device, backend), make_sampler(model, key.sampler.variant)
+    run, sample = (
+        make_pass(model, layout, page_size, device, backend),
+        make_sampler(model, key.sampler.variant),
+    )
 
     def burst(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> BurstOut:
         batch, lengths = layout.unpack(packed[: layout.size]), packed[layout.size :]
         slots = updated(slots, batch.table, batch.resets)
 
-        def step(state: tuple[Cache, jax.Array], number: jax.Array) -> tuple[tuple[Cache, jax.Array], jax.Array]:
+        def step(
+            state: tuple[Cache, jax.Array], number: jax.Array
+        ) -> tuple[tuple[Cache, jax.Array], jax.Array]:
             cache, last = state
             going = number < lengths
             now = batch._replace(
@@ -58,7 +68,8 @@ def make_burst(
 def _states(pages: jax.Array, going: jax.Array, number: jax.Array) -> jax.Array:
     """State pages that rows read and write in a step. [0, 2] stays as it is.
 
-    After the first step, a row reads the page that it wrote. A row that does not take part writes to the null page.
+    After the first step, a row reads the page that it wrote. A row that does not take part writes to the null
+    page.
     """
     if not pages.shape[0]:
         return pages

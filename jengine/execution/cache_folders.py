@@ -18,7 +18,8 @@ ROOT_VARIABLE, LIMIT_VARIABLE = "JENGINE_CACHE_DIR", "JENGINE_CACHE_MAX_SIZE"
 DEFAULT_LIMIT = "10GiB"
 DAY = 86400.0  # seconds
 STALE = 14 * DAY  # programs of other versions are removed after this time without use
-ORPHAN = DAY / 24  # folders without a manifest are removed after this time; younger ones may be about to get it
+# folders without a manifest are removed after this time; younger ones may be about to get it
+ORPHAN = DAY / 24
 VERSIONS = ("jengine", "source", "jax", "jaxlib")  # in a program's identity
 _FOLDER, _KERNELS = re.compile(r"[0-9a-f]{24}-[0-9]+"), re.compile(r"[0-9a-f]{24}")
 
@@ -34,7 +35,9 @@ def cache_limit(given: int | str | None = None) -> int:
     Raises:
         InvalidArgument: the variable is not a size.
     """
-    size = parse_bytes("cache_max_size", given) or parse_bytes(LIMIT_VARIABLE, os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT)
+    size = parse_bytes("cache_max_size", given) or parse_bytes(
+        LIMIT_VARIABLE, os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT
+    )
     assert size is not None
     return size
 
@@ -45,7 +48,9 @@ def folder_name(fingerprint: str, num_pages: int) -> str:
 
 def saved_page_counts(root: Path, fingerprint: str) -> list[int]:
     """Numbers of pages for which programs of this fingerprint are saved."""
-    names = (path.name.removeprefix(f"{fingerprint}-") for path in (root / "programs").glob(f"{fingerprint}-*"))
+    names = (
+        path.name.removeprefix(f"{fingerprint}-") for path in (root / "programs").glob(f"{fingerprint}-*")
+    )
     return [int(name) for name in names if name.isdecimal()]
 
 
@@ -70,12 +75,18 @@ class SavedFolder:
 
 
 def saved_folders(root: Path) -> list[SavedFolder]:
-    """All folders of the cache, also those of engines with several processes, the least recently used first."""
+    """All folders of the cache, also those of engines with several processes, the least recently used
+    first.
+    """
     found = []
     for path in (*root.glob("programs/*"), *root.glob("process-*/programs/*")):
         with contextlib.suppress(OSError):  # removed by another process
             if _FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                found.append(SavedFolder(path, sum(file.stat().st_size for file in path.iterdir()), path.stat().st_mtime))
+                found.append(
+                    SavedFolder(
+                        path, sum(file.stat().st_size for file in path.iterdir()), path.stat().st_mtime
+                    )
+                )
     return sorted(found, key=lambda folder: folder.used)
 
 
@@ -87,7 +98,9 @@ def measured_dtypes(root: Path) -> list[Path]:
 def kernel_folders(root: Path) -> list[Path]:
     """Folders with the code of a CPU's kernels; see kernel_objects.py."""
     paths = *root.glob("kernels/*"), *root.glob("process-*/kernels/*")
-    return [path for path in paths if _KERNELS.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return [
+        path for path in paths if _KERNELS.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
 
 
 def costs_file(root: Path, fingerprint: str) -> Path:
@@ -101,8 +114,9 @@ def measured_costs(root: Path) -> list[Path]:
 
 
 def remove(folder: Path) -> bool:
-    """Deletes a folder of programs, its manifest first. Returns False if it is in use by a writer, or owned by
-    another user."""
+    """Deletes a folder of programs, its manifest first. Returns False if it is in use by a writer, or owned
+    by another user.
+    """
     lock = FolderLock(folder)
     try:
         if not lock.acquire():
@@ -145,5 +159,7 @@ def _useless(folder: SavedFolder, current: Manifest | None, now: float) -> bool:
     manifest = folder.manifest()
     if manifest is None:
         return True
-    other = current is not None and any(manifest.identity.get(name) != current.identity.get(name) for name in VERSIONS)
+    other = current is not None and any(
+        manifest.identity.get(name) != current.identity.get(name) for name in VERSIONS
+    )
     return other and now - folder.used > STALE

@@ -46,7 +46,8 @@ class DeviceState:
     def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
         """An array for all devices, as an argument of a program.
 
-        If all devices are in this process, programs place the array themselves, which is much faster than device_put.
+        If all devices are in this process, programs place the array themselves, which is much faster than
+        device_put.
         """
         return array if self._local else self._everywhere(array)
 

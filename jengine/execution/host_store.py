@@ -34,7 +34,11 @@ class HostStore:
 
     def keep(self, numbers: Sequence[int], pages: Sequence[Page]) -> list[Page]:
         """Copies pages to the host; number 0 is padding. Returns the copies, which may not be ready yet."""
-        kept = {number: self._to(page, PINNED) if self._pinned else page for number, page in zip(numbers, pages, strict=True) if number}
+        kept = {
+            number: self._to(page, PINNED) if self._pinned else page
+            for number, page in zip(numbers, pages, strict=True)
+            if number
+        }
         self._pages.update(kept)
         return [*kept.values()]
 
@@ -51,7 +55,9 @@ class HostStore:
 
     def _to(self, page: Page, memory: str | None) -> Page:
         """Copies a page to this kind of memory; None: the device's."""
-        copied: Page = jax.tree.map(lambda array, like: _copied(array, like.sharding, memory), page, self._like)
+        copied: Page = jax.tree.map(
+            lambda array, like: _copied(array, like.sharding, memory), page, self._like
+        )
         return copied
 
 
@@ -65,11 +71,16 @@ def check_host_memory(swap_space: float, spec: ExecutionSpec) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if spec.host_pages * spec.page_bytes * len(devices) > memory * LARGEST_SHARE:
         limit = (
-            f"must be at most {memory * LARGEST_SHARE / len(devices) / 2**30:.3g} GiB for each device, {LARGEST_SHARE:.0%} of the host's"
+            f"must be at most {memory * LARGEST_SHARE / len(devices) / 2**30:.3g} GiB for each device,"
+            f" {LARGEST_SHARE:.0%} of the host's"
         )
         raise InvalidArgument("swap_space", swap_space, limit)
-    if devices[0].platform == "gpu" and PINNED not in {memory.kind for memory in devices[0].addressable_memories()}:
-        raise InvalidArgument("swap_space", swap_space, f"must be 0: {devices[0].device_kind} does not address pinned memory")
+    if devices[0].platform == "gpu" and PINNED not in {
+        memory.kind for memory in devices[0].addressable_memories()
+    }:
+        raise InvalidArgument(
+            "swap_space", swap_space, f"must be 0: {devices[0].device_kind} does not address pinned memory"
+        )
 
 
 def _copied(array: jax.Array, sharding: NamedSharding, memory: str | None) -> jax.Array:
@@ -78,11 +89,15 @@ def _copied(array: jax.Array, sharding: NamedSharding, memory: str | None) -> ja
     for part in array.addressable_shards:
         kind = memory or part.device.default_memory().kind
         parts.append(jax.device_put(part.data, SingleDeviceSharding(part.device, memory_kind=kind)))
-    return jax.make_array_from_single_device_arrays(array.shape, sharding.with_memory_kind(memory) if memory else sharding, parts)
+    return jax.make_array_from_single_device_arrays(
+        array.shape, sharding.with_memory_kind(memory) if memory else sharding, parts
+    )
 
 
 def _zeros(array: Any) -> jax.Array:
     """Zeros with an abstract array's shape, dtype and sharding."""
     return jax.make_array_from_callback(
-        array.shape, array.sharding, lambda index: np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
+        array.shape,
+        array.sharding,
+        lambda index: np.zeros(array.sharding.shard_shape(array.shape), array.dtype),
     )

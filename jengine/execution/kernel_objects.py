@@ -1,7 +1,8 @@
 """The code of a CPU's kernels, kept beside saved programs, so that a start compiles none of them.
 
-It is code that runs in this process, so the rules of program_folder hold: the folder and its files must belong to the user, no one
-else may be able to write them, and a file's content must match the hash at its beginning.
+It is code that runs in this process, so the rules of program_folder hold: the folder and its files must
+belong to the user, no one else may be able to write them, and a file's content must match the hash at its
+beginning.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import time
 from pathlib import Path
 
 from jengine.execution.cache_folders import STALE, kernel_folders
-from jengine.execution.program_folder import UntrustedProgram, make_private, must_be_private, touch, write_private
+from jengine.execution.program_folder import (
+    UntrustedProgram,
+    make_private,
+    must_be_private,
+    touch,
+    write_private,
+)
 from jengine.execution.sources import source_digest
 
 HASH = 32  # bytes at the beginning of a file
@@ -24,8 +31,9 @@ log = logging.getLogger("jengine")
 
 
 class KernelObjects:
-    """Code in files of a folder, by the kernel's name. What cannot be trusted or read counts as absent; what cannot be written
-    is compiled again by the next start."""
+    """Code in files of a folder, by the kernel's name. What cannot be trusted or read counts as absent; what
+    cannot be written is compiled again by the next start.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,7 +54,8 @@ class KernelObjects:
         return data[HASH:]
 
     def save(self, name: str, code: bytes) -> None:
-        with contextlib.suppress(OSError):  # if it cannot be written, programs cannot be saved either, and that raises a warning
+        # if it cannot be written, programs cannot be saved either, and that raises a warning
+        with contextlib.suppress(OSError):
             try:
                 must_be_private(self._folder)
             except UntrustedProgram:

@@ -1,5 +1,6 @@
-"""Chooses the attention kernels of a spec's programs. Kernels loop over a sequence's own pages; XLA's attention
-on a GPU cannot."""
+"""Chooses the attention kernels of a spec's programs. Kernels loop over a sequence's own pages; XLA's
+attention on a GPU cannot.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +26,28 @@ def prepare(spec: ExecutionSpec) -> None:
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
         dispatch.prepare(weights, q, k_pages, device=device)
         config = spec.model.config
-        flashinfer.prepare(spec.attention_backend, q, k_pages, [group.window], config.attention_soft_cap, device, slopes=config.alibi)
+        flashinfer.prepare(
+            spec.attention_backend,
+            q,
+            k_pages,
+            [group.window],
+            config.attention_soft_cap,
+            device,
+            slopes=config.alibi,
+        )
 
 
 def check_attention_backend(spec: ExecutionSpec) -> None:
     """
     Raises:
-        InvalidArgument: the backend that was asked for cannot serve these programs on their devices; says why.
+        InvalidArgument: the backend that was asked for cannot serve these programs on their devices; says
+            why.
     """
     refused = None
     if spec.attention_backend == "mosaic":
-        refused = decode_refused(spec) if spec.mesh.devices.flat[0].platform != "cpu" else "a CPU has other kernels"
+        refused = (
+            decode_refused(spec) if spec.mesh.devices.flat[0].platform != "cpu" else "a CPU has other kernels"
+        )
     elif spec.attention_backend == "flashinfer":
         refused = _flashinfer_refused(spec)
     if refused is not None:
@@ -47,7 +59,12 @@ def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
     if config.latent is not None:
         return f"{config.family} has latent attention, and FlashInfer's kernel takes keys and values"
     for group in paged(spec.groups):
-        how: dict[str, Any] = {"window": group.window, "soft_cap": config.attention_soft_cap, "slopes": config.alibi, "device": device}
+        how: dict[str, Any] = {
+            "window": group.window,
+            "soft_cap": config.attention_soft_cap,
+            "slopes": config.alibi,
+            "device": device,
+        }
         refused = dispatch.why_flashinfer_unsupported(_queries(spec, group, 1), *_pages(spec, group), **how)
         if refused is not None:
             return refused
@@ -58,7 +75,9 @@ def kernels_refused(spec: ExecutionSpec) -> str | None:
     """The reason why attention kernels cannot serve these programs on their devices, or None if they can."""
     how: dict[str, Any] = {"slopes": spec.model.config.alibi, "device": spec.mesh.devices.flat[0]}
     refused = (
-        dispatch.why_prefill_unsupported(_queries(spec, group, 1, spec.table.tile_size), *_pages(spec, group), **how)
+        dispatch.why_prefill_unsupported(
+            _queries(spec, group, 1, spec.table.tile_size), *_pages(spec, group), **how
+        )
         for group in paged(spec.groups)
     )
     return decode_refused(spec) or next((why for why in refused if why is not None), None)
@@ -70,9 +89,13 @@ def decode_refused(spec: ExecutionSpec) -> str | None:
     for group in paged(spec.groups):
         q, pages = _queries(spec, group, 1), _pages(spec, group)
         if latent is not None:
-            refused = latent_dispatch.why_latent_decode_unsupported(q, pages[0], rank=latent.rank, device=device)
+            refused = latent_dispatch.why_latent_decode_unsupported(
+                q, pages[0], rank=latent.rank, device=device
+            )
         else:
-            refused = dispatch.why_decode_unsupported(q, *pages, slopes=spec.model.config.alibi, device=device)
+            refused = dispatch.why_decode_unsupported(
+                q, *pages, slopes=spec.model.config.alibi, device=device
+            )
         if refused is not None:
             return refused
     return None
@@ -80,19 +103,26 @@ def decode_refused(spec: ExecutionSpec) -> str | None:
 
 def _pages(spec: ExecutionSpec, group: CacheGroup) -> tuple[Any, Any]:
     """Pages of keys and values of one layer of the group, on one device."""
-    seen = jax.eval_shape(lambda place: views(place, group, spec.page_size), tuple(map(_own, spec.cache[group.pool][0])))
+    seen = jax.eval_shape(
+        lambda place: views(place, group, spec.page_size), tuple(map(_own, spec.cache[group.pool][0]))
+    )
     return seen[0], seen[-1]
 
 
 def _own(pages: Any) -> Any:
     """Shapes of one device's part."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype), pages)
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype), pages
+    )
 
 
 def _queries(spec: ExecutionSpec, group: CacheGroup, *shape: int) -> Any:
     """Queries [*shape, heads, head_dim] of one device, for the layers of a group."""
     config = at(spec.model.config, group.layers[0])
     if config.latent is not None:
-        return jax.ShapeDtypeStruct((*shape, config.padded(config.num_heads) // config.shards, config.latent.cached_dim), spec.model.dtype)
+        return jax.ShapeDtypeStruct(
+            (*shape, config.padded(config.num_heads) // config.shards, config.latent.cached_dim),
+            spec.model.dtype,
+        )
     heads = config.num_kv_heads_padded // config.shards * config.group_size_padded
     return jax.ShapeDtypeStruct((*shape, heads, config.head_dim), spec.model.dtype)

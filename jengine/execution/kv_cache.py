@@ -1,4 +1,6 @@
-"""The paged cache: the arrays that cache groups declare, by pool. It is donated to every step and updated in place."""
+"""The paged cache: the arrays that cache groups declare, by pool. It is donated to every step and updated in
+place.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,37 @@ from jengine.table.pages import SWAPS
 from pallas_kernels import dispatch, xla
 from pallas_kernels.quantized import LARGEST, Pages, Quantized, movable, quantize
 
-Place = tuple[Pages, ...]  # arrays [pages, ...] for one layer of each group of a pool, such as keys and values
+# arrays [pages, ...] for one layer of each group of a pool, such as keys and values
+Place = tuple[Pages, ...]
 Cache = list[list[Place]]  # by pool
-Page = list[Pages]  # a page in transfer between device and host: for each kind of array, [number of such arrays, ...]
+# a page in transfer between device and host: for each kind of array, [number of such arrays, ...]
+Page = list[Pages]
 COPIES = 64  # pages copied by one call
 SHARED = 0  # the pool whose pages can be copied, and kept on the host
 
 
-def page_bytes(groups: tuple[CacheGroup, ...], pool: int, page_size: int, dtype: np.dtype, devices: int) -> int:
+def page_bytes(
+    groups: tuple[CacheGroup, ...], pool: int, page_size: int, dtype: np.dtype, devices: int
+) -> int:
     """Bytes of a page of this pool on each device, over the layers of its group, scales included."""
     total = 0
     for array in (array for place in places(groups, pool) for array in place):
         leaves = jax.tree.leaves(_abstract(array, 1, page_size, dtype))
-        total += sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // (1 if array.sharded is None else devices)
+        total += sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // (
+            1 if array.sharded is None else devices
+        )
     return total
 
 
-def abstract_cache(groups: tuple[CacheGroup, ...], num_pages: Sequence[int], page_size: int, dtype: np.dtype, mesh: Mesh) -> Cache:
+def abstract_cache(
+    groups: tuple[CacheGroup, ...], num_pages: Sequence[int], page_size: int, dtype: np.dtype, mesh: Mesh
+) -> Cache:
     """Arrays of all pools, [num_pages of the pool, *page].
 
     Keys and values are [num_pages, kv_heads, page_size, head_dim] each, with kv heads sharded over the mesh.
 
-    Layers at the same place in different groups share arrays, since a page belongs to one group at a time; see
-    models/cache.py.
+    Layers at the same place in different groups share arrays, since a page belongs to one group at a time;
+    see models/cache.py.
 
     An eight-bit dtype has a scale for each row of the last axis: [num_pages, kv_heads, page_size].
     """
@@ -48,11 +58,15 @@ def abstract_cache(groups: tuple[CacheGroup, ...], num_pages: Sequence[int], pag
     def placed(array: PageArray, pages: int) -> Pages:
         return _placed(_abstract(array, pages, page_size, dtype), array, mesh)
 
-    return [[tuple(placed(array, pages) for array in place) for place in places(groups, pool)] for pool, pages in enumerate(num_pages)]
+    return [
+        [tuple(placed(array, pages) for array in place) for place in places(groups, pool)]
+        for pool, pages in enumerate(num_pages)
+    ]
 
 
 def views(place: Place, group: CacheGroup, page_size: int) -> Place:
-    """The arrays of a place as those of one layer, [parts * pages, ...]: page p of the layer's part i is parts * p + i. The same memory.
+    """The arrays of a place as those of one layer, [parts * pages, ...]: page p of the layer's part i is
+    parts * p + i. The same memory.
 
     Scales may have more rows than values have heads. Those of the heads come first; the others are unused.
     """
@@ -62,7 +76,9 @@ def views(place: Place, group: CacheGroup, page_size: int) -> Place:
         if group.parts == 1 and tuple(pages.shape[2:]) == tuple(rest):
             return pages
         if isinstance(pages, Quantized):
-            return dataclasses.replace(pages, values=divided(pages.values, *rest), scale=divided(pages.scale, *rest[:-1]))
+            return dataclasses.replace(
+                pages, values=divided(pages.values, *rest), scale=divided(pages.scale, *rest[:-1])
+            )
         return divided(pages, *rest)
 
     def divided(pages: Any, *rest: int) -> Any:
@@ -73,7 +89,8 @@ def views(place: Place, group: CacheGroup, page_size: int) -> Place:
 
 
 def make_copy(device: jax.Device) -> Callable[[Cache, jax.Array, jax.Array], Cache]:
-    """The function to compile: (cache, sources, targets) -> cache. Copies pages of the shared pool, ids int32 [COPIES].
+    """The function to compile: (cache, sources, targets) -> cache. Copies pages of the shared pool, ids int32
+    [COPIES].
 
     Padding copies the null page to itself.
 
@@ -93,31 +110,40 @@ def make_copy(device: jax.Device) -> Callable[[Cache, jax.Array, jax.Array], Cac
 
 
 def abstract_page(groups: tuple[CacheGroup, ...], page_size: int, dtype: np.dtype, mesh: Mesh) -> Page:
-    """A page of the shared pool: for each kind of array, those of all places together, sharded as in the cache.
+    """A page of the shared pool: for each kind of array, those of all places together, sharded as in the
+    cache.
 
     Keys and values are [2 * places, kv_heads, page_size, head_dim]. An eight-bit dtype also has scales.
     """
     arrays = [array for place in places(groups, SHARED) for array in place]
-    return [_placed(_abstract(kind, arrays.count(kind), page_size, dtype), kind, mesh) for kind in dict.fromkeys(arrays)]
+    return [
+        _placed(_abstract(kind, arrays.count(kind), page_size, dtype), kind, mesh)
+        for kind in dict.fromkeys(arrays)
+    ]
 
 
 def spill_pages(cache: Cache, pages: jax.Array) -> list[Page]:
     """Copies of pages int32 [SWAPS], in separate arrays that can be transferred; see `abstract_page`."""
     kinds = [
-        jax.tree.map(lambda *arrays: jnp.stack([array[pages] for array in arrays], 1), *[array for _, _, array in kind])
+        jax.tree.map(
+            lambda *arrays: jnp.stack([array[pages] for array in arrays], 1), *[array for _, _, array in kind]
+        )
         for kind in _by_kind(cache[SHARED])
     ]
     return [jax.tree.map(lambda copies, number=number: copies[number], kinds) for number in range(SWAPS)]
 
 
 def fill_pages(cache: Cache, copies: list[Page], pages: jax.Array) -> Cache:
-    """Writes SWAPS copies to pages int32 [SWAPS], in place if the caller donates the cache. Padding goes to the
-    null page."""
+    """Writes SWAPS copies to pages int32 [SWAPS], in place if the caller donates the cache. Padding goes to
+    the null page.
+    """
     filled = [list(place) for place in cache[SHARED]]
     for number, kind in enumerate(_by_kind(cache[SHARED])):
         every = jax.tree.map(lambda *arrays: jnp.stack(arrays, 1), *[copy[number] for copy in copies])
         for index, (place, at, pool) in enumerate(kind):
-            filled[place][at] = jax.tree.map(lambda array, new, index=index: array.at[pages].set(new[index]), pool, every)
+            filled[place][at] = jax.tree.map(
+                lambda array, new, index=index: array.at[pages].set(new[index]), pool, every
+            )
     return [[tuple(place) for place in filled], *cache[SHARED + 1 :]]
 
 
@@ -126,7 +152,10 @@ def _by_kind(pool: list[Place]) -> list[list[tuple[int, int, Pages]]]:
     kinds: dict[Any, list[tuple[int, int, Pages]]] = {}
     for place, arrays in enumerate(pool):
         for at, array in enumerate(arrays):
-            form = jax.tree.structure(array), tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(array))
+            form = (
+                jax.tree.structure(array),
+                tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(array)),
+            )
             kinds.setdefault(form, []).append((place, at, array))
     return [*kinds.values()]
 
@@ -135,7 +164,9 @@ def _abstract(array: PageArray, pages: int, page_size: int, dtype: np.dtype) -> 
     shape, own = (pages, *array.page(page_size)), np.dtype(array.dtype) if array.dtype else dtype
     if own not in LARGEST:
         return jax.ShapeDtypeStruct(shape, own)  # type: ignore[return-value]
-    quantized: Quantized = jax.eval_shape(lambda x: movable(quantize(x, own)), jax.ShapeDtypeStruct(shape, jnp.float32))
+    quantized: Quantized = jax.eval_shape(
+        lambda x: movable(quantize(x, own)), jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
     return quantized
 
 

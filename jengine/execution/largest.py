@@ -10,7 +10,8 @@ BLOCK = 128  # vocabulary entries in a block
 
 
 def argmax(x: jax.Array) -> jax.Array:
-    """jnp.argmax along the last axis of x [rows, size], int32 [rows]: the first of equals. With NaN, any token.
+    """jnp.argmax along the last axis of x [rows, size], int32 [rows]: the first of equals. With NaN, any
+    token.
 
     Works in two levels, since on a CPU XLA computes a maximum with SIMD, but an argmax element by element.
     """
@@ -30,12 +31,17 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     if blocks.shape[1] <= k:
         values, ids = lax.top_k(x, k)
         return values, ids.astype(jnp.int32)
-    chosen = jnp.sort(lax.top_k(blocks.max(-1), k)[1])  # in index order, so that the first of equals stays first
+    # in index order, so that the first of equals stays first
+    chosen = jnp.sort(lax.top_k(blocks.max(-1), k)[1])
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(len(x), -1)
     values, places = lax.top_k(candidates, k)
-    return values, (jnp.take_along_axis(chosen, places // BLOCK, 1) * BLOCK + places % BLOCK).astype(jnp.int32)
+    return values, (jnp.take_along_axis(chosen, places // BLOCK, 1) * BLOCK + places % BLOCK).astype(
+        jnp.int32
+    )
 
 
 def _blocks(x: jax.Array) -> jax.Array:
     """[rows, blocks, BLOCK]. The last block is padded with -inf."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[-1] % BLOCK)), constant_values=-jnp.inf).reshape(len(x), -1, BLOCK)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[-1] % BLOCK)), constant_values=-jnp.inf).reshape(
+        len(x), -1, BLOCK
+    )

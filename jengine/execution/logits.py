@@ -61,7 +61,8 @@ def penalize(logits: jax.Array, sampling: Sampling, counts: jax.Array) -> jax.Ar
     """Repetition (Keskar et al., 2019), frequency and presence penalties.
 
     Args:
-        counts: int32 [rows, vocab]: twice the token's occurrences in the output, plus 1 if it is in the prompt.
+        counts: int32 [rows, vocab]: twice the token's occurrences in the output, plus 1 if it is in the
+            prompt.
     """
     repetition = sampling.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -76,8 +77,8 @@ def count_tokens(counts: jax.Array, packed: jax.Array) -> jax.Array:
 
     Args:
         counts: int32 [slots, vocab], see `penalize`.
-        packed: int32 [3 + COUNT_CHUNK]: the slot; 1 to reset its counts first; number of the tokens that belong
-            to the prompt; tokens, padded with the vocabulary size.
+        packed: int32 [3 + COUNT_CHUNK]: the slot; 1 to reset its counts first; number of the tokens that
+            belong to the prompt; tokens, padded with the vocabulary size.
     """
     slot, fresh, prompt = packed[0], packed[1], packed[2]
     tokens = packed[3:]

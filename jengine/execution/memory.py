@@ -68,7 +68,13 @@ class DeviceMemory:
         state = device_bytes((spec.slots, spec.counts))
         working = max(program.working for program in programs)
         return cls(
-            limit, device_bytes(spec.params), state, working, spec.page_bytes, spec.staging_bytes, spec.num_states * spec.state_bytes
+            limit,
+            device_bytes(spec.params),
+            state,
+            working,
+            spec.page_bytes,
+            spec.staging_bytes,
+            spec.num_states * spec.state_bytes,
         )
 
     @property
@@ -93,12 +99,18 @@ def device_bytes(tree: Any) -> int:
 
 
 def claim_gpu_memory(share: float) -> None:
-    """Makes JAX reserve this share of a GPU's memory. If JAX has already started, warns and uses what it has reserved."""
+    """Makes JAX reserve this share of a GPU's memory. If JAX has already started, warns and uses what it has
+    reserved.
+    """
     if not xla_bridge.backends_are_initialized():
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(share))
         skip_cuda_check()
     elif jax.default_backend() == "gpu" and os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") != str(share):
-        warnings.warn(f"JAX has already started: gpu_memory_utilization={share} cannot change the memory that it reserved", stacklevel=2)
+        warnings.warn(
+            f"JAX has already started: gpu_memory_utilization={share} cannot change the memory that it"
+            " reserved",
+            stacklevel=2,
+        )
 
 
 def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
@@ -106,8 +118,8 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
 
     A number of pages in the config has priority, then a size in bytes. Otherwise, a CPU gets as many pages as
     max_num_seqs sequences of max_model_len need, at most 1 GiB. A GPU gets what remains of JAX's reserved
-    memory after the weights and a margin for programs, rounded down to a coarse grid. Recurrent states are part
-    of the size in bytes and of a GPU's memory, but not of a CPU's 1 GiB.
+    memory after the weights and a margin for programs, rounded down to a coarse grid. Recurrent states are
+    part of the size in bytes and of a GPU's memory, but not of a CPU's 1 GiB.
 
     Raises:
         OutOfMemory: there is no room for one page beside the null page.
@@ -155,9 +167,15 @@ def check_room(spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> None:
     if "bytes_limit" not in stats:  # a CPU
         return
     memory = DeviceMemory.of(stats["bytes_limit"], spec, programs)
-    need, free = spec.num_pages * memory.page + memory.beside - memory.weights, stats["bytes_limit"] - stats["bytes_in_use"]
+    need, free = (
+        spec.num_pages * memory.page + memory.beside - memory.weights,
+        stats["bytes_limit"] - stats["bytes_in_use"],
+    )
     if need > free:
-        sizes = f"{spec.num_pages} pages and the programs need {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+        sizes = (
+            f"{spec.num_pages} pages and the programs need {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are"
+            " free"
+        )
         raise OutOfMemory(f"no room for the KV cache that the programs were compiled for: {sizes}")
 
 
@@ -165,19 +183,25 @@ def _enough(count: int, spec: ExecutionSpec, each: int) -> int:
     if count < 2:
         size = f"a page of {spec.page_size} tokens takes {each / 2**20:.1f} MiB, at least 2 are needed"
         if spec.num_states:
-            size += f", beside {spec.num_states} recurrent states of {spec.state_bytes / 2**20:.1f} MiB; a lower max_num_seqs needs fewer"
+            size += (
+                f", beside {spec.num_states} recurrent states of {spec.state_bytes / 2**20:.1f} MiB; a lower"
+                " max_num_seqs needs fewer"
+            )
         raise OutOfMemory(f"no room for the KV cache: {size}")
     return count
 
 
 def pages_to_use(fit: int, saved: list[int]) -> int:
-    """A number of pages for which programs are saved, if it fits and wastes less than a fifth; otherwise `fit`."""
+    """A number of pages for which programs are saved, if it fits and wastes less than a fifth; otherwise
+    `fit`.
+    """
     return max((count for count in saved if 0.8 * fit <= count <= fit), default=fit)
 
 
 # --- bounds on the bytes of a program's temporaries on a device ----------------------------------------
-# These are some activations, and never the cache. The factors are generous counts of arrays that are live at once in a layer
-# (or in a sampler, over the vocabulary). The bounds do not depend on the number of pages or layers.
+# These are some activations, and never the cache. The factors are generous counts of arrays that are live at
+# once in a layer (or in a sampler, over the vocabulary). The bounds do not depend on the number of pages or
+# layers.
 
 
 def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
@@ -194,12 +218,17 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     kinds = [at(model, group.layers[0]) for group in paged(spec.groups)]
     kv_heads = max(kind.num_kv_heads_padded for kind in kinds) // model.shards
     query_heads = max(kind.num_kv_heads_padded * kind.group_size_padded for kind in kinds) // model.shards
-    heads = max(kind.num_kv_heads_padded * (kind.group_size_padded + 2) * kind.head_dim for kind in kinds) // model.shards
+    heads = (
+        max(kind.num_kv_heads_padded * (kind.group_size_padded + 2) * kind.head_dim for kind in kinds)
+        // model.shards
+    )
     keys = max(kind.num_kv_heads_padded * kind.head_dim for kind in kinds) // model.shards
     ffn = model.padded(model.intermediate_size) // model.shards * (1 + model.double_wide_mlp)
     scores = 4 * 8 * query_heads * table.tile_size * max(spec.page_size, 128)
     linear, states = model.linear, 0
-    if linear is not None:  # a token's float32 values before and after the recurrence, per head; and the states of rows processed at once
+    # a token's float32 values before and after the recurrence, per head; and the states of rows processed at
+    # once
+    if linear is not None:
         own = model.padded(linear.key_heads) // model.shards * linear.group
         heads += own * (8 * (linear.key_dim + linear.value_dim) + 4 * chunk_size(table.tile_size)) // 6
         each = 4 * own * linear.key_dim * linear.value_dim
@@ -207,19 +236,34 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     width = key.pages * spec.page_size * keys * 4 * 4 * max(key.rows, 1)
     if model.latent is not None:  # a block of pages for a few rows at a time, on any device
         width = 8 * max(spec.page_size, 128) * model.latent.cached_dim * 4 * 4
-    # a token's rows in the experts' order, where each expert may start a tile of eight, and the counts for that order
-    expert_rows = 8 * min(model.num_experts, tokens) + tokens * model.experts_per_token if model.num_experts else 0
-    experts = 4 * expert_rows * (2 * model.hidden_size + 3 * model.padded(model.expert_size) // model.shards + 3 * model.num_experts)
+    # a token's rows in the experts' order, where each expert may start a tile of eight, and the counts for
+    # that order
+    expert_rows = (
+        8 * min(model.num_experts, tokens) + tokens * model.experts_per_token if model.num_experts else 0
+    )
+    experts = (
+        4
+        * expert_rows
+        * (
+            2 * model.hidden_size
+            + 3 * model.padded(model.expert_size) // model.shards
+            + 3 * model.num_experts
+        )
+    )
     parts = 0
     if key.rows and not on_cpu:  # results of what decode attention's work list cuts
         slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads if table.batch_invariant else 0)
         if model.latent is None:
             parts = 4 * slots * max((kind.group_size_padded + 8) * kind.head_dim for kind in kinds)
         else:  # of up to 64 heads, from one thread block per multiprocessor; and queries with padding
-            parts = 4 * 2 * CORES * 64 * (model.latent.rank + 1) + 4 * key.rows * (query_heads + 64) * model.latent.cached_dim
+            parts = (
+                4 * 2 * CORES * 64 * (model.latent.rank + 1)
+                + 4 * key.rows * (query_heads + 64) * model.latent.cached_dim
+            )
     inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
     streams = 1 if model.altup is None else model.altup.streams
-    # with kernels for attention, XLA keeps the model's dtype between products; attention and MLP run together only if both read the input
+    # with kernels for attention, XLA keeps the model's dtype between products; attention and MLP run together
+    # only if both read the input
     fused = not on_cpu and not key.pages and linear is None and model.latent is None
     each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
     layer = max(6 * heads, 4 * ffn) if fused and not model.parallel_residual else 6 * heads + 4 * ffn
@@ -235,14 +279,20 @@ def _fixed(spec: ExecutionSpec) -> int:
 
 
 def _converted(spec: ExecutionSpec, matrix: Quantized | Int4) -> int:
-    """Bytes of temporaries of a product with the weight: its converted numbers, or partial sums if a kernel reads it as stored."""
+    """Bytes of temporaries of a product with the weight: its converted numbers, or partial sums if a kernel
+    reads it as stored.
+    """
     numbers: int = math.prod(_own(matrix.values))
     if not isinstance(matrix, Int4):
         return 4 * numbers
     experts = len(matrix.shape) > 2 and matrix.shape[0] == spec.model.config.num_experts
     own = matrix.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype))
     x: Any = jax.ShapeDtypeStruct((1, own.shape[-1]), spec.model.dtype)
-    why_unsupported = product_dispatch.why_grouped_product_unsupported if experts else product_dispatch.why_quantized_product_unsupported
+    why_unsupported = (
+        product_dispatch.why_grouped_product_unsupported
+        if experts
+        else product_dispatch.why_quantized_product_unsupported
+    )
     if why_unsupported(x, own, device=spec.mesh.devices.flat[0]) is None:
         return 0 if experts else numbers
     return 64 * numbers  # a word holds eight four-bit numbers, which are first expanded to int32

@@ -39,7 +39,9 @@ class PrebuiltPrograms(ProgramStore):
         saved = self._manifest.identity
         dtype: Any = saved.get("dtype") if config.dtype == "auto" else config.dtype
         left = config.num_pages is None and config.kv_cache_memory is None
-        return dataclasses.replace(config, dtype=dtype, num_pages=saved.get("num_pages") if left else config.num_pages)
+        return dataclasses.replace(
+            config, dtype=dtype, num_pages=saved.get("num_pages") if left else config.num_pages
+        )
 
     @property
     def product_forms(self) -> dict[str, str]:
@@ -63,11 +65,14 @@ class PrebuiltPrograms(ProgramStore):
         """(executables by name, notes). All named executables must be present.
 
         Raises:
-            InvalidArgument: the programs are for another identity, or one is missing, not trusted, or cannot be loaded.
+            InvalidArgument: the programs are for another identity, or one is missing, not trusted, or cannot
+                be loaded.
         """
         self.check(identity)
         try:
-            return {name: self.load_one(name, self._manifest.programs, devices) for name in names}, self._manifest.notes
+            return {
+                name: self.load_one(name, self._manifest.programs, devices) for name in names
+            }, self._manifest.notes
         except UntrustedProgram as error:
             raise self._refusal(str(error)) from error
 
@@ -76,7 +81,9 @@ class PrebuiltPrograms(ProgramStore):
 
 
 def difference(saved: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:
-    """The first difference, as "name is X there, Y is wanted"; None if all are equal. Both dicts are as read from JSON."""
+    """The first difference, as "name is X there, Y is wanted"; None if all are equal. Both dicts are as read
+    from JSON.
+    """
     for name in {**wanted, **saved}:
         there, here = saved.get(name), wanted.get(name)
         if isinstance(there, dict) and isinstance(here, dict):

@@ -1,5 +1,6 @@
-"""Chooses how a CPU's programs multiply: by rule if one form always wins, otherwise measured once and stored in
-the cache."""
+"""Chooses how a CPU's programs multiply: by rule if one form always wins, otherwise measured once and stored
+in the cache.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
     kept = _kept(file)
     forms = choice.forms(str(spec.model.dtype), kinds, shape, kept, by_place=by_place)
     if any(key not in kept for key in forms):
-        with contextlib.suppress(OSError):  # if it cannot be written, programs cannot be saved either, and that raises a warning
+        # if it cannot be written, programs cannot be saved either, and that raises a warning
+        with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             forms |= {
                 key: form for key, form in _kept(file).items() if key in forms
@@ -53,7 +55,12 @@ def _facts() -> list[Any]:
     """Everything that may affect a measurement."""
     from pallas_kernels.cpu import native, team
 
-    return [cpu_features(), team.threads(), native.SOURCE, *(importlib.metadata.version(name) for name in ("jaxlib", "llvmlite"))]
+    return [
+        cpu_features(),
+        team.threads(),
+        native.SOURCE,
+        *(importlib.metadata.version(name) for name in ("jaxlib", "llvmlite")),
+    ]
 
 
 def _kept(file: Path) -> Mapping[str, str]:

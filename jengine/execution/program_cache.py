@@ -1,4 +1,6 @@
-"""The user's cache of programs. Each is saved as soon as it is compiled; processes that start together share the work."""
+"""The user's cache of programs. Each is saved as soon as it is compiled; processes that start together share
+the work.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class ProgramCache(ProgramStore):
         self._refused: set[str] = set()  # hashes of files that could not be loaded
         self._writes = False  # True while the lock is held and writing succeeds
 
-    def load(self, names: Iterable[str], identity: dict[str, object], devices: Sequence[jax.Device]) -> Loaded:
+    def load(
+        self, names: Iterable[str], identity: dict[str, object], devices: Sequence[jax.Device]
+    ) -> Loaded:
         """(the named executables found here, notes).
 
         Args:
@@ -52,7 +56,9 @@ class ProgramCache(ProgramStore):
         found: dict[str, Any] = {}
         return found, self._load(names, found, devices)
 
-    def _load(self, names: Iterable[str], found: dict[str, Any], devices: Sequence[jax.Device]) -> dict[str, Any]:
+    def _load(
+        self, names: Iterable[str], found: dict[str, Any], devices: Sequence[jax.Device]
+    ) -> dict[str, Any]:
         """Adds named executables to `found` that are not yet in it. Returns the notes."""
         try:
             manifest = self.manifest()
@@ -81,7 +87,9 @@ class ProgramCache(ProgramStore):
             log.warning("saved programs are rejected and compiled again: %s", error)
 
     @contextmanager
-    def filling(self, names: list[str], devices: Sequence[jax.Device], *, progress: Progress) -> Iterator[Loaded]:
+    def filling(
+        self, names: list[str], devices: Sequence[jax.Device], *, progress: Progress
+    ) -> Iterator[Loaded]:
         """A context in which missing programs are compiled and passed to `keep`.
 
         Yields, like `load`, those that another process has compiled meanwhile. One process at a time fills a
@@ -91,7 +99,9 @@ class ProgramCache(ProgramStore):
         found: dict[str, Any] = {}
         notes: dict[str, Any] = {}
         try:
-            with progress_bar(show=progress, total=len(names), desc=WAITING, unit="program", delay=POLL) as bar:
+            with progress_bar(
+                show=progress, total=len(names), desc=WAITING, unit="program", delay=POLL
+            ) as bar:
                 while not (held := lock.acquire()) and self._wait and len(found) < len(names):
                     time.sleep(POLL)
                     notes = self._load(names, found, devices)
@@ -124,4 +134,8 @@ class ProgramCache(ProgramStore):
 
     def _cannot_write(self, error: OSError) -> None:
         self._writes = False
-        warnings.warn(f"compiled programs could not be saved, the next start compiles them again: {error}", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"compiled programs could not be saved, the next start compiles them again: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )

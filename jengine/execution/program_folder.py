@@ -1,10 +1,12 @@
-"""A folder of saved programs as files: permissions, manifest, lock. Knows nothing about executables; imports no jax.
+"""A folder of saved programs as files: permissions, manifest, lock. Knows nothing about executables; imports
+no jax.
 
 A saved executable is code that runs in this process. So the folder and its files must belong to the user, no
 one else may be able to write them, and a file's hash must match the one in the manifest.
 
-Kubernetes grants a volume's group (`fsGroup`) write permission to everything in it, whenever it mounts the volume. If
-that is all that is wrong and has let in no one else, the permission is removed again; see `_granted_by_mount`.
+Kubernetes grants a volume's group (`fsGroup`) write permission to everything in it, whenever it mounts the
+volume. If that is all that is wrong and has let in no one else, the permission is removed again; see
+`_granted_by_mount`.
 """
 
 from __future__ import annotations
@@ -79,30 +81,41 @@ def make_private(folder: Path) -> None:
 
 
 def must_be_private(path: Path) -> None:
-    """Removes what a mount has granted. Raises UntrustedProgram unless the path belongs to this user and no one else may write it."""
+    """Removes what a mount has granted. Raises UntrustedProgram unless the path belongs to this user and no
+    one else may write it.
+    """
     try:
         found = path.stat()
         if _granted_by_mount(found):
             path.chmod(stat.S_IMODE(found.st_mode) & stat.S_IRWXU)
             found = path.stat()
             if path.is_dir():
-                log.info("removed the write permission that a mount gave to the group of %s%s", path, FS_GROUP)
+                log.info(
+                    "removed the write permission that a mount gave to the group of %s%s", path, FS_GROUP
+                )
     except OSError as error:
         raise UntrustedProgram(f"{path} cannot be read: {error.strerror}") from None
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
         by_group = FS_GROUP if found.st_mode & stat.S_IWGRP else ""
-        raise UntrustedProgram(f"{path} must belong to you and be writable by no one else: programs are code{by_group}")
+        raise UntrustedProgram(
+            f"{path} must belong to you and be writable by no one else: programs are code{by_group}"
+        )
 
 
 def _granted_by_mount(found: os.stat_result) -> bool:
     """Whether the group's write permission can have come from a mount only, and has let in no one else.
 
-    The path must be this user's and closed to all others, and its group one of this process's that has no other member.
-    Outside of a pod, where groups are for people to share files, it must also be the user's private group, which has the
-    user's number.
+    The path must be this user's and closed to all others, and its group one of this process's that has no
+    other member. Outside of a pod, where groups are for people to share files, it must also be the user's
+    private group, which has the user's number.
     """
     mode = stat.S_IMODE(found.st_mode)
-    if not hasattr(os, "getuid") or found.st_uid != os.getuid() or not mode & stat.S_IWGRP or mode & stat.S_IRWXO:
+    if (
+        not hasattr(os, "getuid")
+        or found.st_uid != os.getuid()
+        or not mode & stat.S_IWGRP
+        or mode & stat.S_IRWXO
+    ):
         return False
     own = found.st_gid in {os.getgid(), *os.getgroups()} and not _others_in(found.st_gid)
     return own and (found.st_gid == os.getuid() or IN_POD in os.environ)
@@ -144,8 +157,8 @@ class FolderLock:
         self._handle: int | None = None
 
     def acquire(self) -> bool:
-        """Tries to acquire the lock. Returns False while another process or thread holds it. Creates the folder
-        if needed.
+        """Tries to acquire the lock. Returns False while another process or thread holds it. Creates the
+        folder if needed.
 
         Raises:
             OSError: the folder cannot be created or written.
@@ -158,7 +171,8 @@ class FolderLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in NO_LOCKS:  # without locks, simultaneous starts compile the same programs, which is safe
+            # without locks, simultaneous starts compile the same programs, which is safe
+            if error.errno not in NO_LOCKS:
                 os.close(handle)
                 if isinstance(error, BlockingIOError):
                     return False
@@ -182,7 +196,8 @@ def touch(folder: Path) -> None:
 
 
 def tidy(folder: Path, programs: dict[str, str]) -> None:
-    """Removes all files except these programs, such as incomplete, replaced or untrusted ones. Requires the lock.
+    """Removes all files except these programs, such as incomplete, replaced or untrusted ones. Requires the
+    lock.
 
     Args:
         programs: hashes by name.

@@ -59,7 +59,9 @@ class ProgramStore:
             raise UntrustedProgram(f"{path} is damaged: its hash is not the recorded one")
         try:
             serialized, in_tree, out_tree = pickle.loads(data)
-            return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
+            return serialize_executable.deserialize_and_load(
+                serialized, in_tree, out_tree, execution_devices=devices
+            )
         except Exception as error:  # pickle and the runtime raise various errors
             raise UntrustedProgram(f"{path} cannot be loaded: {error}") from error
 

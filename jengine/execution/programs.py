@@ -36,7 +36,11 @@ UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
 }  # without autotuning on a GPU, cuBLASLt's products are faster than Triton's
 # XLA's default (jax 0.12) and COLLECTIVES, so a step of several devices stays one command buffer.
-WHOLE: CompilerOptions = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"}
+WHOLE: CompilerOptions = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+    )
+}
 
 
 class Programs:
@@ -72,15 +76,19 @@ class Programs:
         """Loads programs, or compiles and saves them.
 
         Args:
-            background: whether steps are running: compiles at a low priority, and does not count as unexpected
-                compilation.
+            background: whether steps are running: compiles at a low priority, and does not count as
+                unexpected compilation.
         """
         if self._store:
             self._take(keys, *self._store.load(map(file_name, keys), self._identity, self._devices))
         if missing := self._missing(keys):
             cache = self._store if isinstance(self._store, ProgramCache) else None
             nothing: AbstractContextManager[Loaded] = nullcontext(({}, {}))
-            with cache.filling([*map(file_name, missing)], self._devices, progress=progress) if cache else nothing as found:
+            with (
+                cache.filling([*map(file_name, missing)], self._devices, progress=progress)
+                if cache
+                else nothing
+            ) as found:
                 self._take(missing, *found)
                 self._compile(self._missing(keys), cache, progress, background)
 
@@ -99,21 +107,31 @@ class Programs:
         for key in keys:
             if file_name(key) in found:
                 self._programs[key] = found[file_name(key)]
-                self.memory[key] = ProgramMemory(**memory[str(key)]) if str(key) in memory else memory_of(self._programs[key])
+                self.memory[key] = (
+                    ProgramMemory(**memory[str(key)])
+                    if str(key) in memory
+                    else memory_of(self._programs[key])
+                )
                 self.loaded += 1
 
-    def _compile(self, keys: list[Key], cache: ProgramCache | None, progress: Progress, background: bool) -> None:
+    def _compile(
+        self, keys: list[Key], cache: ProgramCache | None, progress: Progress, background: bool
+    ) -> None:
         """Compiles programs and saves each as soon as it is compiled.
 
         If JAX's own compilation cache supplies a program, saving stops there, since such a program cannot be
         serialized again.
         """
         retrieved = retrieval_count()
-        for built in compile_all(self.spec, keys, threads=self._threads, progress=progress, background=background):
+        for built in compile_all(
+            self.spec, keys, threads=self._threads, progress=progress, background=background
+        ):
             self._programs[built.key], self.memory[built.key] = built.program, memory_of(built.program)
             self.compiled += 1
             if cache and retrieval_count() == retrieved:
-                cache.keep(file_name(built.key), built.program, self._identity, {"memory": memory_notes(self.memory)})
+                cache.keep(
+                    file_name(built.key), built.program, self._identity, {"memory": memory_notes(self.memory)}
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +175,25 @@ def compile_all(
         building = [pool.submit(build, key) for key in keys]
         built = (done.result() for done in as_completed(building))
         try:
-            yield from progress_bar(built, desc="compiling", total=len(keys), unit="program", show=progress if keys else False)
+            yield from progress_bar(
+                built, desc="compiling", total=len(keys), unit="program", show=progress if keys else False
+            )
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def gpu_options(spec: ExecutionSpec) -> CompilerOptions:
-    """XLA's compiler options for every program of a spec on GPUs. Command buffer settings in XLA_FLAGS are respected."""
+    """XLA's compiler options for every program of a spec on GPUs. Command buffer settings in XLA_FLAGS are
+    respected.
+    """
     whole = spec.mesh.size > 1 and not any(name in os.environ.get("XLA_FLAGS", "") for name in WHOLE)
     return (WHOLE if whole else {}) | (DETERMINISTIC if spec.table.batch_invariant else {})
 
 
 def running(memory: dict[Key, ProgramMemory]) -> list[ProgramMemory]:
-    """Memory of the programs that run while the cache exists; those that allocate it and the counts have ended by then."""
+    """Memory of the programs that run while the cache exists; those that allocate it and the counts have
+    ended by then.
+    """
     return [used for key, used in memory.items() if kind_of(key).while_serving]
 
 
@@ -205,7 +229,8 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
         how["out_shardings"] = jax.tree.map(partial(NamedSharding, spec.mesh), program.out)
     function.__name__ = function.__qualname__ = program.name
     device = spec.mesh.devices.flat[0]
-    lowered_for = device if device.platform == "gpu" else None  # kernels are lowered for this device's instruction set
+    # kernels are lowered for this device's instruction set
+    lowered_for = device if device.platform == "gpu" else None
     with jax.default_device(lowered_for), using(dict(spec.product_forms)):
         return jax.jit(function, donate_argnums=program.donated, **how).lower(*program.args)
 

@@ -1,4 +1,6 @@
-"""Recurrent layers as models call them. Each row and tile reads one page of states and writes another or the same."""
+"""Recurrent layers as models call them. Each row and tile reads one page of states and writes another or the
+same.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,17 @@ class Recurrence:
     """States by page: the convolution's [pages, taps - 1, channels], and the recurrence's [pages, heads,
     key_dim, value_dim]. A model may have only one of them.
 
-    Rows come first, then tiles in order. Each reads what earlier ones wrote. So several tiles of a sequence fit
-    in one step, and a prompt may start from a state that another prompt writes in the same step. Padding reads
-    zeros and writes to the null page.
+    Rows come first, then tiles in order. Each reads what earlier ones wrote. So several tiles of a sequence
+    fit in one step, and a prompt may start from a state that another prompt writes in the same step. Padding
+    reads zeros and writes to the null page.
     """
 
     def __init__(self, batch: Batch, axis: TokenAxis, key: TrunkKey) -> None:
         rows, tiles = (batch.row_states, batch.row_slots == 0), (batch.tile_states, batch.tile_positions == 0)
         self._rows, self._tiles = (((states[:, 0], states[:, 1]), fresh) for states, fresh in (rows, tiles))
         self._lengths, self._real, self._key = batch.tile_lengths, axis.real, key
-        self.convolve = jax.jit(self._convolve)  # traced and lowered once for all layers with the same arguments
+        # traced and lowered once for all layers with the same arguments
+        self.convolve = jax.jit(self._convolve)
         self.recur = jax.jit(self._recur)
 
     def _convolve(self, x: jax.Array, weight: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -53,11 +56,21 @@ class Recurrence:
                 return lax.dynamic_update_index_in_dim(pages, after, target, 0), before
 
             pages, before = lax.scan(one, pages, (sources, targets, fresh, self._lengths, tiles))
-            out.append(_weighted(jnp.concatenate([before, tiles], axis=1), weight, tiles.shape[1]).reshape(-1, x.shape[1]))
+            out.append(
+                _weighted(jnp.concatenate([before, tiles], axis=1), weight, tiles.shape[1]).reshape(
+                    -1, x.shape[1]
+                )
+            )
         return jnp.concatenate(out), pages
 
     def _recur(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None, pages: jax.Array
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        decay: jax.Array,
+        rate: jax.Array | None,
+        pages: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Computes the recurrence of all tokens. Returns float32 [N, heads, value_dim], and the pages.
 
@@ -73,7 +86,8 @@ class Recurrence:
             out.append(read)
         if key.tiles:
             real = self._real[key.rows :]
-            tokens = [jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x[key.rows :], 0) for x in tokens]  # padding must not change a state
+            # padding must not change a state
+            tokens = [jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x[key.rows :], 0) for x in tokens]
             read, pages = self._recur_tiles(tokens, pages)
             out.append(read)
         return jnp.concatenate(out), pages
@@ -96,11 +110,14 @@ class Recurrence:
         return read.reshape(rows, *read.shape[2:]), pages
 
     def _recur_tiles(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the parts that do not depend on the state for all tiles at once, then the states tile by tile."""
+        """Computes the parts that do not depend on the state for all tiles at once, then the states tile by
+        tile.
+        """
         tiles = self._key.tiles
         size = tokens[0].shape[0] // tiles
         chunk = delta_rule.chunk_size(size)
-        cut = [jnp.moveaxis(x.reshape(tiles, size // chunk, chunk, *x.shape[1:]), 3, 2) for x in tokens]  # heads before tokens
+        # heads before tokens
+        cut = [jnp.moveaxis(x.reshape(tiles, size // chunk, chunk, *x.shape[1:]), 3, 2) for x in tokens]
         prepared = delta_rule.prepare(*cut)
 
         def one(pages: jax.Array, tile: Any) -> tuple[jax.Array, jax.Array]:
@@ -111,7 +128,8 @@ class Recurrence:
                 read.append(part)
             return lax.dynamic_update_index_in_dim(pages, state, target, 0), jnp.stack(read)
 
-        pages, read = lax.scan(one, pages, (*self._tiles, prepared))  # [tiles, chunks, heads, chunk, value_dim]
+        # [tiles, chunks, heads, chunk, value_dim]
+        pages, read = lax.scan(one, pages, (*self._tiles, prepared))
         return jnp.moveaxis(read, 2, 3).reshape(tiles * size, *read.shape[2:3], read.shape[-1]), pages
 
 
@@ -125,4 +143,7 @@ def _weighted(every: jax.Array, weight: jax.Array, tokens: int) -> jax.Array:
 
     every [n, taps - 1 + tokens, channels] -> [n, tokens, channels].
     """
-    return sum((every[:, i : i + tokens] * weight[:, i] for i in range(1, weight.shape[1])), every[:, :tokens] * weight[:, 0])
+    return sum(
+        (every[:, i : i + tokens] * weight[:, i] for i in range(1, weight.shape[1])),
+        every[:, :tokens] * weight[:, 0],
+    )

@@ -28,7 +28,9 @@ from jengine.table.ready_programs import ReadyPrograms
 
 @dataclass(slots=True)
 class PendingSample:
-    """A step whose trunk is dispatched but not its sampler, since masks may depend on tokens that are not read yet."""
+    """A step whose trunk is dispatched but not its sampler, since masks may depend on tokens that are not
+    read yet.
+    """
 
     plan: StepPlan
     tiles: dict[str, Any]
@@ -37,7 +39,9 @@ class PendingSample:
 
 @dataclass(slots=True)
 class InFlight:
-    """A dispatched step. Its tokens are a separate output, since the slots that also hold them are donated."""
+    """A dispatched step. Its tokens are a separate output, since the slots that also hold them are
+    donated.
+    """
 
     plan: StepPlan
     sampled: Sampled | SampledLogprobs
@@ -52,9 +56,9 @@ class StepResult:
     Attributes:
         tokens: by sample: one each, or for a burst a list each.
         logprobs: their log probabilities as numpy arrays, if the sampler is the full one.
-        tiles: numpy arrays from the programs that follow the trunk, by kind, if requested: "score", log probabilities of the
-            tokens that follow each tile's tokens, SampledLogprobs over tiles * tile_size; "pool", the sum of each tile's
-            hidden states, float32 [tiles, hidden_size].
+        tiles: numpy arrays from the programs that follow the trunk, by kind, if requested: "score", log
+            probabilities of the tokens that follow each tile's tokens, SampledLogprobs over tiles *
+            tile_size; "pool", the sum of each tile's hidden states, float32 [tiles, hidden_size].
         waited: whether the host had to wait for them.
     """
 
@@ -65,7 +69,9 @@ class StepResult:
 
 
 class UnderWay(NamedTuple):
-    """Pages in transfer between device and host: host pages or places, and the arrays that become ready on arrival."""
+    """Pages in transfer between device and host: host pages or places, and the arrays that become ready on
+    arrival.
+    """
 
     numbers: list[int]
     arrays: list[Any]
@@ -98,7 +104,9 @@ class Runner:
         packed = layout.pack(plan)
         started = time.perf_counter()
         self._make(Call(plan.trunk, packed))
-        tiles = {kind.name: self._make(call) for kind in AFTER for call in kind.calls(self.spec, layout, plan)}
+        tiles = {
+            kind.name: self._make(call) for kind in AFTER for call in kind.calls(self.spec, layout, plan)
+        }
         return PendingSample(plan, tiles, started)
 
     def _prepare(self, plan: StepPlan) -> BatchLayout:
@@ -139,7 +147,9 @@ class Runner:
             self._staging.append(UnderWay([place for _, place in swaps.fetches], arrays))
 
     def swapped(self) -> tuple[list[int], list[int]]:
-        """Host pages whose spills have finished since the last call, and places whose pages have been staged."""
+        """Host pages whose spills have finished since the last call, and places whose pages have been
+        staged.
+        """
         return _ended(self._spilling), _ended(self._staging)
 
     @property
@@ -179,7 +189,9 @@ class Runner:
         return str(self.spec.mesh.devices.flat[0].platform) == "cpu"
 
     def warm_up(self, ready: ReadyPrograms, *, progress: Progress, ran: Collection[Key] = ()) -> None:
-        """Runs each program once through the normal path, with padding only, except those that `ran` before."""
+        """Runs each program once through the normal path, with padding only, except those that `ran`
+        before.
+        """
         examples = [one for kind in KINDS for one in kind.examples(self.spec, ready).items()]
         done = {*ran}
         for key, example in progress_bar(examples, desc="warming up", unit="program", show=progress):

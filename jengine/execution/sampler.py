@@ -1,6 +1,8 @@
-"""The compiled samplers: final hidden states to tokens. Each variant is a program. A CPU skips parts that no row uses.
+"""The compiled samplers: final hidden states to tokens. Each variant is a program. A CPU skips parts that no
+row uses.
 
-A row draws one uniform number and inverts the cumulative distribution. So no vocabulary-sized noise is generated.
+A row draws one uniform number and inverts the cumulative distribution. So no vocabulary-sized noise is
+generated.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from jax import lax
 from jengine.core.request import MAX_LOGPROBS
 from jengine.execution.branches import either, if_any
 from jengine.execution.largest import BLOCK, argmax, top_k
-from jengine.execution.logits import add_bias, apply_mask, biasing, early_stops, masking, penalize, penalizing, suppress
+from jengine.execution.logits import (
+    add_bias,
+    apply_mask,
+    biasing,
+    early_stops,
+    masking,
+    penalize,
+    penalizing,
+    suppress,
+)
 from jengine.execution.sampling_row import Sampling, sampling_of
 from jengine.execution.truncation import truncate, truncating
 from jengine.execution.trunk import ToSample
@@ -44,13 +55,16 @@ class SampledLogprobs(NamedTuple):
 def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
     """The function to compile.
 
-    (params, SlotState.last, sampling words, to sample) -> (last, sampled); the full variant takes two more, counts int32
-    [slots, vocab] and a token mask uint32 [rows, mask_words], and gives ((last, counts), sampled).
+    (params, SlotState.last, sampling words, to sample) -> (last, sampled); the full variant takes two more,
+    counts int32 [slots, vocab] and a token mask uint32 [rows, mask_words], and gives ((last, counts),
+    sampled).
     """
 
     def sampler(params: Params, last: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled]:
         logits, own = _shared_out(model, params, to)
-        sampled: Sampled = all_gather(Sampled(sample(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0])
+        sampled: Sampled = all_gather(
+            Sampled(sample(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0]
+        )
         return _noted(last, to, sampled.tokens), sampled
 
     def full(
@@ -60,7 +74,9 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
         logits, own = _shared_out(model, params, to)
         sampling = sampling_of(words[own.slots])
         tokens = sample(logits, sampling, own.positions, "full", lambda: counts[own.slots], own_rows(mask))
-        sampled: SampledLogprobs = all_gather(with_wanted_logprobs(logits, tokens, sampling), to.slots.shape[0])
+        sampled: SampledLogprobs = all_gather(
+            with_wanted_logprobs(logits, tokens, sampling), to.slots.shape[0]
+        )
         counts = counts.at[to.slots, sampled.tokens].add(2)
         return (_noted(last, to, sampled.tokens), counts), sampled
 
@@ -81,7 +97,9 @@ def _shared_out(model: Model, params: Params, to: ToSample) -> tuple[jax.Array, 
 
 
 def _rows(logits: jax.Array, model: Model) -> jax.Array:
-    """Logits of this device's rows over the whole vocabulary, from logits of all rows over its part of the vocabulary."""
+    """Logits of this device's rows over the whole vocabulary, from logits of all rows over its part of the
+    vocabulary.
+    """
     return all_to_all(logits)[:, : model.config.vocab_size]
 
 
@@ -105,7 +123,11 @@ def sample(
         greedy, scaled = _changed(logits, sampling, positions, variant, counts, mask)
 
     def drawn() -> jax.Array:
-        return jnp.where(sampling.temperature == 0.0, greedy, sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions)))
+        return jnp.where(
+            sampling.temperature == 0.0,
+            greedy,
+            sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions)),
+        )
 
     return drawn() if variant == "sample" else either(sampling.temperature > 0, drawn, lambda: greedy)
 
@@ -131,7 +153,9 @@ def _changed(
         needed |= masking(mask) | biasing(sampling) | penalizing(sampling)
 
     def changed() -> tuple[jax.Array, jax.Array]:
-        x = jnp.copy(logits)  # copied here: otherwise XLA copies before the branch for the updates in place, even if no row needs them
+        # copied here: otherwise XLA copies before the branch for the updates in place, even if no row needs
+        # them
+        x = jnp.copy(logits)
         if variant == "full":
             assert mask is not None
             x = if_any(masking(mask), lambda x: apply_mask(x, mask), x)
@@ -146,16 +170,25 @@ def _changed(
 
 
 def _scaled(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """The most likely tokens, int32 [rows], and unnormalized log probabilities of all tokens, [rows, vocab]."""
-    scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
+    """The most likely tokens, int32 [rows], and unnormalized log probabilities of all tokens, [rows,
+    vocab].
+    """
+    # before the division: a small temperature cannot overflow
+    scaled = logits - logits.max(-1, keepdims=True)
     scaled /= jnp.where(sampling.temperature == 0.0, 1.0, sampling.temperature)[:, None]
     return argmax(logits), scaled
 
 
 def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """A number in [0, 1) for each row, float32 [rows], which depends only on its seed, sample index and position."""
+    """A number in [0, 1) for each row, float32 [rows], which depends only on its seed, sample index and
+    position.
+    """
 
-    words = sampling.seed_high, sampling.seed_low, *(x.astype(jnp.uint32) for x in (sampling.sample_index, positions))
+    words = (
+        sampling.seed_high,
+        sampling.seed_low,
+        *(x.astype(jnp.uint32) for x in (sampling.sample_index, positions)),
+    )
 
     def fold(keys: jax.Array, words: jax.Array) -> tuple[jax.Array, None]:
         return jax.vmap(jax.random.fold_in)(keys, words), None
@@ -166,7 +199,9 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
     keys = jnp.broadcast_to(jax.random.key(0), positions.shape)
     # on a CPU a loop compiles faster; on a GPU a loop would make XLA wait for the host
     loop, unrolled = partial(folded, unroll=False), partial(folded, unroll=True)
-    return jax.vmap(jax.random.uniform)(lax.platform_dependent(keys, jnp.stack(words), cpu=loop, default=unrolled))
+    return jax.vmap(jax.random.uniform)(
+        lax.platform_dependent(keys, jnp.stack(words), cpu=loop, default=unrolled)
+    )
 
 
 def sample_from_cdf(mass: jax.Array, u: jax.Array) -> jax.Array:
@@ -201,7 +236,13 @@ def with_wanted_logprobs(logits: jax.Array, tokens: jax.Array, sampling: Samplin
 
     def none() -> SampledLogprobs:
         zeros = jnp.zeros(rows, jnp.int32)
-        return SampledLogprobs(tokens, zeros.astype(jnp.float32), zeros, jnp.zeros((rows, most), jnp.int32), jnp.zeros((rows, most)))
+        return SampledLogprobs(
+            tokens,
+            zeros.astype(jnp.float32),
+            zeros,
+            jnp.zeros((rows, most), jnp.int32),
+            jnp.zeros((rows, most)),
+        )
 
     return either(sampling.logprobs > 0, lambda: with_logprobs(logits, tokens, sampling.logprobs > 1), none)
 
@@ -218,7 +259,9 @@ def with_logprobs(logits: jax.Array, tokens: jax.Array, top: jax.Array | None = 
         return top_k(logprobs, most)
 
     def none() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((logits.shape[0], most), logprobs.dtype), jnp.zeros((logits.shape[0], most), jnp.int32)
+        return jnp.zeros((logits.shape[0], most), logprobs.dtype), jnp.zeros(
+            (logits.shape[0], most), jnp.int32
+        )
 
     values, ids = likeliest() if top is None else either(top, likeliest, none)
     return SampledLogprobs(tokens, chosen[:, 0], ranks.astype(jnp.int32), ids, values)
@@ -239,7 +282,9 @@ def make_scorer(model: Model, tile_size: int) -> Callable[..., SampledLogprobs]:
         module = model.bind(params)
 
         def one(tile: tuple[jax.Array, jax.Array]) -> SampledLogprobs:
-            scores: SampledLogprobs = all_gather(with_logprobs(_rows(module.logits(tile[0]), model), own_rows(tile[1])), tile_size)
+            scores: SampledLogprobs = all_gather(
+                with_logprobs(_rows(module.logits(tile[0]), model), own_rows(tile[1])), tile_size
+            )
             return scores
 
         tiles = hidden.reshape(-1, tile_size, hidden.shape[-1]), targets.reshape(-1, tile_size)

@@ -1,4 +1,6 @@
-"""A sampling row: a request's sampling parameters as 32-bit words, packed on the host and unpacked on the device."""
+"""A sampling row: a request's sampling parameters as 32-bit words, packed on the host and unpacked on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ LAYOUT = np.dtype(
         ("seed_low", np.uint32),
         ("seed_high", np.uint32),
         ("sample_index", np.int32),
-        ("logprobs", np.int32),  # number of most likely tokens, plus 1; 0: no log probabilities, not even the sampled token's
+        # number of most likely tokens, plus 1; 0: no log probabilities, not even the sampled token's
+        ("logprobs", np.int32),
         ("min_position", np.int32),  # no stop token is sampled before this position
         ("stop_ids", np.int32, DEVICE_STOPS),
         ("bias_ids", np.int32, MAX_LOGIT_BIAS),
@@ -32,7 +35,8 @@ LAYOUT = np.dtype(
     ]
 )
 SAMPLING_WORDS = LAYOUT.itemsize // 4
-SMALLEST = float(np.finfo(np.float32).tiny)  # smallest normal number: processors may treat smaller ones, or their inverses, as 0
+# smallest normal number: processors may treat smaller ones, or their inverses, as 0
+SMALLEST = float(np.finfo(np.float32).tiny)
 INT32_MAX = int(np.iinfo(np.int32).max)
 
 

@@ -21,10 +21,11 @@ class SlotState(NamedTuple):
     """The state of all slots; donated to every step and updated in place.
 
     Attributes:
-        last: int32 [slots, 2], the token that the slot's next decode row reads, and its position. The program that samples
-            the token writes both.
+        last: int32 [slots, 2], the token that the slot's next decode row reads, and its position. The program
+            that samples the token writes both.
         block_table: int32 [cache groups, slots, width], page ids in order.
-        sampling: int32 [slots, SAMPLING_WORDS], see sampling_row.py; a single array, so that a step has few arguments.
+        sampling: int32 [slots, SAMPLING_WORDS], see sampling_row.py; a single array, so that a step has few
+            arguments.
     """
 
     last: jax.Array

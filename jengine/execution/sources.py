@@ -13,10 +13,12 @@ TRACED = "jengine.execution.programs"  # lowers every program
 FAMILIES = "jengine/models"  # whose __init__ imports its modules from a list of names
 KERNELS = "pallas_kernels"
 
-# Import statements anywhere in a file. A regular expression, since parsing the files takes a fifth of a second at every
-# start; a test compares the two. It may match too much (in a docstring), which only costs a compilation, but never too
-# little.
-_IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.MULTILINE)
+# Import statements anywhere in a file. A regular expression, since parsing the files takes a fifth of a
+# second at every start; a test compares the two. It may match too much (in a docstring), which only costs a
+# compilation, but never too little.
+_IMPORT = re.compile(
+    rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.MULTILINE
+)
 _NAME = re.compile(rb"[\w.]+")
 
 
@@ -25,14 +27,20 @@ def source_digest(packages: Path = PACKAGES) -> str:
     """A hash of the names and contents of `source_files`."""
     digest = hashlib.sha256()
     for file in source_files(packages):
-        digest.update(file.relative_to(packages).as_posix().encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+        digest.update(
+            file.relative_to(packages).as_posix().encode()
+            + b"\0"
+            + hashlib.sha256(file.read_bytes()).digest()
+        )
     return digest.hexdigest()
 
 
 def source_files(packages: Path = PACKAGES) -> list[Path]:
     """The import closure within jengine of the module that lowers programs and of the models, and all of
     pallas_kernels with its tables; sorted."""
-    kernels = (file for file in (packages / KERNELS).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    kernels = (
+        file for file in (packages / KERNELS).rglob("*") if file.is_file() and "__pycache__" not in file.parts
+    )
     return sorted({*kernels, *_closure(packages)})
 
 

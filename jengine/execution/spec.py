@@ -32,7 +32,8 @@ from pallas_kernels.fastest import takes
 from pallas_kernels.flashinfer.build import installed_version as flashinfer_version
 from pallas_kernels.products import cpu_refused
 
-STAGING = 256 << 20  # bytes of pages in transfer between device and host, in each direction; at least those of one call
+# bytes of pages in transfer between device and host, in each direction; at least those of one call
+STAGING = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ class ExecutionSpec:
         max_slots: maximum number of running sequences, without the null slot.
         num_pages: number of pages in the cache, the null page included.
         kv_cache_dtype: int8 or float8_e4m3fn; None: the model's dtype.
-        num_states: recurrent states of sequences and snapshots, the null state included; 0: the model has none.
+        num_states: recurrent states of sequences and snapshots, the null state included; 0: the model has
+            none.
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
         product_forms: on a CPU, see `pallas_kernels.products.using`.
         attention_backend: implementation of decode attention, see `EngineConfig`.
@@ -74,7 +76,10 @@ class ExecutionSpec:
 
     def most_pages(self, tokens: int) -> int:
         """Maximum pages that a sequence holds, over all cache groups, until it has this many tokens."""
-        return sum(most_pages(tokens, group.window, self.page_size, self.table.tile_size) for group in paged(self.groups))
+        return sum(
+            most_pages(tokens, group.window, self.page_size, self.table.tile_size)
+            for group in paged(self.groups)
+        )
 
     @functools.cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -117,7 +122,13 @@ class ExecutionSpec:
         return 2 * self.staged * self.page_bytes
 
     def layout(self, key: TrunkKey) -> BatchLayout:
-        return BatchLayout.of(key, self.table, page_size=self.page_size, groups=len(paged(self.groups)), states=self.num_states > 0)
+        return BatchLayout.of(
+            key,
+            self.table,
+            page_size=self.page_size,
+            groups=len(paged(self.groups)),
+            states=self.num_states > 0,
+        )
 
     # Abstract values, with shardings, from which programs are lowered.
 
@@ -127,7 +138,9 @@ class ExecutionSpec:
 
     @functools.cached_property
     def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Leaves of `params`. Programs take these: to flatten nested dicts, a call would take 0.15 ms more of the host's time."""
+        """Leaves of `params`. Programs take these: to flatten nested dicts, a call would take 0.15 ms more of
+        the host's time.
+        """
         return tuple(jax.tree.leaves(self.params))
 
     @functools.cached_property
@@ -148,8 +161,12 @@ class ExecutionSpec:
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
-        """Occurrences of every token in every slot, for penalties; allocated when a request first needs it."""
-        return jax.ShapeDtypeStruct((self.max_slots + 1, self.model.config.vocab_size), np.int32, sharding=self.replicated)
+        """Occurrences of every token in every slot, for penalties; allocated when a request first needs
+        it.
+        """
+        return jax.ShapeDtypeStruct(
+            (self.max_slots + 1, self.model.config.vocab_size), np.int32, sharding=self.replicated
+        )
 
     def tiles(self, tiles: int) -> jax.ShapeDtypeStruct:
         """Hidden states of prompt tiles, as a trunk leaves them."""
@@ -157,7 +174,9 @@ class ExecutionSpec:
         return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated)
 
     def identity(self) -> dict[str, object]:
-        """Everything that a saved program depends on, as plain values. Programs with equal identities are equal."""
+        """Everything that a saved program depends on, as plain values. Programs with equal identities are
+        equal.
+        """
         device = self.mesh.devices.flat[0]
         model = dataclasses.asdict(self.model.config)
         del model["eos_token_ids"]  # slots use them, programs do not
@@ -166,7 +185,8 @@ class ExecutionSpec:
             "device": device.device_kind,
             "processor": cpu_features() if device.platform == "cpu" else "",
             "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
-            "devices": [int(device.id) for device in self.mesh.devices.flat],  # a saved program runs on these only
+            # a saved program runs on these only
+            "devices": [int(device.id) for device in self.mesh.devices.flat],
             "processes": len({device.process_index for device in self.mesh.devices.flat}),
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
@@ -190,9 +210,15 @@ class ExecutionSpec:
         }
 
     def _flashinfer(self, device: jax.Device) -> str:
-        """FlashInfer's version if programs may contain its kernel. Others may be compiled on machines without it."""
+        """FlashInfer's version if programs may contain its kernel. Others may be compiled on machines without
+        it.
+        """
         measured = self.attention_backend == "auto" and takes("flashinfer", None, device.device_kind)
-        return flashinfer_version() or "not installed" if measured or self.attention_backend == "flashinfer" else ""
+        return (
+            flashinfer_version() or "not installed"
+            if measured or self.attention_backend == "flashinfer"
+            else ""
+        )
 
     def fingerprint(self) -> str:
         """Hash of the identity, without two entries.
@@ -207,7 +233,9 @@ class ExecutionSpec:
 
 
 def _plugins() -> str:
-    """Installed CUDA plugins of JAX with their versions, since a program must be loaded by what compiled it."""
+    """Installed CUDA plugins of JAX with their versions, since a program must be loaded by what compiled
+    it.
+    """
     versions = []
     for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -224,4 +252,6 @@ def cpu_features() -> str:
         import platform
 
         return f"{platform.machine()} {platform.processor()}"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(("flags", "Features"))), "")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith(("flags", "Features"))), ""
+    )

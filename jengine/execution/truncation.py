@@ -1,7 +1,7 @@
 """Truncates distributions by top_k, top_p and min_p.
 
-No row is sorted. The k-th largest logit, and the logit at which the most likely tokens' mass reaches top_p, are
-found by a search over the 32 bits of a float. All ties at a threshold are kept.
+No row is sorted. The k-th largest logit, and the logit at which the most likely tokens' mass reaches top_p,
+are found by a search over the 32 bits of a float. All ties at a threshold are kept.
 """
 
 from __future__ import annotations
@@ -36,18 +36,25 @@ def truncate(scaled: jax.Array, sampling: Sampling) -> jax.Array:
 
     def of_mass() -> jax.Array:
         mass = jnp.exp(scaled)
-        wanted = jnp.where(sampling.top_p >= 1.0, jnp.inf, sampling.top_p * mass.sum(-1))  # inf: never reached
+        # inf: never reached
+        wanted = jnp.where(sampling.top_p >= 1.0, jnp.inf, sampling.top_p * mass.sum(-1))
         return _threshold(scaled, mass, wanted)
 
     scaled = jnp.where(scaled < jnp.log(sampling.min_p)[:, None], -jnp.inf, scaled)
-    scaled = jnp.where(scaled < either(random & (k < vocab), of_count, lambda: all_stay)[:, None], -jnp.inf, scaled)
-    return jnp.where(scaled < either(random & (sampling.top_p < 1), of_mass, lambda: all_stay)[:, None], -jnp.inf, scaled)
+    scaled = jnp.where(
+        scaled < either(random & (k < vocab), of_count, lambda: all_stay)[:, None], -jnp.inf, scaled
+    )
+    return jnp.where(
+        scaled < either(random & (sampling.top_p < 1), of_mass, lambda: all_stay)[:, None], -jnp.inf, scaled
+    )
 
 
 def _threshold(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest t, [rows], for which the weights of {x >= t} sum to at least `wanted`; -inf if there is none.
+    """The largest t, [rows], for which the weights of {x >= t} sum to at least `wanted`; -inf if there is
+    none.
 
-    A search over the integers that order float32 numbers needs a fixed number of sums over the row, whatever its values.
+    A search over the integers that order float32 numbers needs a fixed number of sums over the row, whatever
+    its values.
     """
     t: jax.Array = lax.platform_dependent(x, weight, wanted, cpu=by_bits, default=by_digits)
     return t
@@ -72,7 +79,8 @@ def by_digits(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
     """
     weight = jnp.broadcast_to(weight, x.shape)
     digits = jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32)
-    key = jnp.ones((len(x), len(digits)), jnp.uint32)  # a one, then the digits found so far; the last pass shifts the one out
+    # a one, then the digits found so far; the last pass shifts the one out
+    key = jnp.ones((len(x), len(digits)), jnp.uint32)
     for _ in range(32 // DIGIT):
         shift = lax.clz(key) + 1
         key, values = lax.optimization_barrier((key, _float_of(key << shift | digits << shift - DIGIT)))

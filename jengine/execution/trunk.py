@@ -27,7 +27,8 @@ class ToSample(NamedTuple):
     positions: jax.Array  # int32 [rows], of the token to be sampled
 
 
-TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]  # the last is [tiles * tile_size, hidden_size], for prompt_logprobs
+# the last is [tiles * tile_size, hidden_size], for prompt_logprobs
+TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]
 
 
 def make_trunk(
@@ -39,7 +40,8 @@ def make_trunk(
     *,
     batch_invariant: bool = False,
 ) -> Callable[..., TrunkOut]:
-    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states of tiles).
+    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states
+    of tiles).
 
     Args:
         device: a device that it is compiled for; it determines the kernels.
@@ -66,19 +68,25 @@ def make_pass(
     *,
     batch_invariant: bool = False,
 ) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
-    """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include the
-    batch's updates."""
+    """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include
+    the batch's updates.
+    """
     groups, key = cache_groups(model.config), layout.key
 
-    def run(params: Params, cache: Cache, slots: SlotState, batch: Batch) -> tuple[Cache, ToSample, jax.Array]:
+    def run(
+        params: Params, cache: Cache, slots: SlotState, batch: Batch
+    ) -> tuple[Cache, ToSample, jax.Array]:
         axis = TokenAxis(slots.last, batch)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
         attentions = [
-            PagedAttention(group, table, batch, axis, key, page_size, device, backend, batch_invariant) for group, table in tables
+            PagedAttention(group, table, batch, axis, key, page_size, device, backend, batch_invariant)
+            for group, table in tables
         ]
         recurrence = Recurrence(batch, axis, key) if model.config.linear is not None else None
-        hidden = model.bind(params).hidden(axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence))
+        hidden = model.bind(params).hidden(
+            axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence)
+        )
         at = batch.sample_tokens
         return cache, ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1), hidden[key.rows :]
 
@@ -86,10 +94,16 @@ def make_pass(
 
 
 class LayerCaches:
-    """The cache as layers use it: each call uses the attention of the layer's group and replaces the layer's arrays."""
+    """The cache as layers use it: each call uses the attention of the layer's group and replaces the layer's
+    arrays.
+    """
 
     def __init__(
-        self, cache: Cache, groups: tuple[CacheGroup, ...], attentions: list[PagedAttention], recurrence: Recurrence | None
+        self,
+        cache: Cache,
+        groups: tuple[CacheGroup, ...],
+        attentions: list[PagedAttention],
+        recurrence: Recurrence | None,
     ) -> None:
         self._cache, self._groups, self._home = cache, groups, homes(groups)
         self._attentions, self._recurrence = attentions, recurrence
@@ -123,7 +137,9 @@ class LayerCaches:
         pool[place] = before, *states
         return out
 
-    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None) -> jax.Array:
+    def recur(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None
+    ) -> jax.Array:
         assert self._recurrence is not None
         group, place, _ = self._home[layer]
         pool = self._cache[self._groups[group].pool]

@@ -24,7 +24,10 @@ def encode(call: Call) -> bytes:
 def decode(frame: bytes) -> Call:
     """The call of a frame."""
     name, key, array = msgspec.msgpack.decode(frame)
-    return Call(msgspec.convert(key, named(name).key), None if array is None else np.frombuffer(array[2], array[0]).reshape(array[1]))
+    return Call(
+        msgspec.convert(key, named(name).key),
+        None if array is None else np.frombuffer(array[2], array[0]).reshape(array[1]),
+    )
 
 
 class Worker:
@@ -41,11 +44,16 @@ class Worker:
     def memory_parts(self) -> dict[str, int]:
         """Bytes on this process's devices, by use."""
         devices, state = len(self.spec.mesh.local_devices), self.state
-        parts = {"weights": state.params, "cache": state.cache, "slots and counts": (state.slots, state.counts)}
+        parts = {
+            "weights": state.params,
+            "cache": state.cache,
+            "slots and counts": (state.slots, state.counts),
+        }
         found = {name: devices * device_bytes(tree) for name, tree in parts.items()}
         memory = [*self.programs.memory.values()]
         return {
             **found,
             "programs' code": sum([program.code for program in memory]),
-            "programs' temporaries, of the largest": devices * max([program.working for program in memory], default=0),
+            "programs' temporaries, of the largest": devices
+            * max([program.working for program in memory], default=0),
         }

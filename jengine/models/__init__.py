@@ -1,7 +1,7 @@
 """Model families: functions of arrays that take an `attend` function, with each weight declared once.
 
-A new family is one file here: its module, the reader of its config.json, and a dict FAMILIES that maps Hugging
-Face's model_type to a Family. The file is added to FILES.
+A new family is one file here: its module, the reader of its config.json, and a dict FAMILIES that maps
+Hugging Face's model_type to a Family. The file is added to FILES.
 """
 
 from __future__ import annotations
@@ -35,15 +35,57 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
     "w8a8": ("int8", True),
     "fp8": ("float8_e4m3fn", True),
 }
-TRANSFORMED = ("w8a8",)  # with a Hadamard transform: outliers would otherwise leave few of the eight bits to other activations
-VOCABULARY = dict.fromkeys((*FOUR_BITS, "fp8"), "int8")  # of embeddings and output heads, if it differs from the other weights
+# with a Hadamard transform: outliers would otherwise leave few of the eight bits to other activations
+TRANSFORMED = ("w8a8",)
+# of embeddings and output heads, if it differs from the other weights
+VOCABULARY = dict.fromkeys((*FOUR_BITS, "fp8"), "int8")
 MIXED = "int8"  # with int4_mixed: weights for which `_loses_much`
 FORMS = 256  # abstract weights that are kept, more than one model has
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 FILES = (
-    *("bloom", "cohere", "deepseek", "ernie", "exaone", "falcon", "gemma", "gemma3n", "gemma4", "glm", "glm_moe", "gpt2", "gpt_neox"),
-    *("gpt_oss", "gptj", "granite", "granite_moe", "lfm2", "lightning", "llama", "llama4", "minimax", "mistral", "moe", "nemotron"),
-    *("olmo", "olmoe", "opt", "phi", "phi3", "phi_moe", "qwen2_moe", "qwen3", "qwen3_next", "smollm3", "stablelm", "starcoder2"),
+    *(
+        "bloom",
+        "cohere",
+        "deepseek",
+        "ernie",
+        "exaone",
+        "falcon",
+        "gemma",
+        "gemma3n",
+        "gemma4",
+        "glm",
+        "glm_moe",
+        "gpt2",
+        "gpt_neox",
+    ),
+    *(
+        "gpt_oss",
+        "gptj",
+        "granite",
+        "granite_moe",
+        "lfm2",
+        "lightning",
+        "llama",
+        "llama4",
+        "minimax",
+        "mistral",
+        "moe",
+        "nemotron",
+    ),
+    *(
+        "olmo",
+        "olmoe",
+        "opt",
+        "phi",
+        "phi3",
+        "phi_moe",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_next",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    ),
 )
 _MODULES = [importlib.import_module(f"jengine.models.{file}") for file in FILES]
 FAMILIES: dict[str, Family] = dict(sorted(item for module in _MODULES for item in module.FAMILIES.items()))
@@ -54,7 +96,8 @@ class Model:
     """A model without its weights. params, axes and sources are nested dicts with the same structure.
 
     Attributes:
-        params: the abstract parameters of programs: each is a jax.ShapeDtypeStruct, or a Quantized or Int4 of several.
+        params: the abstract parameters of programs: each is a jax.ShapeDtypeStruct, or a Quantized or Int4 of
+            several.
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors that make up each parameter, a tuple of pieces.Piece.
         group_size, calibrated: as in `build`.
@@ -78,8 +121,9 @@ class Model:
 
     @property
     def quantized(self) -> str:
-        """The option quantization that holds, be it given or that of a converted folder, or the format of a quantized
-        checkpoint; "" if weights are not quantized."""
+        """The option quantization that holds, be it given or that of a converted folder, or the format of a
+        quantized checkpoint; "" if weights are not quantized.
+        """
         if self.quantization is not None:
             return "" if self.quantization == "none" else self.quantization
         return "" if self.config.stored is None else self.config.stored.form
@@ -112,21 +156,23 @@ def build(
     Args:
         dtype: dtype of weights and activations.
         max_model_len: maximum tokens of a sequence; dynamic rotary scaling is fixed for this length.
-        quantization: as in EngineConfig. It applies to matrices of products and to embeddings; routers, norms, biases and
-            learned positions keep dtype.
+        quantization: as in EngineConfig. It applies to matrices of products and to embeddings; routers,
+            norms, biases and learned positions keep dtype.
         shards: number of devices in the parameters' layout, see ModelConfig.
         group_size: inputs per scale of four-bit weights.
         calibrated: four-bit weights are calibrated, see checkpoints/calibration.py.
 
     Raises:
-        InvalidArgument: a converted folder's parameters are quantized in another way, or cannot be sharded over this many
-            devices.
+        InvalidArgument: a converted folder's parameters are quantized in another way, or cannot be sharded
+            over this many devices.
         ModelError: the family or its activation is not supported.
     """
     if config.family not in FAMILIES:
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if config.activation not in ACTIVATIONS:
-        raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
+        raise ModelError(
+            f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are"
+        )
     if (done := config.converted) is not None:
         own = None if done.quantization == "stored" else done.quantization
         if quantization not in (None, own):
@@ -137,9 +183,13 @@ def build(
             )
             raise InvalidArgument("quantization", quantization, limit)
         if shards > 1:
-            raise InvalidArgument("tensor_parallel_size", shards, "must be 1 with a folder that was converted with quantization")
+            raise InvalidArgument(
+                "tensor_parallel_size", shards, "must be 1 with a folder that was converted with quantization"
+            )
         quantization, group_size, calibrated = own, done.group_size, done.calibrated
-    config = dataclasses.replace(config, shards=shards, stored=config.stored if quantization is None else None)
+    config = dataclasses.replace(
+        config, shards=shards, stored=config.stored if quantization is None else None
+    )
     module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
 
@@ -153,12 +203,23 @@ def build(
         vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in RULES else 1
         if config.stored is not None and not vocabulary:
             return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
-        if quantization in FOUR_BITS and not vocabulary and not (quantization == "int4_mixed" and _loses_much(axes)):
-            hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # without calibration, the transform gains little
+        if (
+            quantization in FOUR_BITS
+            and not vocabulary
+            and not (quantization == "int4_mixed" and _loses_much(axes))
+        ):
+            # without calibration, the transform gains little
+            hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1
             return _form(quantize_int4, plain, group=group_size, parts=parts, hadamard=hadamard)
         if quantization in (None, "none"):
             return plain
-        name = VOCABULARY.get(quantization, quantization) if vocabulary else MIXED if quantization in FOUR_BITS else quantization
+        name = (
+            VOCABULARY.get(quantization, quantization)
+            if vocabulary
+            else MIXED
+            if quantization in FOUR_BITS
+            else quantization
+        )
         kind, inputs = QUANTIZATIONS[name]
         hadamard = block_of(plain.shape[-1] // parts) if name in TRANSFORMED else 1
         return _form(quantize, plain, dtype=kind, inputs=inputs, hadamard=hadamard)
@@ -182,15 +243,17 @@ def build(
 
 @lru_cache(FORMS)
 def _form(make: Any, *arrays: jax.ShapeDtypeStruct | None, **how: Any) -> Any:
-    """The abstract result of a function of arrays. Most layers have the same shapes, and tracing takes milliseconds."""
+    """The abstract result of a function of arrays. Most layers have the same shapes, and tracing takes
+    milliseconds.
+    """
     return jax.eval_shape(partial(make, **how), *arrays)
 
 
 def _loses_much(axes: tuple[str | None, ...]) -> bool:
     """Whether a weight loses much in four bits.
 
-    These are the weights of queries, keys and values, whose errors enter every score, and an MLP's last matrix, whose
-    inputs have outliers.
+    These are the weights of queries, keys and values, whose errors enter every score, and an MLP's last
+    matrix, whose inputs have outliers.
     """
     return axes[0] == "kv_heads" or (axes[-1] == "ffn" and len(axes) == 2)
 
@@ -206,18 +269,37 @@ def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence
         return _form(quantize, plain, dtype=stored.form)
     size = plain.shape[-1] // parts
     if size % stored.group:
-        raise InvalidArgument("tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}")
+        raise InvalidArgument(
+            "tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}"
+        )
     values = jax.ShapeDtypeStruct(plain.shape, jnp.int8)
     scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
-    how: dict[str, Any] = {"group": stored.group, "parts": parts, "dtype": str(plain.dtype), "kind": stored.form}
+    how: dict[str, Any] = {
+        "group": stored.group,
+        "parts": parts,
+        "dtype": str(plain.dtype),
+        "kind": stored.form,
+    }
     return _form(pack, values, scale, scale if stored.offset else None, **how)
 
 
 def _by_group(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:
-    """An eight-bit matrix with scales for groups of inputs, or plain if devices or pieces of the checkpoint would cut groups."""
-    columns = [side for piece in source for side in (piece.columns, *piece.part[len(plain.shape) - 1 :]) if isinstance(side, slice)]
-    ends = [plain.shape[-1] // parts, *(end for side in columns for end in (side.start, side.stop) if end is not None)]
+    """An eight-bit matrix with scales for groups of inputs, or plain if devices or pieces of the checkpoint
+    would cut groups.
+    """
+    columns = [
+        side
+        for piece in source
+        for side in (piece.columns, *piece.part[len(plain.shape) - 1 :])
+        if isinstance(side, slice)
+    ]
+    ends = [
+        plain.shape[-1] // parts,
+        *(end for side in columns for end in (side.start, side.stop) if end is not None),
+    ]
     if any(end % stored.group for end in ends):
         return plain
     scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
-    return Quantized(jax.ShapeDtypeStruct(plain.shape, stored.form), scale, str(plain.dtype), kind=stored.form)  # type: ignore[arg-type]
+    return Quantized(
+        jax.ShapeDtypeStruct(plain.shape, stored.form), scale, str(plain.dtype), kind=stored.form
+    )  # type: ignore[arg-type]

@@ -26,7 +26,9 @@ class Bloom(Llama):
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         super().__init__(config, dtype, max_model_len)
-        self.embedding_norm = LayerNorm(config.hidden_size, config, dtype, f"{self.prefix}word_embeddings_layernorm")
+        self.embedding_norm = LayerNorm(
+            config.hidden_size, config, dtype, f"{self.prefix}word_embeddings_layernorm"
+        )
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         return Layer(
@@ -40,7 +42,10 @@ class Bloom(Llama):
         return self.embedding_norm(super().embedded(tokens))
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        every, heads = jnp.asarray(laid_slopes(self.config)), self.config.num_kv_heads_padded // self.config.shards
+        every, heads = (
+            jnp.asarray(laid_slopes(self.config)),
+            self.config.num_kv_heads_padded // self.config.shards,
+        )
         own = lax.dynamic_slice_in_dim(every, shard_index() * heads, heads)
 
         def with_slopes(layer: int, qkv: Qkv | QkvProduct | QueriesOnly, **how: Any) -> jax.Array:
@@ -58,8 +63,8 @@ def laid_slopes(config: ModelConfig) -> np.ndarray:
 def slopes(heads: int) -> list[float]:
     """ALiBi's slopes.
 
-    For a power of two, they are a geometric sequence. Other numbers of heads continue with every second element of the
-    sequence for the next power of two.
+    For a power of two, they are a geometric sequence. Other numbers of heads continue with every second
+    element of the sequence for the next power of two.
     """
     whole = 2 ** math.floor(math.log2(heads))
     first = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
@@ -67,7 +72,10 @@ def slopes(heads: int) -> list[float]:
 
 
 def read_bloom(hf: Fields) -> dict[str, Any]:
-    hidden, heads = int(hf.get("n_embed") or hf["hidden_size"]), int(hf.get("n_head") or hf["num_attention_heads"])
+    hidden, heads = (
+        int(hf.get("n_embed") or hf["hidden_size"]),
+        int(hf.get("n_head") or hf["num_attention_heads"]),
+    )
     layers = int(hf.get("n_layer") or hf["num_hidden_layers"])
     return {
         "vocab_size": int(hf["vocab_size"]),

@@ -12,7 +12,10 @@ def at(config: ModelConfig, layer: int) -> ModelConfig:
     """The configuration with the sizes of one layer."""
     changes: dict[str, Any] = {}
     if config.full_attention is not None and config.window(layer) is None:
-        changes |= {"head_dim": config.full_attention.head_dim, "num_kv_heads": config.full_attention.kv_heads}
+        changes |= {
+            "head_dim": config.full_attention.head_dim,
+            "num_kv_heads": config.full_attention.kv_heads,
+        }
     if config.double_wide_mlp and kv_layer(config, layer) != layer:
         changes |= {"intermediate_size": 2 * config.intermediate_size}
     return dataclasses.replace(config, **changes) if changes else config
@@ -25,7 +28,9 @@ def kv_layer(config: ModelConfig, layer: int) -> int:
         ValueError: no layer before these has the layer's window.
     """
     first = config.num_layers - config.shared_kv_layers
-    return layer if layer < first else max(i for i in range(first) if config.window(i) == config.window(layer))
+    return (
+        layer if layer < first else max(i for i in range(first) if config.window(i) == config.window(layer))
+    )
 
 
 def key_value_rows(config: ModelConfig, layer: int) -> int:

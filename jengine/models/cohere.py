@@ -1,4 +1,5 @@
-"""Cohere's Command R and R+, Aya (cohere), Command R7B and A (cohere2): parallel attention and MLP with one norm without a bias.
+"""Cohere's Command R and R+, Aya (cohere), Command R7B and A (cohere2): parallel attention and MLP with one
+norm without a bias.
 
 Adjacent channels rotate together. In cohere2, layers without a window do not rotate.
 """
@@ -22,16 +23,27 @@ from jengine.models.stablelm import HeadLayerNorms
 
 
 class CohereAttention(GlmAttention, HeadLayerNorms):
-    """With qk_norm, queries and keys are normed per head. Their weights are in the order in which channels rotate."""
+    """With qk_norm, queries and keys are normed per head. Their weights are in the order in which channels
+    rotate.
+    """
 
     def qk_norm_source(self, name: str) -> tuple[Piece, ...]:
         config, pieces = self.config, list[Piece]()
         dim, half = config.head_dim, config.head_dim // 2
-        for kind, count, part in zip("qk", (config.num_heads, config.num_kv_heads), qkv_parts(config)[:2], strict=True):
+        for kind, count, part in zip(
+            "qk", (config.num_heads, config.num_kv_heads), qkv_parts(config)[:2], strict=True
+        ):
             for head, laid, row in heads(part, dim):
                 for i, start in enumerate((row, row + half)):  # even channels, then odd ones
                     rows = slice(head, head + 1), slice(i, dim, 2)
-                    pieces.append(Piece(f"{name}.{kind}_norm.weight", (count, dim), (laid, slice(start, start + half)), rows))
+                    pieces.append(
+                        Piece(
+                            f"{name}.{kind}_norm.weight",
+                            (count, dim),
+                            (laid, slice(start, start + half)),
+                            rows,
+                        )
+                    )
         return tuple(pieces)
 
 
@@ -44,7 +56,12 @@ class Cohere(Llama):
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         norm = CohereNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm")
-        return ParallelLayer(norm, CohereAttention(config, dtype, f"{name}.self_attn"), norm, self.mlp(config, dtype, name, index))
+        return ParallelLayer(
+            norm,
+            CohereAttention(config, dtype, f"{name}.self_attn"),
+            norm,
+            self.mlp(config, dtype, name, index),
+        )
 
 
 def read_cohere(hf: Fields) -> dict[str, Any]:
@@ -68,11 +85,17 @@ def read_cohere2(hf: Fields) -> dict[str, Any]:
     layers, pattern = int(hf["num_hidden_layers"]), int(hf.get("sliding_window_pattern") or 4)
     windows = windows_by_layer_types(hf, int(hf["sliding_window"]), full_attention_every(layers, pattern))
     seen = windows.get("windows", (None,) * layers)
-    return {**read_cohere(hf), **windows, "unrotated_layers": tuple(i for i in range(layers) if seen[i] is None)}
+    return {
+        **read_cohere(hf),
+        **windows,
+        "unrotated_layers": tuple(i for i in range(layers) if seen[i] is None),
+    }
 
 
 DEFAULTS = {"max_position_embeddings": 8192, "logit_scale": 0.0625, "tie_word_embeddings": True}
 FAMILIES = {
     "cohere": Family("Command R, R+, Aya (Cohere)", Cohere, read_cohere, {**DEFAULTS, "rope_theta": 5e5}),
-    "cohere2": Family("Command R7B, Command A (Cohere 2)", Cohere, read_cohere2, {**DEFAULTS, "sliding_window": 4096}),
+    "cohere2": Family(
+        "Command R7B, Command A (Cohere 2)", Cohere, read_cohere2, {**DEFAULTS, "sliding_window": 4096}
+    ),
 }

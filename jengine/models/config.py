@@ -25,15 +25,18 @@ class ModelConfig:
     Attributes:
         max_position: the most tokens of a sequence; with learned positions, the length of their table.
         rotary_dim: the number of a head's channels that rotate; None: all.
-        local_rope_theta: rope_theta of layers with a window, if it differs from that of the others. Their frequencies are then not
-            scaled.
+        local_rope_theta: rope_theta of layers with a window, if it differs from that of the others. Their
+            frequencies are then not scaled.
         unrotated_layers: layers without rotary embedding.
-        query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p // rope_scaling.original_max_position); in
-            Llama 4, in unrotated layers alone, by 1 + beta * log(1 + (p + 1) // query_scaling_step).
-        windows: for each layer, how many tokens a query sees, itself included; None: all. An empty tuple: all, in every layer.
+        query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p //
+            rope_scaling.original_max_position); in Llama 4, in unrotated layers alone, by 1 + beta * log(1 +
+            (p + 1) // query_scaling_step).
+        windows: for each layer, how many tokens a query sees, itself included; None: all. An empty tuple:
+            all, in every layer.
         linear: layers with a recurrent state in place of attention.
         full_attention: heads of layers without a window, if they differ.
-        shared_kv_layers: so many layers at the end read the keys and values of the last one before them with the same window.
+        shared_kv_layers: so many layers at the end read the keys and values of the last one before them with
+            the same window.
         double_wide_mlp: in these layers, MLPs are twice as wide.
         layer_inputs, altup: embeddings of tokens for each layer; several residual streams.
         attention_gate: what attention gives is multiplied by a gate for each channel.
@@ -41,7 +44,8 @@ class ModelConfig:
         alibi: scores decrease with the distance between query and key, by a slope for each head.
         attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
         norm_offset: added to the weight of every norm.
-        pre_norm: norms come before attention and MLP, and there is one at the end; otherwise they come after each.
+        pre_norm: norms come before attention and MLP, and there is one at the end; otherwise they come after
+            each.
         parallel_residual: attention and MLP of a layer read the same input, and both results are added to it.
         shared_norm: with parallel_residual, they share one norm.
         qk_norm: queries and keys are normalized; for families whose checkpoints differ in this.
@@ -51,25 +55,27 @@ class ModelConfig:
         logits_scaling: divides logits.
         head_bias: the output head has a bias.
         gated_mlp: an MLP has three matrices, gate, up and down; otherwise two.
-        embedding_size: size of token embeddings, which are projected to and from hidden_size; None: hidden_size, without
-            projections.
+        embedding_size: size of token embeddings, which are projected to and from hidden_size; None:
+            hidden_size, without projections.
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
         shared_expert_size: intermediate size of the expert that computes all tokens; 0: there is none.
         shared_expert_gate: the result of this expert is multiplied by a gate.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
         router: the function that turns a router's results into experts' scores.
-        router_jitter: experts whose scores are within a share of 2 router_jitter below the best one compete with it (SparseMixer).
-        expert_groups, expert_groups_kept: experts form expert_groups groups; a token chooses among those of its best
-            expert_groups_kept.
+        router_jitter: experts whose scores are within a share of 2 router_jitter below the best one compete
+            with it (SparseMixer).
+        expert_groups, expert_groups_kept: experts form expert_groups groups; a token chooses among those of
+            its best expert_groups_kept.
         routed_scaling: multiplies the experts' results.
-        swiglu_alpha, swiglu_limit: of gpt-oss's experts, with gate at most limit, and up within plus and minus limit: gate *
-            sigmoid(alpha * gate) * (up + 1).
+        swiglu_alpha, swiglu_limit: of gpt-oss's experts, with gate at most limit, and up within plus and
+            minus limit: gate * sigmoid(alpha * gate) * (up + 1).
         latent: heads share keys and values in a compressed form; None: they have their own.
-        stored: the format of quantized matrices; None: they are not quantized, or are to be converted to dtype.
-        shards: the number of devices that the parameters are laid out for. Kv heads are repeated if there are fewer of them than
-            devices; heads, intermediate sizes and the vocabulary are padded with zeros to a multiple. The other fields have the
-            checkpoint's values.
+        stored: the format of quantized matrices; None: they are not quantized, or are to be converted to
+            dtype.
+        shards: the number of devices that the parameters are laid out for. Kv heads are repeated if there are
+            fewer of them than devices; heads, intermediate sizes and the vocabulary are padded with zeros to
+            a multiple. The other fields have the checkpoint's values.
     """
 
     family: str  # Hugging Face's model_type

@@ -33,11 +33,12 @@ class StoredWeights:
     """The format of a checkpoint's quantized matrices, which they keep in memory.
 
     Attributes:
-        form: number format; int4 and e2m1 (of MXFP4) have a scale for each group of inputs, the others have one for each output
-            unless there are groups.
+        form: number format; int4 and e2m1 (of MXFP4) have a scale for each group of inputs, the others have
+            one for each output unless there are groups.
         group: the number of inputs that share a scale; 0: all.
         offset: whether groups also have offsets.
-        others: regular expressions, matched from the start, for the names of modules that are stored in another format.
+        others: regular expressions, matched from the start, for the names of modules that are stored in
+            another format.
     """
 
     form: Literal["int4", "e2m1", "int8", "float8_e4m3fn"]
@@ -51,8 +52,8 @@ class Converted:
     """How `jengine convert` quantized a folder's parameters, which are stored as programs take them.
 
     Attributes:
-        quantization, group_size: the options quantization and quantization_group_size; stored: the form in which the checkpoint's
-            file had them, see StoredWeights.
+        quantization, group_size: the options quantization and quantization_group_size; stored: the form in
+            which the checkpoint's file had them, see StoredWeights.
         calibrated: with calibration_data.
         revision: of the formats of parameters. With 1, fp8 included embeddings and output heads.
     """
@@ -123,8 +124,8 @@ class ResidualFactors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention: caches one vector per token, from which the keys and values of all heads are
-    computed.
+    """Multi-head latent attention: caches one vector per token, from which the keys and values of all heads
+    are computed.
 
     Attributes:
         rank: channels of that vector, without the rotating ones.
@@ -156,15 +157,18 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
-    """Layers that keep a state instead of keys and values: gated delta nets, convolutions alone, or lightning attention.
-    Fields as in Hugging Face configs.
+    """Layers that keep a state instead of keys and values: gated delta nets, convolutions alone, or lightning
+    attention. Fields as in Hugging Face configs.
 
     Attributes:
         layers: indices of these layers.
-        key_heads: number of query heads and of key heads; each is shared by the same number of consecutive value_heads.
-        key_dim, value_dim: channels of a head. If there is no recurrence, key_dim is 0, and only values are convolved.
+        key_heads: number of query heads and of key heads; each is shared by the same number of consecutive
+            value_heads.
+        key_dim, value_dim: channels of a head. If there is no recurrence, key_dim is 0, and only values are
+            convolved.
         taps: width of the convolution over queries, keys and values, in tokens. Without a convolution: 0.
-        delta: whether the recurrence is the gated delta rule; otherwise it is linear attention with constant decays.
+        delta: whether the recurrence is the gated delta rule; otherwise it is linear attention with constant
+            decays.
     """
 
     layers: tuple[int, ...]

@@ -1,4 +1,6 @@
-"""DeepSeek V2 and V3, R1, Kimi K2 and GLM-4.7-Flash: latent attention, and many small experts in addition to shared ones."""
+"""DeepSeek V2 and V3, R1, Kimi K2 and GLM-4.7-Flash: latent attention, and many small experts in addition to
+shared ones.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from jengine.models.pieces import Piece
 class DeepseekExperts(Experts):
     """Experts in groups: a token's experts come from its best groups.
 
-    Scores are a softmax or sigmoids. A correction, if there is one, affects the choice of experts, but not their weights.
+    Scores are a softmax or sigmoids. A correction, if there is one, affects the choice of experts, but not
+    their weights.
     """
 
     correction: nnx.Param[jax.Array] | None = None
@@ -49,7 +52,8 @@ class DeepseekExperts(Experts):
         ranked = weights if self.correction is None else weights + self.correction[...]
         if config.expert_groups > 1:
             grouped = ranked.reshape(x.shape[0], config.expert_groups, -1)
-            best = 1 if self.correction is None else min(2, grouped.shape[-1])  # a group's score is the sum of its best experts
+            # a group's score is the sum of its best experts
+            best = 1 if self.correction is None else min(2, grouped.shape[-1])
             kept = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), config.expert_groups_kept)[1]
             allowed = jax.nn.one_hot(kept, config.expert_groups, dtype=jnp.bool_).any(1)
             ranked = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranked.shape)
@@ -162,12 +166,31 @@ def corrected_routing(hf: Fields) -> dict[str, Any]:
 
 AHEAD = ("model.layers.{num_layers}.",)  # multi-token prediction (MTP)
 V2 = {
-    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
     **{"first_k_dense_replace": 0, "n_shared_experts": 2},
 }
-V3 = {**V2, "first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+V3 = {
+    **V2,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
 GLM = {
-    **{"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+    **{
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+    },
     **{"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
 }
 FAMILIES = {

@@ -1,4 +1,6 @@
-"""ERNIE 4.5: adjacent channels rotate together. Experts are chosen by a corrected softmax, in addition to shared ones."""
+"""ERNIE 4.5: adjacent channels rotate together. Experts are chosen by a corrected softmax, in addition to
+shared ones.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,13 @@ def read_ernie_moe(hf: Fields) -> dict[str, Any]:
     fields = read_ernie(hf)
     first, last, every = (int(hf[f"moe_layer_{name}"]) for name in ("start_index", "end_index", "interval"))
     last = fields["num_layers"] - 1 if last == -1 else last
-    size, chosen = int(hf["moe_intermediate_size"]), int(hf["moe_k"])  # has a default, so the other name comes first
+    # has a default, so the other name comes first
+    size, chosen = int(hf["moe_intermediate_size"]), int(hf["moe_k"])
     return {
         **fields,
-        "expert_layers": tuple(i for i in range(fields["num_layers"]) if first <= i <= last and (i + 1) % every == 0),
+        "expert_layers": tuple(
+            i for i in range(fields["num_layers"]) if first <= i <= last and (i + 1) % every == 0
+        ),
         "num_experts": int(hf["moe_num_experts"]),
         "experts_per_token": int(hf.get("num_experts_per_tok") or chosen),
         "expert_size": size,
@@ -58,10 +63,21 @@ def read_ernie_moe(hf: Fields) -> dict[str, Any]:
     }
 
 
-SHARED = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5}
+SHARED = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 5e5,
+}
 DEFAULTS = {**SHARED, "head_dim": 128}
 MOE_DEFAULTS = {
-    **{**SHARED, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2},
+    **{
+        **SHARED,
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+    },
     **{"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
 }
 AHEAD = ("model.mtp_",)  # multi-token prediction (MTP)

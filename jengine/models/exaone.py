@@ -19,7 +19,8 @@ class Exaone4(Olmo):
 
 def read_exaone4(hf: Fields) -> dict[str, Any]:
     fields, window, pattern = decoder(hf), hf.get("sliding_window"), hf.get("sliding_window_pattern") or 4
-    layers, every = fields["num_layers"], len(pattern) if isinstance(pattern, str) else int(pattern)  # LLLG means every fourth layer
+    # LLLG means every fourth layer
+    layers, every = fields["num_layers"], len(pattern) if isinstance(pattern, str) else int(pattern)
     if window is None:
         return fields
     windows = windows_by_layer_types(hf, window, full_attention_every(layers, every))
@@ -27,4 +28,6 @@ def read_exaone4(hf: Fields) -> dict[str, Any]:
     return {**fields, **windows, "unrotated_layers": tuple(i for i in range(layers) if seen[i] is None)}
 
 
-FAMILIES = {"exaone4": Family("EXAONE 4", Exaone4, read_exaone4, {"rms_norm_eps": 1e-5, "sliding_window": 4096})}
+FAMILIES = {
+    "exaone4": Family("EXAONE 4", Exaone4, read_exaone4, {"rms_norm_eps": 1e-5, "sliding_window": 4096})
+}

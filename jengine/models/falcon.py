@@ -1,4 +1,6 @@
-"""Falcon: queries, keys and values fused by kv head; parallel attention and MLP with one norm (7B, 11B) or two (40B, 180B)."""
+"""Falcon: queries, keys and values fused by kv head; parallel attention and MLP with one norm (7B, 11B) or
+two (40B, 180B).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def read_falcon(hf: Fields) -> dict[str, Any]:
     new = bool(hf.get("new_decoder_architecture", False))
     grouped, one = int(hf.get("num_kv_heads") or heads), bool(hf.get("multi_query", True))
     kv_heads = grouped if new else 1 if one else heads
-    parallel, norms = bool(hf.get("parallel_attn", True)), int(hf.get("num_ln_in_parallel_attn") or 2) if new else 1
+    parallel, norms = (
+        bool(hf.get("parallel_attn", True)),
+        int(hf.get("num_ln_in_parallel_attn") or 2) if new else 1,
+    )
     if new and not parallel:
         raise ModelError("parallel_attn=False is not supported with new_decoder_architecture")
     bias = bool(hf.get("bias", False))

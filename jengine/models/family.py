@@ -22,7 +22,9 @@ class Decoder(Protocol):
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[N, hidden] -> float32[N, vocab], with vocab padded to a multiple of the devices. Each device has its own columns."""
+        """[N, hidden] -> float32[N, vocab], with vocab padded to a multiple of the devices. Each device has
+        its own columns.
+        """
 
 
 class Fields(dict[str, Any]):
@@ -45,7 +47,8 @@ class Fields(dict[str, Any]):
 class TextPart:
     """The text model of a model with several parts, such as a vision model. Only the text model is served.
 
-    config.json has the text model's fields under text_config, and the checkpoint has its tensors under language_model.
+    config.json has the text model's fields under text_config, and the checkpoint has its tensors under
+    language_model.
 
     Attributes:
         model_types: model types that text_config may have; the first is the default.
@@ -63,12 +66,12 @@ class Family:
     Attributes:
         title: names of the models, for documentation.
         module: makes a Decoder from a ModelConfig, a dtype and max_model_len.
-        read: converts the fields of config.json to those of ModelConfig, except family, dtype and eos_token_ids. It raises
-            ModelError if a setting is not supported, KeyError if a field is missing.
+        read: converts the fields of config.json to those of ModelConfig, except family, dtype and
+            eos_token_ids. It raises ModelError if a setting is not supported, KeyError if a field is missing.
         defaults: values of optional config.json fields for which transformers' default differs from Llama's.
         text_part: the text model of a model with several parts; None for a model that is only a text model.
-        skipped: prefixes of the names of tensors that are not served, such as those of multi-token prediction;
-            {num_layers} stands for the number of layers.
+        skipped: prefixes of the names of tensors that are not served, such as those of multi-token
+            prediction; {num_layers} stands for the number of layers.
         unread: names of tensors that checkpoints may contain but this model never reads.
     """
 

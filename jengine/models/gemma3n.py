@@ -1,4 +1,6 @@
-"""Gemma 3n: several residual streams of which a layer computes one (AltUp), low-rank shortcuts (LAuReL), sparse MLPs; else as Gemma 4."""
+"""Gemma 3n: several residual streams of which a layer computes one (AltUp), low-rank shortcuts (LAuReL),
+sparse MLPs; else as Gemma 4.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from pallas_kernels.xla import Rotation
 
 
 class SparseMlp(GatedMlp):
-    """Keeps only gates above a cutoff: the token's mean plus as many standard deviations as drop the given share."""
+    """Keeps only gates above a cutoff: the token's mean plus as many standard deviations as drop the given
+    share.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, sparsity: float) -> None:
         super().__init__(config, dtype, name)
@@ -41,7 +45,8 @@ class SparseMlp(GatedMlp):
     def own_part(self, x: Rows) -> jax.Array:
         y = dense(x, self.gate_up[...])
         gate, up = jnp.moveaxis(y.astype(jnp.float32), -1, 0)
-        sums = all_reduce(jnp.stack([gate.sum(-1), (gate * gate).sum(-1)], -1)) / self.size  # [N, 2]; padding is zero
+        # [N, 2]; padding is zero
+        sums = all_reduce(jnp.stack([gate.sum(-1), (gate * gate).sum(-1)], -1)) / self.size
         mean, square = sums[:, :1], sums[:, 1:]
         cutoff = mean + self.deviations * jnp.sqrt(jnp.maximum(square - mean * mean, 0))
         sparse = jnp.stack([jax.nn.relu(gate - cutoff), up], -1).astype(y.dtype)
@@ -49,7 +54,9 @@ class SparseMlp(GatedMlp):
 
 
 class Streams(nnx.Module):
-    """AltUp (Baykal et al. 2023): streams are mixed before a layer; the layer updates one, and a share of its change is added to all."""
+    """AltUp (Baykal et al. 2023): streams are mixed before a layer; the layer updates one, and a share of its
+    change is added to all.
+    """
 
     def __init__(self, config: ModelConfig, parts: AltUp, dtype: jax.typing.DTypeLike, name: str) -> None:
         hidden, count = config.hidden_size, parts.streams
@@ -59,8 +66,14 @@ class Streams(nnx.Module):
         def small(tensor: str, *shape: int) -> nnx.Param[jax.Array]:
             return param(shape, dtype, (None,) * len(shape), Piece(f"{name}.{tensor}", shape))
 
-        self.router, self.mix = small("modality_router.weight", count, hidden), small("prediction_coefs.weight", count**2, count)
-        self.share, self.scale = small("correction_coefs.weight", count, count), small("correct_output_scale", hidden)
+        self.router, self.mix = (
+            small("modality_router.weight", count, hidden),
+            small("prediction_coefs.weight", count**2, count),
+        )
+        self.share, self.scale = (
+            small("correction_coefs.weight", count, count),
+            small("correct_output_scale", hidden),
+        )
 
     def kinds(self, x: jax.Array) -> jax.Array:
         """[N, hidden] -> [N, streams]"""
@@ -71,7 +84,9 @@ class Streams(nnx.Module):
         """[streams, N, hidden] -> the same, mixed."""
         count, tokens, _ = streams.shape
         mix = dense(self.kinds(streams[self.active]), self.mix[...]).reshape(tokens, count, count)
-        mixed = jnp.einsum("nij,jnd->ind", mix, streams, precision="highest", preferred_element_type=jnp.float32)
+        mixed = jnp.einsum(
+            "nij,jnd->ind", mix, streams, precision="highest", preferred_element_type=jnp.float32
+        )
         return streams + mixed.astype(streams.dtype)
 
     def corrected(self, streams: jax.Array, computed: jax.Array) -> jax.Array:
@@ -89,8 +104,12 @@ class Laurel(nnx.Module):
 
     def __init__(self, config: ModelConfig, rank: int, dtype: jax.typing.DTypeLike, name: str) -> None:
         hidden = config.hidden_size
-        self.left = matrix((rank, hidden), dtype, (None, None), Piece(f"{name}.linear_left.weight", (rank, hidden)))
-        self.right = matrix((hidden, rank), dtype, (None, None), Piece(f"{name}.linear_right.weight", (hidden, rank)))
+        self.left = matrix(
+            (rank, hidden), dtype, (None, None), Piece(f"{name}.linear_left.weight", (rank, hidden))
+        )
+        self.right = matrix(
+            (hidden, rank), dtype, (None, None), Piece(f"{name}.linear_right.weight", (hidden, rank))
+        )
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.post_laurel_norm")
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -108,12 +127,18 @@ class Gemma3nLayer(nnx.Module):
         self.attention = Gemma4Attention(config, dtype, f"{name}.self_attn", index)
         self.mlp_norm, self.mlp_result_norm = norm("pre_feedforward"), norm("post_feedforward")
         sparsity = parts.sparsity[index]
-        self.mlp = SparseMlp(config, dtype, f"{name}.mlp", sparsity) if sparsity else GatedMlp(config, dtype, f"{name}.mlp")
+        self.mlp = (
+            SparseMlp(config, dtype, f"{name}.mlp", sparsity)
+            if sparsity
+            else GatedMlp(config, dtype, f"{name}.mlp")
+        )
         self.streams = Streams(config, parts, dtype, f"{name}.altup")
         self.laurel = Laurel(config, parts.laurel_rank, dtype, f"{name}.laurel")
         self.input = LayerInput(config, inputs.size, dtype, name)
 
-    def __call__(self, layer: int, streams: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array) -> jax.Array:
+    def __call__(
+        self, layer: int, streams: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array
+    ) -> jax.Array:
         """streams [streams, N, hidden] -> the same."""
         streams = self.streams.predicted(streams)
         x = streams[self.streams.active]
@@ -149,7 +174,9 @@ class Gemma3n(Gemma4):
         streams = jnp.stack([x, *(_as_large(dense(x, weight), x) for weight in self.into[...])])
         layers: Sequence[Gemma3nLayer] = self.layers  # type: ignore[assignment]
         for i, layer in enumerate(layers):
-            streams = layer(i, streams, everywhere if self.config.window(i) is None else nearby, attend, own[:, i])
+            streams = layer(
+                i, streams, everywhere if self.config.window(i) is None else nearby, attend, own[:, i]
+            )
         first, others = streams[0], zip(streams[1:], self.out_of[...], strict=True)
         together = sum((_as_large(dense(x, weight), first) for x, weight in others), start=first)
         return self.norm(together * jnp.asarray(1 / len(streams), first.dtype))
@@ -166,16 +193,24 @@ def read_gemma3n(hf: Fields) -> dict[str, Any]:
     layers, sizes = int(hf["num_hidden_layers"]), hf["intermediate_size"]
     if isinstance(sizes, list):
         if len(sizes) != layers or len(set(sizes)) != 1:
-            raise ModelError(f"intermediate_size={sizes} is not supported; all {layers} layers must have the same size")
+            raise ModelError(
+                f"intermediate_size={sizes} is not supported; all {layers} layers must have the same size"
+            )
         hf["intermediate_size"] = sizes[0]
     types = hf.get("layer_types") or full_attention_every(layers, 5)
     shared = check_shared_layers(hf, types)
     sparsity = hf.get("activation_sparsity_pattern")
-    sparsity = [0.95 if layers > 10 and i < 10 else 0.0 for i in range(layers)] if sparsity is None else sparsity
+    sparsity = (
+        [0.95 if layers > 10 and i < 10 else 0.0 for i in range(layers)] if sparsity is None else sparsity
+    )
     sparsity = sparsity if isinstance(sparsity, list) else [sparsity] * layers
     if len(sparsity) != layers or not all(0 <= share < 1 for share in sparsity):
-        raise ModelError(f"activation_sparsity_pattern={sparsity} must give {layers} layers shares from 0 to below 1")
-    everywhere, local_theta = rope_by_layer_types(hf, theta=1e6, local_theta=hf.get("rope_local_base_freq") or 1e4)
+        raise ModelError(
+            f"activation_sparsity_pattern={sparsity} must give {layers} layers shares from 0 to below 1"
+        )
+    everywhere, local_theta = rope_by_layer_types(
+        hf, theta=1e6, local_theta=hf.get("rope_local_base_freq") or 1e4
+    )
     return {
         **decoder(hf, everywhere),
         **attention_biases(hf),
@@ -186,7 +221,9 @@ def read_gemma3n(hf: Fields) -> dict[str, Any]:
         "logit_soft_cap": hf.get("final_logit_softcapping"),
         "local_rope_theta": local_theta,
         "shared_kv_layers": shared,
-        "layer_inputs": LayerInputs(size=int(hf["hidden_size_per_layer_input"]), vocab_size=int(hf["vocab_size_per_layer_input"])),
+        "layer_inputs": LayerInputs(
+            size=int(hf["hidden_size_per_layer_input"]), vocab_size=int(hf["vocab_size_per_layer_input"])
+        ),
         "altup": AltUp(
             streams=int(hf["altup_num_inputs"]),
             active=int(hf["altup_active_idx"]),
@@ -198,14 +235,36 @@ def read_gemma3n(hf: Fields) -> dict[str, Any]:
 
 
 DEFAULTS = {
-    **{"vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35, "num_attention_heads": 8},
-    **{"num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768},
-    **{"sliding_window": 512, "tie_word_embeddings": True, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15},
+    **{
+        "vocab_size": 262400,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+    },
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 32768,
+    },
+    **{
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "final_logit_softcapping": 30.0,
+        "num_kv_shared_layers": 15,
+    },
     **{"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "laurel_rank": 64},
     **{"altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True},
 }
 TEXT = TextPart(("gemma3n_text",), OTHER_PARTS)
 FAMILIES = {
-    "gemma3n": Family("Gemma 3n with images and sound (its text model)", Gemma3n, read_gemma3n, text_part=TEXT, unread=unread),
+    "gemma3n": Family(
+        "Gemma 3n with images and sound (its text model)",
+        Gemma3n,
+        read_gemma3n,
+        text_part=TEXT,
+        unread=unread,
+    ),
     "gemma3n_text": Family("Gemma 3n (text)", Gemma3n, read_gemma3n, DEFAULTS, unread=unread),
 }

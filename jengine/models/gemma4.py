@@ -1,4 +1,6 @@
-"""Gemma 4: other heads in layers without a window, layers that share keys and values, embeddings for each layer, experts beside an MLP."""
+"""Gemma 4: other heads in layers without a window, layers that share keys and values, embeddings for each
+layer, experts beside an MLP.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ from pallas_kernels.xla import Rotation
 
 
 class Gemma4Attention(Attention):
-    """Norms queries, keys and values. Some layers have no matrix for values, which are then made from keys, and some for neither."""
+    """Norms queries, keys and values. Some layers have no matrix for values, which are then made from keys,
+    and some for neither.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
         self.own = key_value_rows(config, index)
@@ -83,9 +87,16 @@ class Gemma4Experts(Experts):
         config = self.config
         experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
         laid, real, both = config.padded(ffn), slice(0, ffn), (experts, 2 * ffn, hidden)
-        halves = (Piece(f"{name}.experts.gate_up_proj", both, (EVERY, real, i), (EVERY, slice(i * ffn, (i + 1) * ffn))) for i in range(2))
+        halves = (
+            Piece(
+                f"{name}.experts.gate_up_proj", both, (EVERY, real, i), (EVERY, slice(i * ffn, (i + 1) * ffn))
+            )
+            for i in range(2)
+        )
         down = Piece(f"{name}.experts.down_proj", (experts, hidden, ffn), (EVERY, EVERY, real))
-        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.proj.weight", (experts, hidden)))
+        self.router = param(
+            (experts, hidden), dtype, (None, None), Piece(f"{name}.router.proj.weight", (experts, hidden))
+        )
         self.router_scale = param((hidden,), dtype, (None,), Piece(f"{name}.router.scale", (hidden,)))
         self.scale = param((experts,), dtype, (None,), Piece(f"{name}.router.per_expert_scale", (experts,)))
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.pre_feedforward_layernorm_2")
@@ -94,7 +105,9 @@ class Gemma4Experts(Experts):
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        weights, chosen = super().route(unit(x, config.norm_eps) * self.router_scale[...] * jnp.asarray(config.hidden_size**-0.5, x.dtype))
+        weights, chosen = super().route(
+            unit(x, config.norm_eps) * self.router_scale[...] * jnp.asarray(config.hidden_size**-0.5, x.dtype)
+        )
         return weights * self.scale[...].astype(weights.dtype)[chosen], chosen
 
     def entering(self, x: jax.Array) -> jax.Array:
@@ -106,12 +119,18 @@ class LayerInput(nnx.Module):
 
     def __init__(self, config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> None:
         hidden, self.activation = config.hidden_size, config.activation
-        self.gate = matrix((size, hidden), dtype, (None, None), Piece(f"{name}.per_layer_input_gate.weight", (size, hidden)))
-        self.projection = matrix((hidden, size), dtype, (None, None), Piece(f"{name}.per_layer_projection.weight", (hidden, size)))
+        self.gate = matrix(
+            (size, hidden), dtype, (None, None), Piece(f"{name}.per_layer_input_gate.weight", (size, hidden))
+        )
+        self.projection = matrix(
+            (hidden, size), dtype, (None, None), Piece(f"{name}.per_layer_projection.weight", (hidden, size))
+        )
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.post_per_layer_input_norm")
 
     def __call__(self, x: jax.Array, own: jax.Array) -> jax.Array:
-        return self.norm(dense(ACTIVATIONS[self.activation](dense(x, self.gate[...])) * own, self.projection[...]))
+        return self.norm(
+            dense(ACTIVATIONS[self.activation](dense(x, self.gate[...])) * own, self.projection[...])
+        )
 
 
 class Gemma4Layer(nnx.Module):
@@ -119,18 +138,29 @@ class Gemma4Layer(nnx.Module):
         def norm(place: str) -> RMSNorm:
             return RMSNorm(config.hidden_size, config, dtype, f"{name}.{place}")
 
-        self.attention_norm, self.attention_result_norm = norm("input_layernorm"), norm("post_attention_layernorm")
+        self.attention_norm, self.attention_result_norm = (
+            norm("input_layernorm"),
+            norm("post_attention_layernorm"),
+        )
         self.attention = Gemma4Attention(config, dtype, f"{name}.self_attn", index)
-        self.mlp_norm, self.mlp_result_norm = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
+        self.mlp_norm, self.mlp_result_norm = (
+            norm("pre_feedforward_layernorm"),
+            norm("post_feedforward_layernorm"),
+        )
         self.mlp = GatedMlp(at(config, index), dtype, f"{name}.mlp")
         self.experts = Gemma4Experts(config, dtype, name) if index in config.expert_layers else None
         if self.experts is not None:
-            self.mlp_part_norm, self.experts_part_norm = norm("post_feedforward_layernorm_1"), norm("post_feedforward_layernorm_2")
+            self.mlp_part_norm, self.experts_part_norm = (
+                norm("post_feedforward_layernorm_1"),
+                norm("post_feedforward_layernorm_2"),
+            )
         self.scale = param((1,), dtype, (None,), Piece(f"{name}.layer_scalar", (1,)))
         inputs = config.layer_inputs
         self.input = None if inputs is None else LayerInput(config, inputs.size, dtype, name)
 
-    def __call__(self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array | None
+    ) -> jax.Array:
         x = x + self.attention_result_norm(self.attention(layer, self.attention_norm(x), rotation, attend))
         y = self.mlp(self.mlp_norm(x))
         if self.experts is not None:
@@ -144,12 +174,21 @@ class Gemma4Layer(nnx.Module):
 class Gemma4(Llama):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         super().__init__(config, dtype, max_model_len)
-        self.rope, self.local_rope = rope(at(config, config.num_layers - 1), max_model_len), local_rope(config, max_model_len)
+        self.rope, self.local_rope = (
+            rope(at(config, config.num_layers - 1), max_model_len),
+            local_rope(config, max_model_len),
+        )
         inputs = config.layer_inputs
         if inputs is not None:
-            size, hidden, table = config.num_layers * inputs.size, config.hidden_size, f"{self.prefix}embed_tokens_per_layer.weight"
+            size, hidden, table = (
+                config.num_layers * inputs.size,
+                config.hidden_size,
+                f"{self.prefix}embed_tokens_per_layer.weight",
+            )
             projection = Piece(f"{self.prefix}per_layer_model_projection.weight", (size, hidden))
-            self.layer_table = vocabulary(dataclasses.replace(config, vocab_size=inputs.vocab_size), size, dtype, table)
+            self.layer_table = vocabulary(
+                dataclasses.replace(config, vocab_size=inputs.vocab_size), size, dtype, table
+            )
             self.layer_projection = matrix((size, hidden), dtype, (None, None), projection)
             self.layer_norm = RMSNorm(inputs.size, config, dtype, f"{self.prefix}per_layer_projection_norm")
 
@@ -193,8 +232,13 @@ def read_gemma4(hf: Fields) -> dict[str, Any]:
     proportional = stretched.get("rope_type") == "proportional"
     fields = decoder(hf, {"rope_theta": stretched["rope_theta"]} if proportional else stretched)
     if proportional:
-        share, factor = float(stretched.get("partial_rotary_factor", 1.0)), float(stretched.get("factor", 1.0))
-        scaling = RopeScaling(kind="proportional", factor=factor, original_max_position=fields["max_position"], share=share)
+        share, factor = (
+            float(stretched.get("partial_rotary_factor", 1.0)),
+            float(stretched.get("factor", 1.0)),
+        )
+        scaling = RopeScaling(
+            kind="proportional", factor=factor, original_max_position=fields["max_position"], share=share
+        )
         fields |= {"rope_scaling": scaling}
     size = int(hf.get("hidden_size_per_layer_input") or 0)
     return {
@@ -210,7 +254,9 @@ def read_gemma4(hf: Fields) -> dict[str, Any]:
         "full_attention": _full_attention(hf, types),
         "shared_kv_layers": shared,
         "double_wide_mlp": bool(hf.get("use_double_wide_mlp")),
-        "layer_inputs": LayerInputs(size=size, vocab_size=int(hf["vocab_size_per_layer_input"])) if size else None,
+        "layer_inputs": (
+            LayerInputs(size=size, vocab_size=int(hf["vocab_size_per_layer_input"])) if size else None
+        ),
     }
 
 
@@ -219,14 +265,25 @@ def _full_attention(hf: Fields, types: list[str]) -> FullAttention:
     one_matrix, kv_heads = bool(hf.get("attention_k_eq_v")), int(hf["num_key_value_heads"])
     by_layer: dict[str, dict[str, int]] | None = hf.get("per_layer_config")
     if by_layer is None:
-        own = {"head_dim": hf["global_head_dim"], "num_key_value_heads": hf.get("num_global_key_value_heads") if one_matrix else None}
+        own = {
+            "head_dim": hf["global_head_dim"],
+            "num_key_value_heads": hf.get("num_global_key_value_heads") if one_matrix else None,
+        }
     else:
         own = by_layer.get(str(len(types) - 1).zfill(2)) or by_layer.get(str(len(types) - 1)) or {}
         expected = {i: own for i, kind in enumerate(types) if kind == "full_attention"}
-        if {int(layer): given for layer, given in by_layer.items()} != expected or own.keys() - {"head_dim", "num_key_value_heads"}:
-            raise ModelError("per_layer_config may only change the number and size of heads, equally in all full_attention layers")
+        if {int(layer): given for layer, given in by_layer.items()} != expected or own.keys() - {
+            "head_dim",
+            "num_key_value_heads",
+        }:
+            raise ModelError(
+                "per_layer_config may only change the number and size of heads, equally in all full_attention"
+                " layers"
+            )
     head_dim = int(own.get("head_dim") or hf["head_dim"])
-    return FullAttention(head_dim=head_dim, kv_heads=int(own.get("num_key_value_heads") or kv_heads), keys_as_values=one_matrix)
+    return FullAttention(
+        head_dim=head_dim, kv_heads=int(own.get("num_key_value_heads") or kv_heads), keys_as_values=one_matrix
+    )
 
 
 def _experts(hf: Fields, layers: int) -> dict[str, Any]:
@@ -243,19 +300,36 @@ def _experts(hf: Fields, layers: int) -> dict[str, Any]:
 def unread(config: ModelConfig) -> frozenset[str]:
     """Tensors for keys and values in layers that read those of other layers."""
     shared = [i for i in range(config.num_layers) if kv_layer(config, i) != i]
-    return frozenset(f"model.layers.{i}.self_attn.{part}.weight" for i in shared for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
+    return frozenset(
+        f"model.layers.{i}.self_attn.{part}.weight"
+        for i in shared
+        for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
 
 
 PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 DEFAULTS = {
-    **{"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8},
-    **{"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"},
+    **{
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+    },
+    **{
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     **{"max_position_embeddings": 131072, "sliding_window": 512, "tie_word_embeddings": True},
     **{"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
 }
 OTHER_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 TEXT = TextPart(("gemma4_text",), OTHER_PARTS)
 FAMILIES = {
-    "gemma4": Family("Gemma 4 with images and sound (its text model)", Gemma4, read_gemma4, text_part=TEXT, unread=unread),
+    "gemma4": Family(
+        "Gemma 4 with images and sound (its text model)", Gemma4, read_gemma4, text_part=TEXT, unread=unread
+    ),
     "gemma4_text": Family("Gemma 4 (text)", Gemma4, read_gemma4, DEFAULTS, unread=unread),
 }

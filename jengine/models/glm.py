@@ -1,4 +1,6 @@
-"""GLM-4: adjacent channels rotate together, gate and up are fused. GLM-4-0414 also norms the results of attention and MLP."""
+"""GLM-4: adjacent channels rotate together, gate and up are fused. GLM-4-0414 also norms the results of
+attention and MLP.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def read_glm(hf: Fields) -> dict[str, Any]:
     return {**partly_rotated(hf, 0.5), "qkv_bias": bool(hf["attention_bias"])}
 
 
-DEFAULTS = {"attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7}
+DEFAULTS = {
+    "attention_bias": True,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+}
 FAMILIES = {
     "glm": Family("GLM-4 (2024)", Glm, read_glm, DEFAULTS),
     "glm4": Family("GLM-4-0414, GLM-Z1", Glm4, read_glm, DEFAULTS),

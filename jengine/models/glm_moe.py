@@ -41,7 +41,12 @@ def read_glm4_moe(hf: Fields) -> dict[str, Any]:
 
 
 DEFAULTS = {
-    **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "n_routed_experts": 128, "num_experts_per_tok": 8},
+    **{
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+    },
     **{"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 1408},
 }
 FAMILIES = {"glm4_moe": Family("GLM-4.5, 4.6, 4.7", Glm4Moe, read_glm4_moe, DEFAULTS, skipped=AHEAD)}

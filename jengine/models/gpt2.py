@@ -11,7 +11,18 @@ from flax import nnx
 
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
+from jengine.models.layers import (
+    Attend,
+    Attention,
+    Layer,
+    LayerNorm,
+    Mlp,
+    dense,
+    embed,
+    lookup,
+    param,
+    vocabulary,
+)
 from jengine.models.pieces import Part, Piece, stacked
 from pallas_kernels.rows import array_of
 

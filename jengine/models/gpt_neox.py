@@ -1,4 +1,6 @@
-"""GPT-NeoX and Pythia: LayerNorm; queries, keys and values fused by head; partial rotation; parallel attention and MLP."""
+"""GPT-NeoX and Pythia: LayerNorm; queries, keys and values fused by head; partial rotation; parallel
+attention and MLP.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""gpt-oss: attention sinks, a sliding window in every second layer, and experts with biases and clamped gates."""
+"""gpt-oss: attention sinks, a sliding window in every second layer, and experts with biases and clamped
+gates.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +29,38 @@ class GptOssAttention(Attention):
             Piece(f"{name}.sinks", (config.num_heads,), (laid, slice(at, at + 1)), slice(head, head + 1))
             for head, laid, at in ((head, laid, row // config.head_dim) for head, laid, row in places)
         )
-        self.sinks = param((config.num_kv_heads_padded, config.group_size_padded), jnp.float32, ("kv_heads", None), *source)
+        self.sinks = param(
+            (config.num_kv_heads_padded, config.group_size_padded), jnp.float32, ("kv_heads", None), *source
+        )
 
 
 class GptOssExperts(Experts):
-    """Experts that checkpoints store in one tensor per layer, [experts, in, out] or in MXFP4. Gate and up alternate."""
+    """Experts that checkpoints store in one tensor per layer, [experts, in, out] or in MXFP4. Gate and up
+    alternate.
+    """
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config = self.config
         experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
         least = config.shards * (1 if config.stored is None else GROUP)
         laid, real = -(-ffn // least) * least, slice(0, ffn)
-        gates = Piece(f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), (EVERY, real), transposed=True)
-        downs = Piece(f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True)
-        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden)))
+        gates = Piece(
+            f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), (EVERY, real), transposed=True
+        )
+        downs = Piece(
+            f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True
+        )
+        self.router = param(
+            (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
+        )
         self.router_bias = param((experts,), dtype, (None,), Piece(f"{name}.router.bias", (experts,)))
         self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), gates)
         self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), downs)
         gate_bias = Piece(f"{name}.experts.gate_up_proj_bias", (experts, 2 * ffn), (EVERY, real))
         self.gate_up_bias = param((experts, laid, 2), dtype, (None, "ffn", None), gate_bias)
-        self.down_bias = param((experts, hidden), dtype, (None, None), Piece(f"{name}.experts.down_proj_bias", (experts, hidden)))
+        self.down_bias = param(
+            (experts, hidden), dtype, (None, None), Piece(f"{name}.experts.down_proj_bias", (experts, hidden))
+        )
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = dense(x, self.router[...], self.router_bias[...], jnp.float32)
@@ -69,7 +83,11 @@ class GptOss(Llama):
 def read_gpt_oss(hf: Fields) -> dict[str, Any]:
     layers = int(hf["num_hidden_layers"])
     types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    fields = {**decoder(hf), **attention_biases(hf), **windows_by_layer_types(hf, hf["sliding_window"], types)}
+    fields = {
+        **decoder(hf),
+        **attention_biases(hf),
+        **windows_by_layer_types(hf, hf["sliding_window"], types),
+    }
     return {
         **fields,
         "expert_layers": tuple(range(layers)),
@@ -83,7 +101,14 @@ def read_gpt_oss(hf: Fields) -> dict[str, Any]:
 
 
 DEFAULTS = {
-    **{"attention_bias": True, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0},
-    **{"sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "torch_dtype": "bfloat16"},  # OpenAI's files name no dtype
+    **{
+        "attention_bias": True,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+    },
+    # OpenAI's files name no dtype
+    **{"sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "torch_dtype": "bfloat16"},
 }
 FAMILIES = {"gpt_oss": Family("gpt-oss", GptOss, read_gpt_oss, DEFAULTS)}

@@ -1,4 +1,6 @@
-"""GPT-J: parallel attention and MLP with one norm. Adjacent channels rotate together, only the first channels of each head."""
+"""GPT-J: parallel attention and MLP with one norm. Adjacent channels rotate together, only the first channels
+of each head.
+"""
 
 from __future__ import annotations
 

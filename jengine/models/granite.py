@@ -1,4 +1,6 @@
-"""Granite 3: Llama with factors for embeddings, scores, logits and the layers' contributions to the residual stream."""
+"""Granite 3: Llama with factors for embeddings, scores, logits and the layers' contributions to the residual
+stream.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from pallas_kernels.xla import Rotation
 
 
 class GraniteLayer(Layer):
-    def __init__(self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block, multiplier: float) -> None:
+    def __init__(
+        self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block, multiplier: float
+    ) -> None:
         super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.multiplier = multiplier
 
-    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(
+        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
+    ) -> jax.Array:
         x = array_of(x)
         x = x + self.attention(layer, self.attention_norm(x), rotation, attend) * self.multiplier
         return x + self.mlp(self.mlp_norm(x)) * self.multiplier
@@ -28,7 +34,9 @@ class GraniteLayer(Layer):
 class Granite(Llama):
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         plain = super().layer(config, dtype, name, index)
-        return GraniteLayer(plain.attention_norm, plain.attention, plain.mlp_norm, plain.mlp, config.residual_multiplier)
+        return GraniteLayer(
+            plain.attention_norm, plain.attention, plain.mlp_norm, plain.mlp, config.residual_multiplier
+        )
 
 
 def read_granite(hf: Fields) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Granite 3 with experts (1B-A400M, 3B-A800M), PowerMoE: Granite whose layers have experts, stored in one tensor per matrix."""
+"""Granite 3 with experts (1B-A400M, 3B-A800M), PowerMoE: Granite whose layers have experts, stored in one
+tensor per matrix.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,14 @@ class GraniteExperts(Experts):
         experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
         both = Piece(f"{name}.input_linear.weight", (experts, 2 * ffn, hidden))
-        halves = (both._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn))) for i in range(2))
+        halves = (
+            both._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
+            for i in range(2)
+        )
         down = Piece(f"{name}.output_linear.weight", (experts, hidden, ffn), (EVERY, EVERY, real))
-        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.layer.weight", (experts, hidden)))
+        self.router = param(
+            (experts, hidden), dtype, (None, None), Piece(f"{name}.router.layer.weight", (experts, hidden))
+        )
         self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
         self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
 

@@ -1,4 +1,6 @@
-"""Shared code of the readers of config.json: names and defaults of Llama-like models, rotary embedding, sliding windows."""
+"""Shared code of the readers of config.json: names and defaults of Llama-like models, rotary embedding,
+sliding windows.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,25 @@ from jengine.base.errors import ModelError
 from jengine.models.config_parts import RopeScaling
 from jengine.models.family import Fields
 
-ROPE_OPTIONS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+ROPE_OPTIONS = (
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
 ROPE_FIELDS = {  # other fields that rope scaling may have: read below, or without effect on results
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *(
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+    ),
     *("short_factor", "long_factor", "finetuned"),
     *("mrope_section", "mrope_interleaved"),  # a text token has a single position
 }
@@ -18,7 +36,9 @@ ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def decoder(hf: Fields, rope_parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-    """ModelConfig's fields with the names and defaults of Llama-like models. rope_parameters: None reads them from the fields."""
+    """ModelConfig's fields with the names and defaults of Llama-like models. rope_parameters: None reads them
+    from the fields.
+    """
     heads = int(hf["num_attention_heads"])
     if rope_parameters is None:
         rope_parameters = rope_fields(hf)
@@ -60,7 +80,11 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
     longest = int(hf.get("max_position_embeddings", 2048))
-    original = int(hf.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings") or longest)
+    original = int(
+        hf.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
+        or longest
+    )
     given = {name: parameters[name] for name in ROPE_OPTIONS if parameters.get(name) is not None}
     for name, value in parameters.items():
         if value is not None and name not in ROPE_FIELDS and name not in ROPE_OPTIONS:
@@ -70,7 +94,9 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
         parameters = {"factor": longest / original, **parameters}
     return {
         "rope_theta": theta,
-        "rope_scaling": RopeScaling(kind=kind, factor=float(parameters["factor"]), original_max_position=original, **given),
+        "rope_scaling": RopeScaling(
+            kind=kind, factor=float(parameters["factor"]), original_max_position=original, **given
+        ),
     }
 
 
@@ -92,7 +118,9 @@ def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[d
 
 
 def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`decoder` for a family in which a share of each head's channels rotates. `share` is the default for a missing field."""
+    """`decoder` for a family in which a share of each head's channels rotates. `share` is the default for a
+    missing field.
+    """
     parameters = rope_fields(hf) if parameters is None else dict(parameters)
     share = float(parameters.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or share)
     fields = decoder(hf, parameters)
@@ -110,11 +138,15 @@ def window_everywhere(hf: Fields, window: int | None) -> dict[str, Any]:
 
 
 def windows_by_layer_types(hf: Fields, window: int | None, types: list[str]) -> dict[str, Any]:
-    """Windows for layers with sliding_attention in the configuration's layer_types, or in `types` if it has none."""
+    """Windows for layers with sliding_attention in the configuration's layer_types, or in `types` if it has
+    none.
+    """
     types = hf.get("layer_types") or types
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ModelError(f"layer_types has {unknown.pop()!r}; full_attention and sliding_attention are supported")
+        raise ModelError(
+            f"layer_types has {unknown.pop()!r}; full_attention and sliding_attention are supported"
+        )
     if window is None or "sliding_attention" not in types:
         return {}
     return {"windows": tuple(int(window) if kind == "sliding_attention" else None for kind in types)}

@@ -1,8 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): all heads' keys and values are computed from one short, cached vector per token.
+"""Multi-head latent attention (DeepSeek-V2, 2024): all heads' keys and values are computed from one short,
+cached vector per token.
 
-The matrices that expand the vector to keys and values are applied to queries and results instead ("absorbed"). So
-heads attend to the cached vectors directly: there are as many query heads, and one kv head, whose value is the first
-channels of its key.
+The matrices that expand the vector to keys and values are applied to queries and results instead
+("absorbed"). So heads attend to the cached vectors directly: there are as many query heads, and one kv head,
+whose value is the first channels of its key.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ class MultiHeadLatentAttention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         assert config.latent is not None
         self.config, self.latent = config, config.latent
-        latent, heads, hidden, laid = config.latent, config.num_heads, config.hidden_size, config.padded(config.num_heads)
+        latent, heads, hidden, laid = (
+            config.latent,
+            config.num_heads,
+            config.hidden_size,
+            config.padded(config.num_heads),
+        )
         eps = dataclasses.replace(config, norm_eps=NORM_EPS)
         inputs, up = hidden, "q_proj"
         if latent.query_rank is not None:
@@ -44,12 +50,18 @@ class MultiHeadLatentAttention(nnx.Module):
         queries = _queries(latent, Piece(f"{name}.{up}.weight", (heads * latent.query_dim, inputs)), heads)
         self.q = matrix((laid, latent.query_dim, inputs), dtype, ("heads", None, None), *queries)
         cached = Piece(f"{name}.kv_a_proj_with_mqa.weight", (latent.cached_dim, hidden))
-        self.kv_down = matrix((latent.cached_dim, hidden), dtype, (None, None), *_rotated_last(latent, cached, latent.rank))
+        self.kv_down = matrix(
+            (latent.cached_dim, hidden), dtype, (None, None), *_rotated_last(latent, cached, latent.rank)
+        )
         self.kv_norm = RMSNorm(latent.rank, eps, dtype, f"{name}.kv_a_layernorm")
         expanded = latent.key_dim + latent.value_dim
         source = Piece(f"{name}.kv_b_proj.weight", (heads * expanded, latent.rank), (slice(0, heads),))
         self.kv_up = param((laid, expanded, latent.rank), dtype, ("heads", None, None), source)
-        out = Piece(f"{name}.o_proj.weight", (hidden, heads * latent.value_dim), (EVERY, slice(0, heads * latent.value_dim)))
+        out = Piece(
+            f"{name}.o_proj.weight",
+            (hidden, heads * latent.value_dim),
+            (EVERY, slice(0, heads * latent.value_dim)),
+        )
         self.o = matrix((hidden, laid * latent.value_dim), dtype, (None, "heads"), out)
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:

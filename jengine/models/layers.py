@@ -27,7 +27,9 @@ Axes = tuple[str | None, ...]  # a logical name per axis; parallel/mesh.py defin
 
 
 class Attend(Protocol):
-    """Causal attention over a layer's cache. It first norms and rotates queries and keys, and writes keys and values to the cache."""
+    """Causal attention over a layer's cache. It first norms and rotates queries and keys, and writes keys and
+    values to the cache.
+    """
 
     def __call__(
         self,
@@ -43,9 +45,10 @@ class Attend(Protocol):
     ) -> jax.Array:
         """Attention of N tokens -> [N, heads, head_dim], for this device's heads.
 
-        Scores are multiplied by scale. With soft_cap, a score s then becomes soft_cap * tanh(s / soft_cap). With window, a
-        query at position p sees keys in (p - window, p]. sinks, float32 [heads], add one score without a value to each
-        head's softmax. slopes (ALiBi), float32 [heads], times the distance from a query to a key are subtracted from scores.
+        Scores are multiplied by scale. With soft_cap, a score s then becomes soft_cap * tanh(s / soft_cap).
+        With window, a query at position p sees keys in (p - window, p]. sinks, float32 [heads], add one score
+        without a value to each head's softmax. slopes (ALiBi), float32 [heads], times the distance from a
+        query to a key are subtracted from scores.
         """
 
 
@@ -53,13 +56,16 @@ class Recur(Attend, Protocol):
     """`Attend` for models with layers that have a recurrent state."""
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """A causal convolution of each channel: x [N, channels], weight [channels, taps] -> float32 [N, channels].
+        """A causal convolution of each channel: x [N, channels], weight [channels, taps] -> float32 [N,
+        channels].
 
-        The last tap multiplies the token itself, the others the previous tokens of its sequence, or zeros before the
-        first.
+        The last tap multiplies the token itself, the others the previous tokens of its sequence, or zeros
+        before the first.
         """
 
-    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None) -> jax.Array:
+    def recur(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None
+    ) -> jax.Array:
         """The gated delta rule or, without a rate, linear attention; see pallas_kernels/delta_rule.py.
 
         q and k [N, key heads, key_dim], v [N, heads, value_dim], decay and rate [N, heads], all float32 ->
@@ -74,7 +80,9 @@ class Mixer(Protocol):
         """x [N, hidden] -> [N, hidden]."""
 
 
-def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[jax.Array]:
+def param(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece
+) -> nnx.Param[jax.Array]:
     """Declares a parameter: its abstract value, its logical axes and its checkpoint tensors."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=False)  # type: ignore[arg-type]
 
@@ -98,9 +106,20 @@ class Calibrated:
         return self
 
 
-def dense(x: Rows, weight: Weight | Calibrated, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """Multiplies x [N, in] by weight [*out, in] and adds bias [*out] -> [N, *out], in x's dtype or the given one."""
-    y = weight.product(array_of(x), dtype) if isinstance(weight, Calibrated) else product(x, flattened(weight), dtype)
+def dense(
+    x: Rows,
+    weight: Weight | Calibrated,
+    bias: jax.Array | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Multiplies x [N, in] by weight [*out, in] and adds bias [*out] -> [N, *out], in x's dtype or the given
+    one.
+    """
+    y = (
+        weight.product(array_of(x), dtype)
+        if isinstance(weight, Calibrated)
+        else product(x, flattened(weight), dtype)
+    )
     if bias is not None:
         y += bias.reshape(-1).astype(y.dtype)  # on two axes, which cuBLASLt fuses
     return y.reshape(x.shape[0], *weight.shape[:-1])
@@ -118,7 +137,9 @@ def flattened(weight: Any) -> Any:
         return weight.map(flattened)
     if isinstance(weight, Quantized):
         return dataclasses.replace(
-            weight, values=flattened(weight.values), scale=flattened(weight.scale) if weight.by_group else weight.scale.reshape(-1)
+            weight,
+            values=flattened(weight.values),
+            scale=flattened(weight.scale) if weight.by_group else weight.scale.reshape(-1),
         )
     return weight.reshape(-1, weight.shape[-1])
 
@@ -136,7 +157,9 @@ def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name
 
 
 def embed(table: Weight, tokens: jax.Array) -> jax.Array:
-    """The vectors [N, size] of tokens int32[N]. Each device looks up the tokens of its shard, and the results are summed."""
+    """The vectors [N, size] of tokens int32[N]. Each device looks up the tokens of its shard, and the results
+    are summed.
+    """
     if shards() == 1:
         return lookup(table, tokens)
     own = tokens - shard_index() * table.shape[0]
@@ -161,7 +184,9 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Norm to mean 0 and variance 1 over the last axis, with a weight and, in most families, a bias, computed in float32."""
+    """Norm to mean 0 and variance 1 over the last axis, with a weight and, in most families, a bias, computed
+    in float32.
+    """
 
     biased = True
 
@@ -179,7 +204,9 @@ class LayerNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention. One product computes q, k and v; its layout by kv head shards without reordering."""
+    """Grouped-query attention. One product computes q, k and v; its layout by kv head shards without
+    reordering.
+    """
 
     sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
     takes_norm = True  # x may be a norm, which its product computes
@@ -188,15 +215,32 @@ class Attention(nnx.Module):
         self.config = config
         laid, dim, hidden = config.num_kv_heads_padded, config.head_dim, config.hidden_size
         rows, parts = self.layout(config)
-        self.qkv = matrix((laid, rows, hidden), dtype, ("kv_heads", None, None), *self.qkv_source(name, "weight", parts, hidden))
+        self.qkv = matrix(
+            (laid, rows, hidden),
+            dtype,
+            ("kv_heads", None, None),
+            *self.qkv_source(name, "weight", parts, hidden),
+        )
         output = self.output_source(name, "weight", hidden, config.num_heads * dim)
-        self.o = matrix((hidden, laid * config.group_size_padded * dim), dtype, (None, "heads"), *by_heads(config, output))
+        self.o = matrix(
+            (hidden, laid * config.group_size_padded * dim), dtype, (None, "heads"), *by_heads(config, output)
+        )
         bias, output_bias = config.qkv_bias, config.output_bias
-        self.qkv_bias = param((laid, rows), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts)) if bias else None
-        self.o_bias = param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden)) if output_bias else None
+        self.qkv_bias = (
+            param((laid, rows), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts))
+            if bias
+            else None
+        )
+        self.o_bias = (
+            param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden))
+            if output_bias
+            else None
+        )
 
     def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
-        """The number of rows per kv head, and the places of the checkpoint's rows of queries, keys and values."""
+        """The number of rows per kv head, and the places of the checkpoint's rows of queries, keys and
+        values.
+        """
         return config.head_dim * (config.group_size_padded + 2), qkv_parts(config)
 
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
@@ -210,41 +254,69 @@ class Attention(nnx.Module):
     def __call__(self, layer: int, x: Rows, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, hidden] -> [N, hidden]. rotation is None if queries and keys do not rotate."""
         config = self.config
-        tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.group_size_padded, config.head_dim
+        tokens, kv_heads, group, dim = (
+            x.shape[0],
+            self.qkv[...].shape[0],
+            config.group_size_padded,
+            config.head_dim,
+        )
         rows = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
-        how: dict[str, Any] = {"window": config.window(layer), "soft_cap": config.attention_soft_cap, "sinks": sinks}
+        how: dict[str, Any] = {
+            "window": config.window(layer),
+            "soft_cap": config.attention_soft_cap,
+            "sinks": sinks,
+        }
         y = attend(layer, self.normalize(QkvProduct(rows, group)), rotation=rotation, scale=scale, **how)
-        return row_parallel_dense(self.finish(y, rows[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias))
+        return row_parallel_dense(
+            self.finish(y, rows[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias)
+        )
 
     def finish(self, y: jax.Array, rest: jax.Array) -> jax.Array:
-        """A family's change to attention's result [N, heads, head_dim]. rest: the product's other rows, [N, kv_heads, n, head_dim]."""
+        """A family's change to attention's result [N, heads, head_dim]. rest: the product's other rows, [N,
+        kv_heads, n, head_dim].
+        """
         return y
 
     def normalize(self, qkv: QkvProduct) -> Qkv | QkvProduct:
-        """A family's changes to queries and keys before they are rotated. On GPUs, a HeadNorm needs no separate kernel."""
+        """A family's changes to queries and keys before they are rotated. On GPUs, a HeadNorm needs no
+        separate kernel.
+        """
         return qkv
 
 
 class GatedMlp(nnx.Module):
     """down(activation(gate(x)) * up(x)), with gate and up in one product.
 
-    Rows of gate and up alternate, [ffn, 2, hidden], so the product has two axes and shards without reordering.
+    Rows of gate and up alternate, [ffn, 2, hidden], so the product has two axes and shards without
+    reordering.
     """
 
     takes_norm = True
 
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, down: str = "down_proj") -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, down: str = "down_proj"
+    ) -> None:
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
         parts = [whole(ffn, real, 0), whole(ffn, real, 1)]
-        self.gate_up = matrix((laid, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden))
-        self.down = matrix((hidden, laid), dtype, (None, "ffn"), Piece(f"{name}.{down}.weight", (hidden, ffn), (EVERY, real)))
+        self.gate_up = matrix(
+            (laid, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden)
+        )
+        self.down = matrix(
+            (hidden, laid), dtype, (None, "ffn"), Piece(f"{name}.{down}.weight", (hidden, ffn), (EVERY, real))
+        )
         bias = config.mlp_bias
-        self.gate_up_bias = param((laid, 2), dtype, ("ffn", None), *self.gate_up_source(name, "bias", parts)) if bias else None
-        self.down_bias = param((hidden,), dtype, (None,), Piece(f"{name}.{down}.bias", (hidden,))) if bias else None
+        self.gate_up_bias = (
+            param((laid, 2), dtype, ("ffn", None), *self.gate_up_source(name, "bias", parts))
+            if bias
+            else None
+        )
+        self.down_bias = (
+            param((hidden,), dtype, (None,), Piece(f"{name}.{down}.bias", (hidden,))) if bias else None
+        )
 
     def gate_up_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         """The checkpoint tensors of the weight or bias of gate and up."""
@@ -255,14 +327,26 @@ class GatedMlp(nnx.Module):
         return y if self.down_bias is None else y + self.down_bias[...].astype(y.dtype)
 
     def own_part(self, x: Rows) -> jax.Array:
-        """The partial result of this device's rows, without the last bias. The sum over devices is the result."""
-        return dense(Gated(dense(x, self.gate_up[...], value(self.gate_up_bias)), self.activation), self.down[...])
+        """The partial result of this device's rows, without the last bias. The sum over devices is the
+        result.
+        """
+        return dense(
+            Gated(dense(x, self.gate_up[...], value(self.gate_up_bias)), self.activation), self.down[...]
+        )
 
 
 class Mlp(nnx.Module):
     """down(activation(up(x))). If transposed, the checkpoint stores weights as [in, out]."""
 
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, up: str, down: str, *, transposed: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jax.typing.DTypeLike,
+        up: str,
+        down: str,
+        *,
+        transposed: bool = False,
+    ) -> None:
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
@@ -272,8 +356,12 @@ class Mlp(nnx.Module):
 
         self.up = matrix((laid, hidden), dtype, ("ffn", None), weight(up, (ffn, hidden), real))
         self.down = matrix((hidden, laid), dtype, (None, "ffn"), weight(down, (hidden, ffn), EVERY, real))
-        self.up_bias = param((laid,), dtype, ("ffn",), Piece(f"{up}.bias", (ffn,), (real,))) if config.mlp_bias else None
-        self.down_bias = param((hidden,), dtype, (None,), Piece(f"{down}.bias", (hidden,))) if config.mlp_bias else None
+        self.up_bias = (
+            param((laid,), dtype, ("ffn",), Piece(f"{up}.bias", (ffn,), (real,))) if config.mlp_bias else None
+        )
+        self.down_bias = (
+            param((hidden,), dtype, (None,), Piece(f"{down}.bias", (hidden,))) if config.mlp_bias else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = ACTIVATIONS[self.activation](dense(x, self.up[...], value(self.up_bias)))
@@ -287,7 +375,9 @@ class Layer(nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array | Sum:
+    def __call__(
+        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
+    ) -> jax.Array | Sum:
         x = Sum(x, self.attention(layer, normed(self.attention_norm, x, self.attention), rotation, attend))
         return Sum(x, self.mlp(normed(self.mlp_norm, x, self.mlp)))
 

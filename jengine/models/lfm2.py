@@ -13,7 +13,17 @@ from jengine.models.config import ModelConfig
 from jengine.models.config_parts import LinearAttention
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder
-from jengine.models.layers import Attend, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.layers import (
+    Attend,
+    GatedMlp,
+    Layer,
+    Recur,
+    RMSNorm,
+    dense,
+    matrix,
+    param,
+    row_parallel_dense,
+)
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece, apart
 from jengine.models.qwen3 import Qwen3Attention
@@ -31,7 +41,9 @@ class Lfm2Attention(Qwen3Attention):
 
 
 class ShortConvolution(nnx.Module):
-    """out(c * convolved(b * x)); one product computes b, c and x. Channels are grouped by head, to shard like heads."""
+    """out(c * convolved(b * x)); one product computes b, c and x. Channels are grouped by head, to shard like
+    heads.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         assert config.linear is not None
@@ -46,7 +58,9 @@ class ShortConvolution(nnx.Module):
         self.out = matrix((hidden, laid * size), dtype, (None, "heads"), out)
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the convolution depends on the order of tokens."""
+        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the convolution depends on the order
+        of tokens.
+        """
         weight = self.convolution[...]
         before, after, values = jnp.moveaxis(dense(x, self.mixed[...]), 2, 0).reshape(3, x.shape[0], -1)
         convolved = cast(Recur, attend).convolve(layer, before * values, weight.reshape(-1, weight.shape[-1]))
@@ -66,7 +80,11 @@ class Lfm2(Llama):
         convolved = index in config.linear.layers
         return Layer(
             RMSNorm(config.hidden_size, config, dtype, f"{name}.operator_norm"),
-            ShortConvolution(config, dtype, f"{name}.conv") if convolved else Lfm2Attention(config, dtype, f"{name}.self_attn"),
+            (
+                ShortConvolution(config, dtype, f"{name}.conv")
+                if convolved
+                else Lfm2Attention(config, dtype, f"{name}.self_attn")
+            ),
             RMSNorm(config.hidden_size, config, dtype, f"{name}.ffn_norm"),
             Lfm2Mlp(config, dtype, f"{name}.feed_forward", "w2"),
         )
@@ -81,17 +99,29 @@ def read_lfm2(hf: Fields) -> dict[str, Any]:
     if unknown := {*types} - {"conv", "full_attention"}:
         raise ModelError(f"layer_types has {unknown.pop()!r}; conv and full_attention are supported")
     if len(types) != layers or len({*types}) < 2:
-        raise ModelError(f"layer_types must name {layers} layers, num_hidden_layers, of which some are conv and some full_attention")
+        raise ModelError(
+            f"layer_types must name {layers} layers, num_hidden_layers, of which some are conv and some"
+            " full_attention"
+        )
     if hf.get("conv_bias"):
         raise ModelError("conv_bias=true is not supported")
     if int(hf["conv_L_cache"]) < 2:
         raise ModelError(f"conv_L_cache={hf['conv_L_cache']} must be at least 2")
     heads = fields["num_heads"]
     if fields["hidden_size"] % heads:
-        raise ModelError(f"hidden_size={fields['hidden_size']} is not a multiple of num_attention_heads={heads}")
+        raise ModelError(
+            f"hidden_size={fields['hidden_size']} is not a multiple of num_attention_heads={heads}"
+        )
     convolved = tuple(i for i, kind in enumerate(types) if kind == "conv")
     size = fields["hidden_size"] // heads
-    linear = LinearAttention(layers=convolved, key_heads=heads, value_heads=heads, key_dim=0, value_dim=size, taps=int(hf["conv_L_cache"]))
+    linear = LinearAttention(
+        layers=convolved,
+        key_heads=heads,
+        value_heads=heads,
+        key_dim=0,
+        value_dim=size,
+        taps=int(hf["conv_L_cache"]),
+    )
     tied = hf.get("tie_embedding")
     return {
         **fields,
@@ -113,7 +143,13 @@ def _intermediate_size(hf: Fields) -> int:
 
 
 DEFAULTS = {
-    **{"num_key_value_heads": 8, "max_position_embeddings": 128000, "rope_theta": 1e6, "tie_word_embeddings": True, "conv_L_cache": 3},
+    **{
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+    },
     **{"intermediate_size": 12288},
 }
 FAMILIES = {"lfm2": Family("LFM2", Lfm2, read_lfm2, DEFAULTS)}

@@ -1,4 +1,6 @@
-"""MiniMax-Text-01 and M1: lightning attention (linear attention with a decay for each head and layer), full attention, experts."""
+"""MiniMax-Text-01 and M1: lightning attention (linear attention with a decay for each head and layer), full
+attention, experts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,19 @@ from jengine.models.config import ModelConfig
 from jengine.models.config_parts import LinearAttention, ResidualFactors
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
-from jengine.models.layers import Attend, Attention, Block, Layer, Mixer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.layers import (
+    Attend,
+    Attention,
+    Block,
+    Layer,
+    Mixer,
+    Recur,
+    RMSNorm,
+    dense,
+    matrix,
+    param,
+    row_parallel_dense,
+)
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Piece
@@ -29,7 +43,9 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 
 class LightningAttention(nnx.Module):
-    """Linear attention, a norm over all heads, and a gate. One product computes a head's query, key, value and gate."""
+    """Linear attention, a norm over all heads, and a gate. One product computes a head's query, key, value
+    and gate.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
         assert config.linear is not None
@@ -45,7 +61,9 @@ class LightningAttention(nnx.Module):
         self.out = matrix((hidden, laid * dim), dtype, (None, "heads"), out)
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the recurrence depends on the order of tokens."""
+        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the recurrence depends on the order of
+        tokens.
+        """
         mixed = dense(x, self.mixed[...]).astype(jnp.float32)  # [N, heads, 4 * dim]
         dim = mixed.shape[-1] // 4
         q, k, v = jnp.split(ACTIVATIONS[self.activation](mixed[..., : 3 * dim]), 3, axis=-1)
@@ -62,12 +80,19 @@ class MiniMaxLayer(Layer):
     """Norms the residual stream, not only what attention and MLP read."""
 
     def __init__(
-        self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block, factors: tuple[tuple[float, float], tuple[float, float]]
+        self,
+        attention_norm: Block,
+        attention: Mixer,
+        mlp_norm: Block,
+        mlp: Block,
+        factors: tuple[tuple[float, float], tuple[float, float]],
     ) -> None:
         super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.factors = factors
 
-    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(
+        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
+    ) -> jax.Array:
         (kept, added), (mlp_kept, mlp_added) = self.factors
         x = self.attention_norm(array_of(x))
         x = x * kept + self.attention(layer, x, rotation, attend) * added
@@ -93,7 +118,9 @@ def read_minimax(hf: Fields) -> dict[str, Any]:
     """The fields of repositories converted for transformers."""
     layers = int(hf["num_hidden_layers"])
     types: Sequence[str] = hf.get("layer_types") or [LINEAR if i % 2 else FULL for i in range(layers)]
-    return _read(hf, types, {"full": "full_attn_{}_factor", "linear": "linear_attn_{}_factor", "mlp": "mlp_{}_factor"})
+    return _read(
+        hf, types, {"full": "full_attn_{}_factor", "linear": "linear_attn_{}_factor", "mlp": "mlp_{}_factor"}
+    )
 
 
 def read_published(hf: Fields) -> dict[str, Any]:
@@ -115,15 +142,23 @@ def _read(hf: Fields, types: Sequence[str], factors: Mapping[str, str]) -> dict[
     Raises:
         ModelError: a layer type or their number is not supported.
     """
-    fields = partly_rotated(hf, float(hf["rotary_dim"]) / float(hf["head_dim"]) if hf.get("rotary_dim") else 1.0)
+    fields = partly_rotated(
+        hf, float(hf["rotary_dim"]) / float(hf["head_dim"]) if hf.get("rotary_dim") else 1.0
+    )
     layers, heads, dim = fields["num_layers"], fields["num_heads"], fields["head_dim"]
     if unknown := {*types} - {FULL, LINEAR}:
         raise ModelError(f"layer_types has {unknown.pop()!r}; {FULL} and {LINEAR} are supported")
     if len(types) != layers or len({*types}) < 2:
-        raise ModelError(f"layer types must name {layers} layers, num_hidden_layers, of which some have full and some linear attention")
+        raise ModelError(
+            f"layer types must name {layers} layers, num_hidden_layers, of which some have full and some"
+            " linear attention"
+        )
     lightning = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
     sizes = {"key_heads": heads, "value_heads": heads, "key_dim": dim, "value_dim": dim}
-    pairs = {part: (float(hf.get(name.format("alpha"), 1.0)), float(hf.get(name.format("beta"), 1.0))) for part, name in factors.items()}
+    pairs = {
+        part: (float(hf.get(name.format("alpha"), 1.0)), float(hf.get(name.format("beta"), 1.0)))
+        for part, name in factors.items()
+    }
     return {
         **fields,
         "linear": LinearAttention(layers=lightning, **sizes, taps=0, delta=False),
@@ -140,12 +175,16 @@ def constants(config: ModelConfig) -> frozenset[str]:
     """Names of tensors that checkpoints may contain: decays, which follow from the layer and the head."""
     assert config.linear is not None
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-    return frozenset(f"{MiniMax.prefix}layers.{layer}.self_attn.{name}" for layer in config.linear.layers for name in names)
+    return frozenset(
+        f"{MiniMax.prefix}layers.{layer}.self_attn.{name}" for layer in config.linear.layers for name in names
+    )
 
 
 DEFAULTS = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 FAMILIES = {
-    "minimax": Family("MiniMax-Text-01 (converted for transformers)", MiniMax, read_minimax, DEFAULTS, unread=constants),
+    "minimax": Family(
+        "MiniMax-Text-01 (converted for transformers)", MiniMax, read_minimax, DEFAULTS, unread=constants
+    ),
     "minimax_m1": Family("MiniMax-M1", MiniMax, read_published, DEFAULTS),
     "minimax_text_01": Family("MiniMax-Text-01", MiniMax, read_published, DEFAULTS),
 }

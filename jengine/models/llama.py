@@ -11,7 +11,20 @@ from flax import nnx
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
-from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, LayerNorm, RMSNorm, dense, embed, param, value, vocabulary
+from jengine.models.layers import (
+    Attend,
+    Attention,
+    Block,
+    GatedMlp,
+    Layer,
+    LayerNorm,
+    RMSNorm,
+    dense,
+    embed,
+    param,
+    value,
+    vocabulary,
+)
 from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.rows import Sum, array_of
@@ -20,11 +33,13 @@ from pallas_kernels.rows import Sum, array_of
 class Llama(nnx.Module):
     """A decoder-only transformer as a function of arrays, on a flat token axis.
 
-    A family that differs only in attention or norms sets `attention` or `norm_type`. Others override `mlp` or `layer`.
+    A family that differs only in attention or norms sets `attention` or `norm_type`. Others override `mlp` or
+    `layer`.
     """
 
     prefix = "model."
-    embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"  # names in the checkpoint
+    # names in the checkpoint
+    embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"
     attention: type[Attention] = Attention
     norm_type: type[RMSNorm | LayerNorm] = RMSNorm
 
@@ -35,7 +50,11 @@ class Llama(nnx.Module):
         names = (f"{self.prefix}{self.layers_name}.{i}" for i in range(config.num_layers))
         self.layers = nnx.List([self.layer(config, dtype, name, i) for i, name in enumerate(names)])
         self.norm = self.norm_type(config.hidden_size, config, dtype, f"{self.prefix}{self.norm_name}")
-        self.lm_head = None if config.tie_embeddings else vocabulary(config, config.hidden_size, dtype, f"{self.head_name}.weight")
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else vocabulary(config, config.hidden_size, dtype, f"{self.head_name}.weight")
+        )
         size = config.vocab_size
         bias = Piece(f"{self.head_name}.bias", (size,), (slice(0, size),))
         self.head_bias = param((config.padded(size),), dtype, ("vocab",), bias) if config.head_bias else None
@@ -54,7 +73,11 @@ class Llama(nnx.Module):
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """int32[N] -> [N, hidden]."""
         x = embed(self.embed[...], tokens)
-        return x if self.config.embedding_multiplier == 1 else x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
+        return (
+            x
+            if self.config.embedding_multiplier == 1
+            else x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
+        )
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
@@ -69,7 +92,12 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[N, hidden] -> float32[N, vocab]."""
-        logits = dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], value(self.head_bias), jnp.float32)
+        logits = dense(
+            hidden,
+            (self.embed if self.lm_head is None else self.lm_head)[...],
+            value(self.head_bias),
+            jnp.float32,
+        )
         if self.config.logits_scaling != 1:
             logits /= self.config.logits_scaling
         cap = self.config.logit_soft_cap

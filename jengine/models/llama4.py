@@ -1,4 +1,6 @@
-"""Llama 4: some layers do not rotate, the others attend within chunks. Each token uses one expert and a shared one."""
+"""Llama 4: some layers do not rotate, the others attend within chunks. Each token uses one expert and a
+shared one.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,30 @@ class NormedAttention(GlmAttention):
 
 
 class Llama4Experts(Experts):
-    """The chosen expert's score multiplies its input. Checkpoints store all experts in one tensor, [experts, in, out]."""
+    """The chosen expert's score multiplies its input. Checkpoints store all experts in one tensor, [experts,
+    in, out].
+    """
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config = self.config
         experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
         laid, real, both = config.padded(ffn), slice(0, ffn), (experts, hidden, 2 * ffn)
         stacked = Piece(f"{name}.experts.gate_up_proj", both, transposed=True)
-        halves = (stacked._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn))) for i in range(2))
-        down = Piece(f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True)
-        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden)))
+        halves = (
+            stacked._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
+            for i in range(2)
+        )
+        down = Piece(
+            f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True
+        )
+        self.router = param(
+            (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
+        )
         self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
         self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
-        self.shared = GatedMlp(dataclasses.replace(config, intermediate_size=ffn), dtype, f"{name}.shared_expert")
+        self.shared = GatedMlp(
+            dataclasses.replace(config, intermediate_size=ffn), dtype, f"{name}.shared_expert"
+        )
 
     def scores(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The highest score, float32 [N, 1], and its expert."""
@@ -77,7 +90,9 @@ class Llama4(Llama):
         config = self.config
         if not config.query_scaling_beta:
             return super().hidden(tokens, positions, attend)
-        scales = (1 + config.query_scaling_beta * jnp.log1p((positions + 1) // config.query_scaling_step))[:, None, None]
+        scales = (1 + config.query_scaling_beta * jnp.log1p((positions + 1) // config.query_scaling_step))[
+            :, None, None
+        ]
 
         def scaled(layer: int, qkv: Qkv | QkvProduct | QueriesOnly, **how: Any) -> jax.Array:
             assert not isinstance(qkv, QueriesOnly)
@@ -96,18 +111,27 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
         ModelError: a token uses several experts, or layer_types contradicts no_rope_layers.
     """
     fields, chosen = {**decoder(hf), **attention_biases(hf)}, int(hf["num_experts_per_tok"])
-    layers, every, step = fields["num_layers"], int(hf["no_rope_layer_interval"]), int(hf["interleave_moe_layer_step"])
+    layers, every, step = (
+        fields["num_layers"],
+        int(hf["no_rope_layer_interval"]),
+        int(hf["interleave_moe_layer_step"]),
+    )
     if chosen != 1:
         raise ModelError(f"num_experts_per_tok={chosen} is not supported; 1 is")
     rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
     types = ["chunked_attention" if one else "full_attention" for one in rotated]
     if (hf.get("layer_types") or types) != types:
-        raise ModelError("layer_types must be chunked_attention for layers with rotary embedding and full_attention for the others")
+        raise ModelError(
+            "layer_types must be chunked_attention for layers with rotary embedding and full_attention for"
+            " the others"
+        )
     sparse = hf.get("moe_layers")
     return {
         **fields,
         "intermediate_size": int(hf["intermediate_size_mlp"]),
-        "max_position": min(fields["max_position"], int(hf.get("attention_chunk_size") or fields["max_position"])),
+        "max_position": min(
+            fields["max_position"], int(hf.get("attention_chunk_size") or fields["max_position"])
+        ),
         "unrotated_layers": tuple(i for i, one in enumerate(rotated) if not one),
         "query_scaling_beta": float(hf["attn_scale"]) * bool(hf["attn_temperature_tuning"]),
         "query_scaling_step": int(hf["floor_scale"]),
@@ -121,10 +145,34 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
 
 
 DEFAULTS = {
-    **{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_hidden_layers": 48},
-    **{"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
-    **{"rope_theta": 5e5, "num_experts_per_tok": 1, "num_local_experts": 16, "interleave_moe_layer_step": 1, "use_qk_norm": True},
-    **{"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+    **{
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_hidden_layers": 48,
+    },
+    **{
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    },
+    **{
+        "rope_theta": 5e5,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+    },
+    **{
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
 }
 TEXT = TextPart(("llama4_text",), ("vision_model.", "multi_modal_projector."))
 FAMILIES = {

@@ -1,4 +1,6 @@
-"""MiniMax-M2: norms of queries and keys over all heads, partial rotation, experts chosen by corrected sigmoids."""
+"""MiniMax-M2: norms of queries and keys over all heads, partial rotation, experts chosen by corrected
+sigmoids.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ class MiniMaxM2(Llama):
 
 def read_minimax_m2(hf: Fields) -> dict[str, Any]:
     """Raises ModelError for settings that transformers does not implement either."""
-    for name, value in (("use_qk_norm", True), ("qk_norm_type", "per_layer"), ("scoring_func", "sigmoid"), ("use_routing_bias", True)):
+    for name, value in (
+        ("use_qk_norm", True),
+        ("qk_norm_type", "per_layer"),
+        ("scoring_func", "sigmoid"),
+        ("use_routing_bias", True),
+    ):
         if hf.get(name, value) != value:
             raise ModelError(f"{name}={hf[name]!r} is not supported; {value!r} is")
     if hf.get("shared_intermediate_size"):
@@ -49,5 +56,10 @@ def read_minimax_m2(hf: Fields) -> dict[str, Any]:
     }
 
 
-DEFAULTS = {"head_dim": 128, "max_position_embeddings": 196608, "num_local_experts": 256, "num_experts_per_tok": 8}
+DEFAULTS = {
+    "head_dim": 128,
+    "max_position_embeddings": 196608,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+}
 FAMILIES = {"minimax_m2": Family("MiniMax-M2, M2.1", MiniMaxM2, read_minimax_m2, DEFAULTS, skipped=AHEAD)}

@@ -49,7 +49,16 @@ def read_mistral3(hf: Fields) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "ministral3": Family("Ministral 3", Ministral3, read_ministral3, {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5}),
-    "mistral": Family("Mistral", Llama, read_mistral, {"max_position_embeddings": 131072, "sliding_window": 4096}),
-    "mistral3": Family("Mistral 3 with images (its text model)", Ministral3, read_mistral3, text_part=TextPart(("mistral", "ministral3"))),
+    "ministral3": Family(
+        "Ministral 3", Ministral3, read_ministral3, {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5}
+    ),
+    "mistral": Family(
+        "Mistral", Llama, read_mistral, {"max_position_embeddings": 131072, "sliding_window": 4096}
+    ),
+    "mistral3": Family(
+        "Mistral 3 with images (its text model)",
+        Ministral3,
+        read_mistral3,
+        text_part=TextPart(("mistral", "ministral3")),
+    ),
 }

@@ -56,13 +56,17 @@ class Experts(nnx.Module):
         every = range(experts)
         gates = (piece(e, part, (ffn, hidden), real, i) for e in every for i, part in enumerate(gate_up))
         downs = (piece(e, down, (hidden, ffn), EVERY, real) for e in every)
-        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden)))
+        self.router = param(
+            (experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden))
+        )
         self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *gates)
         self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), *downs)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights of each token's experts, float32 [N, k], and the experts, int32 [N, k]."""
-        weights, chosen = lax.top_k(jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), self.config.experts_per_token)
+        weights, chosen = lax.top_k(
+            jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), self.config.experts_per_token
+        )
         if self.config.normalize_experts:
             weights /= weights.sum(-1, keepdims=True)
         return weights, chosen
@@ -83,13 +87,17 @@ class Experts(nnx.Module):
         weights, chosen = self.route(x)
         x = self.entering(x)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
-        y = _weighted(lax.platform_dependent(x, chosen, *params, cpu=self.by_block, default=self.by_group), weights)
+        y = _weighted(
+            lax.platform_dependent(x, chosen, *params, cpu=self.by_block, default=self.by_group), weights
+        )
         if self.down_bias is not None:  # added on one device, because results are summed
             bias = _weighted(self.down_bias[...][chosen], weights)
             y += jnp.where(jnp.equal(shard_index(), 0), bias, 0)
         return y.astype(x.dtype)
 
-    def by_group(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
+    def by_group(
+        self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None
+    ) -> jax.Array:
         """Applies experts chosen [rows, k] to x [rows, hidden] -> [rows, k, hidden]. Sorts rows by expert."""
         k, device = chosen.shape[1], traced_for()
         groups = grouped(chosen.reshape(-1), self.config.num_experts)
@@ -97,8 +105,12 @@ class Experts(nnx.Module):
         inner = self.gate(y if bias is None else y + bias[groups.owner].astype(y.dtype))
         return grouped_product(inner, down, groups, device=device)[groups.place].reshape(*chosen.shape, -1)
 
-    def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
-        """The same in blocks of rows that share an expert. On a CPU, ragged_dot copies all weights and multiplies by all of them."""
+    def by_block(
+        self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None
+    ) -> jax.Array:
+        """The same in blocks of rows that share an expert. On a CPU, ragged_dot copies all weights and
+        multiplies by all of them.
+        """
         experts, (rows, k), hidden = self.config.num_experts, chosen.shape, x.shape[1]
         rows *= k
         block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)
@@ -111,7 +123,9 @@ class Experts(nnx.Module):
 
         def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
             expert, rows = args
-            return dense(self.gate(dense(rows, gate_up[expert], None if bias is None else bias[expert])), down[expert])
+            return dense(
+                self.gate(dense(rows, gate_up[expert], None if bias is None else bias[expert])), down[expert]
+            )
 
         owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
         y: jax.Array = lax.map(one, (owners, padded.reshape(count, block, hidden)))
@@ -119,7 +133,9 @@ class Experts(nnx.Module):
 
 
 def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
-    """y [N, k, hidden], weights [N, k] -> float32 [N, hidden]. A GPU gathers, multiplies and adds in one kernel."""
+    """y [N, k, hidden], weights [N, k] -> float32 [N, hidden]. A GPU gathers, multiplies and adds in one
+    kernel.
+    """
     return (y.astype(jnp.float32) * weights[..., None]).sum(1)
 
 
@@ -149,7 +165,11 @@ def read_mixtral(hf: Fields) -> dict[str, Any]:
 
 def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
     window = hf.get("sliding_window", 4096)
-    fields = {**decoder(hf), **attention_biases(hf), **window_everywhere(hf, window if hf.get("use_sliding_window") else None)}
+    fields = {
+        **decoder(hf),
+        **attention_biases(hf),
+        **window_everywhere(hf, window if hf.get("use_sliding_window") else None),
+    }
     return {
         **fields,
         "expert_layers": sparse_layers(hf),
@@ -167,6 +187,11 @@ def sparse_layers(hf: Fields) -> tuple[int, ...]:
 
 
 FAMILIES = {
-    "mixtral": Family("Mixtral", Mixtral, read_mixtral, {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+    "mixtral": Family(
+        "Mixtral",
+        Mixtral,
+        read_mixtral,
+        {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    ),
     "qwen3_moe": Family("Qwen3-MoE", Qwen3Moe, read_qwen3_moe),
 }

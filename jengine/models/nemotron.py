@@ -1,4 +1,6 @@
-"""Nemotron 3 and 4, Minitron: LayerNorm with 1 added to its weights, an MLP with squared ReLU, partial rotation."""
+"""Nemotron 3 and 4, Minitron: LayerNorm with 1 added to its weights, an MLP with squared ReLU, partial
+rotation.
+"""
 
 from __future__ import annotations
 

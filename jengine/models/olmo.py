@@ -1,4 +1,6 @@
-"""OLMo 2 and 3: the results of attention and MLP are normed, not their inputs, and so are queries and keys, over all heads together."""
+"""OLMo 2 and 3: the results of attention and MLP are normed, not their inputs, and so are queries and keys,
+over all heads together.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from jax import lax
 
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import attention_biases, decoder, full_attention_every, rope_by_layer_types, windows_by_layer_types
+from jengine.models.hf_config import (
+    attention_biases,
+    decoder,
+    full_attention_every,
+    rope_by_layer_types,
+    windows_by_layer_types,
+)
 from jengine.models.layers import Attention, Layer, RMSNorm, param
 from jengine.models.llama import Llama
 from jengine.models.pieces import apart, qkv_parts
@@ -27,12 +35,16 @@ class OlmoAttention(Attention):
         self.qk_norm = param(shape, dtype, ("kv_heads", None), *source)
 
     def normalize(self, qkv: QkvProduct) -> Qkv:
-        """Each is a root mean square norm over all heads, which lie on several devices. Padding is zero; copies of kv heads count
-        as often as they are there."""
+        """Each is a root mean square norm over all heads, which lie on several devices. Padding is zero;
+        copies of kv heads count as often as they are there.
+        """
         q, k, v = qkv.split()
         config, weight = self.config, self.qk_norm[...].astype(jnp.float32)
         wide = [x.astype(jnp.float32) for x in (q, k)]
-        counts = jnp.array([config.num_heads, config.num_kv_heads * config.kv_repeats], jnp.float32) * config.head_dim
+        counts = (
+            jnp.array([config.num_heads, config.num_kv_heads * config.kv_repeats], jnp.float32)
+            * config.head_dim
+        )
         squares = jnp.stack([jnp.sum(x * x, axis=(1, 2)) for x in wide], axis=-1)  # [N, 2]
         factors = lax.rsqrt(all_reduce(squares) / counts + config.norm_eps)
         ends = config.group_size_padded * config.head_dim
@@ -59,7 +71,9 @@ def read_olmo2(hf: Fields) -> dict[str, Any]:
 
 
 def read_olmo3(hf: Fields) -> dict[str, Any]:
-    windows = windows_by_layer_types(hf, hf["sliding_window"], full_attention_every(int(hf["num_hidden_layers"]), 4))
+    windows = windows_by_layer_types(
+        hf, hf["sliding_window"], full_attention_every(int(hf["num_hidden_layers"]), 4)
+    )
     theta = float(hf["rope_theta"])
     everywhere, local_theta = rope_by_layer_types(hf, theta, theta)
     return {**decoder(hf, everywhere), **attention_biases(hf), **windows, "local_rope_theta": local_theta}
@@ -67,5 +81,7 @@ def read_olmo3(hf: Fields) -> dict[str, Any]:
 
 FAMILIES = {
     "olmo2": Family("OLMo 2", Olmo, read_olmo2, {"rms_norm_eps": 1e-5}),
-    "olmo3": Family("OLMo 3", Olmo, read_olmo3, {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}),
+    "olmo3": Family(
+        "OLMo 3", Olmo, read_olmo3, {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
+    ),
 }

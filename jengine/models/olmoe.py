@@ -44,4 +44,6 @@ def read_olmoe(hf: Fields) -> dict[str, Any]:
     }
 
 
-FAMILIES = {"olmoe": Family("OLMoE", Olmoe, read_olmoe, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5})}
+FAMILIES = {
+    "olmoe": Family("OLMoE", Olmoe, read_olmoe, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5})
+}

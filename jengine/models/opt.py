@@ -1,4 +1,6 @@
-"""OPT: learned positions; LayerNorm before attention and MLP. OPT-350m: LayerNorm after them; smaller embeddings with a projection."""
+"""OPT: learned positions; LayerNorm before attention and MLP. OPT-350m: LayerNorm after them; smaller
+embeddings with a projection.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ from flax import nnx
 
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
+from jengine.models.layers import (
+    Attend,
+    Attention,
+    Layer,
+    LayerNorm,
+    Mlp,
+    dense,
+    embed,
+    lookup,
+    param,
+    vocabulary,
+)
 from jengine.models.pieces import Piece
 from pallas_kernels.rows import Sum, array_of
 from pallas_kernels.xla import Rotation
@@ -24,7 +37,9 @@ class OptAttention(Attention):
 
 
 class PostNormLayer(Layer):
-    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(
+        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
+    ) -> jax.Array:
         x = array_of(x)
         x = self.attention_norm(x + self.attention(layer, x, rotation, attend))
         return self.mlp_norm(x + self.mlp(x))
@@ -38,7 +53,11 @@ class Opt(nnx.Module):
         places = (config.max_position + OFFSET, hidden)
 
         def project(name: str, *shape: int) -> nnx.Param[jax.Array] | None:
-            return None if size == hidden else param(shape, dtype, (None, None), Piece(f"model.decoder.{name}.weight", shape))
+            return (
+                None
+                if size == hidden
+                else param(shape, dtype, (None, None), Piece(f"model.decoder.{name}.weight", shape))
+            )
 
         def layer(name: str) -> Layer:
             return (Layer if config.pre_norm else PostNormLayer)(
@@ -49,10 +68,17 @@ class Opt(nnx.Module):
             )
 
         self.embed = vocabulary(config, size, dtype, "model.decoder.embed_tokens.weight")
-        self.positions = param(places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places))
-        self.project_in, self.project_out = project("project_in", hidden, size), project("project_out", size, hidden)
+        self.positions = param(
+            places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places)
+        )
+        self.project_in, self.project_out = (
+            project("project_in", hidden, size),
+            project("project_out", size, hidden),
+        )
         self.layers = nnx.List([layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)])
-        self.norm = LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if config.pre_norm else None
+        self.norm = (
+            LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if config.pre_norm else None
+        )
         self.lm_head = None if config.tie_embeddings else vocabulary(config, size, dtype, "lm_head.weight")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:

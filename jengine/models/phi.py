@@ -1,4 +1,6 @@
-"""Phi-1, 1.5 and 2: parallel attention and MLP with one norm; partial rotation; biases everywhere, including the output head."""
+"""Phi-1, 1.5 and 2: parallel attention and MLP with one norm; partial rotation; biases everywhere, including
+the output head.
+"""
 
 from __future__ import annotations
 

@@ -39,4 +39,8 @@ def read_phi3(hf: Fields) -> dict[str, Any]:
     return {**partly_rotated(hf, 1.0, rope), **window_everywhere(hf, hf.get("sliding_window"))}
 
 
-FAMILIES = {"phi3": Family("Phi-3, Phi-3.5, Phi-4 mini", Phi3, read_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5})}
+FAMILIES = {
+    "phi3": Family(
+        "Phi-3, Phi-3.5, Phi-4 mini", Phi3, read_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    )
+}

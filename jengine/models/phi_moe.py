@@ -19,7 +19,9 @@ from jengine.models.moe import Experts
 
 class SparseMixer(Experts):
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The best expert, then the best of the others. Each weight is a softmax over the experts that compete with it."""
+        """The best expert, then the best of the others. Each weight is a softmax over the experts that
+        compete with it.
+        """
         scores = dense(x, self.router[...], dtype=jnp.float32)
         rest, weights, chosen = scores, [], []
         for _ in range(2):
@@ -65,5 +67,10 @@ def read_phi_moe(hf: Fields) -> dict[str, Any]:
     }
 
 
-DEFAULTS = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2}
+DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_experts_per_tok": 2,
+}
 FAMILIES = {"phimoe": Family("Phi-3.5-MoE", PhiMoe, read_phi_moe, DEFAULTS)}

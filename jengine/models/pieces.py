@@ -1,4 +1,6 @@
-"""Maps parts of checkpoint tensors to parts of parameters, for the parameters' layout on one or several devices."""
+"""Maps parts of checkpoint tensors to parts of parameters, for the parameters' layout on one or several
+devices.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from jengine.models.config import ModelConfig
 
 
 class Piece(NamedTuple):
-    """Rows of a checkpoint tensor, and the part of a parameter that they fill: `parameter[part]`, after a reshape."""
+    """Rows of a checkpoint tensor, and the part of a parameter that they fill: `parameter[part]`, after a
+    reshape.
+    """
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint
@@ -36,7 +40,10 @@ class Piece(NamedTuple):
         def less(columns: slice) -> slice:
             ends = [0 if columns.start is None else columns.start, columns.stop]
             if any(end is not None and end % group for end in ends):
-                raise ModelError(f"columns {ends} split quantization groups of {group}; use fewer devices", tensor=self.name)
+                raise ModelError(
+                    f"columns {ends} split quantization groups of {group}; use fewer devices",
+                    tensor=self.name,
+                )
             return slice(*(None if end is None else end // group for end in ends))
 
         whole = len(self.part) < ndim
@@ -45,7 +52,9 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Consecutive rows of a checkpoint, and their places: pairs of (some of the rows, part of the parameter)."""
+    """Consecutive rows of a checkpoint, and their places: pairs of (some of the rows, part of the
+    parameter).
+    """
 
     rows: int
     places: tuple[tuple[slice, tuple[int | slice, ...]], ...]
@@ -62,22 +71,34 @@ def whole(rows: int, *place: int | slice) -> Part:
 def apart(names: Sequence[str], parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
     """The pieces if the checkpoint has one tensor [rows, *inputs] per part."""
     named = zip(names, parts, strict=True)
-    return tuple(Piece(name, (part.rows, *inputs), place, rows) for name, part in named for rows, place in part.places)
+    return tuple(
+        Piece(name, (part.rows, *inputs), place, rows) for name, part in named for rows, place in part.places
+    )
 
 
 def stacked(name: str, parts: Sequence[Part], *inputs: int, transposed: bool = False) -> tuple[Piece, ...]:
-    """The pieces if one tensor [rows, *inputs] holds the rows of all parts, in order; [*inputs, rows] if transposed."""
+    """The pieces if one tensor [rows, *inputs] holds the rows of all parts, in order; [*inputs, rows] if
+    transposed.
+    """
     ends = list(accumulate(part.rows for part in parts))
     shape = (*inputs, ends[-1]) if transposed else (ends[-1], *inputs)
     return tuple(
-        Piece(name, shape, place, slice(end - part.rows + rows.start, end - part.rows + rows.stop), transposed=transposed)
+        Piece(
+            name,
+            shape,
+            place,
+            slice(end - part.rows + rows.start, end - part.rows + rows.stop),
+            transposed=transposed,
+        )
         for part, end in zip(parts, ends, strict=True)
         for rows, place in part.places
     )
 
 
 def grouped(name: str, config: ModelConfig, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
-    """The pieces if one tensor holds, for each kv head, the rows of its queries, then of its key and its value."""
+    """The pieces if one tensor holds, for each kv head, the rows of its queries, then of its key and its
+    value.
+    """
     dim, group = config.head_dim, config.group
     shape = (config.num_kv_heads * (group + 2) * dim, *inputs)
     pieces = []
@@ -89,10 +110,11 @@ def grouped(name: str, config: ModelConfig, parts: Sequence[Part], *inputs: int)
 
 
 def interleaved(part: Part, dim: int, rotary: int) -> Part:
-    """Reorders queries or keys of a checkpoint in which channels 2 i and 2 i + 1 of the first `rotary` rotate together.
+    """Reorders queries or keys of a checkpoint in which channels 2 i and 2 i + 1 of the first `rotary` rotate
+    together.
 
-    Here channels i and i + rotary / 2 rotate together. Scores do not change, because queries and keys are reordered
-    alike.
+    Here channels i and i + rotary / 2 rotate together. Scores do not change, because queries and keys are
+    reordered alike.
     """
     places: list[tuple[slice, tuple[int | slice, ...]]] = []
     for head, laid, row in heads(part, dim):
@@ -105,36 +127,57 @@ def interleaved(part: Part, dim: int, rotary: int) -> Part:
 
 
 def heads(part: Part, dim: int) -> Iterator[tuple[int, int, int]]:
-    """For each head of queries, keys or values: its index in the checkpoint, its kv head in the layout, and its first row there."""
+    """For each head of queries, keys or values: its index in the checkpoint, its kv head in the layout, and
+    its first row there.
+    """
     for rows, place in part.places:
         laid, where = cast(tuple[slice, slice], place)
         across = (where.stop - where.start) // dim
         for i in range((rows.stop - rows.start) // dim):
-            yield rows.start // dim + i, laid.start + i // across * (laid.step or 1), where.start + i % across * dim
+            yield (
+                rows.start // dim + i,
+                laid.start + i // across * (laid.step or 1),
+                where.start + i % across * dim,
+            )
 
 
 def qkv_parts(config: ModelConfig) -> tuple[Part, Part, Part]:
-    """The parts of queries, keys and values, for a parameter [padded kv heads, (padded group + 2) * head_dim, ...]."""
+    """The parts of queries, keys and values, for a parameter [padded kv heads, (padded group + 2) * head_dim,
+    ...].
+    """
     dim, kv_heads, copies = config.head_dim, config.num_kv_heads, config.kv_repeats
-    k, v, end = (dim * (config.group_size_padded + i) for i in range(3))  # a kv head's rows: its queries, then k, then v
+    # a kv head's rows: its queries, then k, then v
+    k, v, end = (dim * (config.group_size_padded + i) for i in range(3))
 
     def copied(where: slice) -> Part:
         every = slice(0, kv_heads * dim)
-        return Part(kv_heads * dim, tuple((every, (slice(i, kv_heads * copies, copies), where)) for i in range(copies)))
+        return Part(
+            kv_heads * dim,
+            tuple((every, (slice(i, kv_heads * copies, copies), where)) for i in range(copies)),
+        )
 
-    queries = tuple((rows, (laid, slice(0, (rows.stop - rows.start) // (laid.stop - laid.start)))) for rows, laid in _query_runs(config))
+    queries = tuple(
+        (rows, (laid, slice(0, (rows.stop - rows.start) // (laid.stop - laid.start))))
+        for rows, laid in _query_runs(config)
+    )
     return Part(config.num_heads * dim, queries), copied(slice(k, v)), copied(slice(v, end))
 
 
 def by_heads(config: ModelConfig, piece: Piece) -> Iterator[Piece]:
-    """Splits a piece whose columns are the checkpoint's query heads to fill a parameter [out, padded heads * head_dim]."""
+    """Splits a piece whose columns are the checkpoint's query heads to fill a parameter [out, padded heads *
+    head_dim].
+    """
     for columns, laid in _query_runs(config):
         start = laid.start * config.group_size_padded * config.head_dim
-        yield piece._replace(part=(EVERY, slice(start, start + columns.stop - columns.start)), columns=columns)
+        yield piece._replace(
+            part=(EVERY, slice(start, start + columns.stop - columns.start)), columns=columns
+        )
 
 
 def _query_runs(config: ModelConfig) -> Iterator[tuple[slice, slice]]:
-    """Runs of query channels that are consecutive in the checkpoint and in the layout, with their kv heads in the layout."""
+    """Runs of query channels that are consecutive in the checkpoint and in the layout, with their kv heads in
+    the layout.
+    """
     if config.kv_repeats == 1:
         yield slice(0, config.num_heads * config.head_dim), slice(0, config.num_kv_heads)
         return
@@ -143,4 +186,7 @@ def _query_runs(config: ModelConfig) -> Iterator[tuple[slice, slice]]:
             first, last = (min((copy + i) * config.group_size_padded, config.group) for i in range(2))
             laid = head * config.kv_repeats + copy
             if first < last:
-                yield slice(*((head * config.group + i) * config.head_dim for i in (first, last))), slice(laid, laid + 1)
+                yield (
+                    slice(*((head * config.group + i) * config.head_dim for i in (first, last))),
+                    slice(laid, laid + 1),
+                )

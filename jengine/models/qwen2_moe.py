@@ -1,4 +1,6 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts and a shared expert, whose result is multiplied by a gate."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts and a shared expert, whose result is multiplied by a
+gate.
+"""
 
 from __future__ import annotations
 
@@ -40,4 +42,8 @@ def read_qwen2_moe(hf: Fields) -> dict[str, Any]:
     }
 
 
-FAMILIES = {"qwen2_moe": Family("Qwen1.5-MoE, Qwen2 with experts", Qwen2Moe, read_qwen2_moe, {"max_position_embeddings": 32768})}
+FAMILIES = {
+    "qwen2_moe": Family(
+        "Qwen1.5-MoE, Qwen2 with experts", Qwen2Moe, read_qwen2_moe, {"max_position_embeddings": 32768}
+    )
+}

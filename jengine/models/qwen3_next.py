@@ -1,4 +1,6 @@
-"""Qwen3-Next, Qwen3.5 and 3.6: gated delta nets in most layers, gated attention in the others, experts with a shared one."""
+"""Qwen3-Next, Qwen3.5 and 3.6: gated delta nets in most layers, gated attention in the others, experts with a
+shared one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,18 @@ from jengine.models.config import ModelConfig
 from jengine.models.config_parts import LinearAttention
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, partly_rotated
-from jengine.models.layers import Attend, Block, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.layers import (
+    Attend,
+    Block,
+    GatedMlp,
+    Layer,
+    Recur,
+    RMSNorm,
+    dense,
+    matrix,
+    param,
+    row_parallel_dense,
+)
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, sparse_layers
 from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
@@ -28,10 +41,14 @@ EPSILON = 1e-6  # for the norms of queries and keys
 
 
 class GatedAttention(Qwen3Attention):
-    """Attention whose output is multiplied by a gate. The product of queries, keys and values also computes the gate."""
+    """Attention whose output is multiplied by a gate. The product of queries, keys and values also computes
+    the gate.
+    """
 
     def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
-        """A kv head's rows: its queries, then key, value, and the gates of its queries. In a checkpoint a gate follows its query."""
+        """A kv head's rows: its queries, then key, value, and the gates of its queries. In a checkpoint a
+        gate follows its query.
+        """
         dim = config.head_dim
         q, k, v = qkv_parts(config)
         gates = dim * (config.group_size_padded + 2)
@@ -47,49 +64,77 @@ class GatedAttention(Qwen3Attention):
 
 
 class GatedDeltaNet(nnx.Module):
-    """A short convolution, the gated delta rule, and a gated norm. Parameters are grouped by key heads, as in the checkpoint."""
+    """A short convolution, the gated delta rule, and a gated norm. Parameters are grouped by key heads, as in
+    the checkpoint.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         assert config.linear is not None
         self.linear, self.eps = config.linear, config.norm_eps
         linear, hidden = config.linear, config.hidden_size
-        own, laid, values = slice(0, linear.key_heads), config.padded(linear.key_heads), linear.group * linear.value_dim
+        own, laid, values = (
+            slice(0, linear.key_heads),
+            config.padded(linear.key_heads),
+            linear.group * linear.value_dim,
+        )
         mixed, by_head = self.mixed_source(linear, name, hidden), ("heads", None, None)
         self.mixed = matrix((laid, linear.channels + values, hidden), dtype, by_head, *mixed)
-        self.gates = param((laid, 2 * linear.group, hidden), dtype, by_head, *self.gates_source(linear, name, hidden))
+        self.gates = param(
+            (laid, 2 * linear.group, hidden), dtype, by_head, *self.gates_source(linear, name, hidden)
+        )
         convolved = by_kind(linear, f"{name}.conv1d.weight", 1, linear.taps)
         self.convolution = param((laid, linear.channels, linear.taps), dtype, by_head, *convolved)
         per_head = (laid, linear.group), jnp.float32, ("heads", None)
         self.decay = param(*per_head, Piece(f"{name}.A_log", (linear.value_heads,), (own,)))
         self.bias = param(*per_head, Piece(f"{name}.dt_bias", (linear.value_heads,), (own,)))
-        self.norm = param((linear.value_dim,), dtype, (None,), Piece(f"{name}.norm.weight", (linear.value_dim,)))
+        self.norm = param(
+            (linear.value_dim,), dtype, (None,), Piece(f"{name}.norm.weight", (linear.value_dim,))
+        )
         read = linear.key_heads * values
         out = Piece(f"{name}.out_proj.weight", (hidden, read), (EVERY, slice(0, read)))
         self.out = matrix((hidden, laid * values), dtype, (None, "heads"), out)
 
     def mixed_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
-        """The checkpoint tensors of queries, keys, values and output gates. Here, one tensor stores each key head's rows together."""
+        """The checkpoint tensors of queries, keys, values and output gates. Here, one tensor stores each key
+        head's rows together.
+        """
         rows = linear.key_heads * (linear.channels + linear.group * linear.value_dim)
         return (Piece(f"{name}.in_proj_qkvz.weight", (rows, hidden), (slice(0, linear.key_heads),)),)
 
     def gates_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
         """The checkpoint tensors of rates and decays."""
-        return (Piece(f"{name}.in_proj_ba.weight", (2 * linear.value_heads, hidden), (slice(0, linear.key_heads),)),)
+        return (
+            Piece(
+                f"{name}.in_proj_ba.weight", (2 * linear.value_heads, hidden), (slice(0, linear.key_heads),)
+            ),
+        )
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the recurrence depends on the order of tokens."""
+        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the recurrence depends on the order of
+        tokens.
+        """
         states = cast(Recur, attend)
         linear, (laid, channels, taps) = self.linear, self.convolution[...].shape
         mixed = dense(x, self.mixed[...])
-        convolved = states.convolve(layer, mixed[:, :, :channels].reshape(-1, laid * channels), self.convolution[...].reshape(-1, taps))
+        convolved = states.convolve(
+            layer,
+            mixed[:, :, :channels].reshape(-1, laid * channels),
+            self.convolution[...].reshape(-1, taps),
+        )
         convolved = jax.nn.silu(convolved).reshape(-1, laid, channels)
         q, k, v = jnp.split(convolved, [linear.key_dim, 2 * linear.key_dim], axis=-1)
         v = v.reshape(-1, laid * linear.group, linear.value_dim)
-        rate, decay = jnp.split(dense(x, self.gates[...], dtype=jnp.float32), 2, axis=-1)  # [N, key heads, group]
-        rate, decay = jax.nn.sigmoid(rate), -jnp.exp(self.decay[...]) * jax.nn.softplus(decay + self.bias[...])
+        # [N, key heads, group]
+        rate, decay = jnp.split(dense(x, self.gates[...], dtype=jnp.float32), 2, axis=-1)
+        rate, decay = (
+            jax.nn.sigmoid(rate),
+            -jnp.exp(self.decay[...]) * jax.nn.softplus(decay + self.bias[...]),
+        )
         q, k = _unit(q) * linear.key_dim**-0.5, _unit(k)
         read = states.recur(layer, q, k, v, decay.reshape(-1, v.shape[1]), rate.reshape(-1, v.shape[1]))
-        read *= lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + self.eps) * self.norm[...].astype(jnp.float32)
+        read *= lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + self.eps) * self.norm[...].astype(
+            jnp.float32
+        )
         read *= jax.nn.silu(mixed[:, :, channels:].astype(jnp.float32)).reshape(read.shape)
         return row_parallel_dense(read.reshape(x.shape[0], -1).astype(x.dtype), self.out[...])
 
@@ -99,7 +144,9 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def by_kind(linear: LinearAttention, name: str, *inputs: int) -> tuple[Piece, ...]:
-    """The pieces of one tensor that holds all queries, then all keys, then all values, for a parameter [key heads, channels, ...]."""
+    """The pieces of one tensor that holds all queries, then all keys, then all values, for a parameter [key
+    heads, channels, ...].
+    """
     own, key, pieces, row, channel = slice(0, linear.key_heads), linear.key_dim, list[Piece](), 0, 0
     for size in (key, key, linear.group * linear.value_dim):
         rows = slice(row, row := row + linear.key_heads * size)
@@ -120,18 +167,25 @@ class SeparateDeltaNet(GatedDeltaNet):
     def gates_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
         own, group = slice(0, linear.key_heads), linear.group
         places = {"b": slice(0, group), "a": slice(group, 2 * group)}
-        return tuple(Piece(f"{name}.in_proj_{p}.weight", (linear.value_heads, hidden), (own, place)) for p, place in places.items())
+        return tuple(
+            Piece(f"{name}.in_proj_{p}.weight", (linear.value_heads, hidden), (own, place))
+            for p, place in places.items()
+        )
 
 
 class SharedExperts(Experts):
     """Experts and a shared expert, whose result is multiplied by a gate."""
 
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]
+    ) -> None:
         super().__init__(config, dtype, name, parts)
         hidden = config.hidden_size
         shared = dataclasses.replace(config, intermediate_size=config.shared_expert_size, mlp_bias=False)
         self.shared = GatedMlp(shared, dtype, f"{name}.shared_expert")
-        self.shared_gate = param((1, hidden), dtype, (None, None), Piece(f"{name}.shared_expert_gate.weight", (1, hidden)))
+        self.shared_gate = param(
+            (1, hidden), dtype, (None, None), Piece(f"{name}.shared_expert_gate.weight", (1, hidden))
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = jax.nn.sigmoid(dense(x, self.shared_gate[...], dtype=jnp.float32)).astype(x.dtype)
@@ -147,7 +201,11 @@ class Qwen3Next(Llama):
         linear = index in config.linear.layers
         return Layer(
             RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
-            self.delta_net(config, dtype, f"{name}.linear_attn") if linear else self.attention(config, dtype, f"{name}.self_attn"),
+            (
+                self.delta_net(config, dtype, f"{name}.linear_attn")
+                if linear
+                else self.attention(config, dtype, f"{name}.self_attn")
+            ),
             RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
             self.mlp(config, dtype, name, index),
         )
@@ -172,9 +230,14 @@ def read_linear_attention(hf: Fields) -> dict[str, Any]:
     usual = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
     types: Sequence[str] = hf.get("layer_types") or usual
     if unknown := set(types) - {"full_attention", "linear_attention"}:
-        raise ModelError(f"layer_types has {unknown.pop()!r}; full_attention and linear_attention are supported")
+        raise ModelError(
+            f"layer_types has {unknown.pop()!r}; full_attention and linear_attention are supported"
+        )
     if len(types) != layers or len(set(types)) < 2:
-        raise ModelError(f"layer_types must name {layers} layers, num_hidden_layers, of which some have full and some linear attention")
+        raise ModelError(
+            f"layer_types must name {layers} layers, num_hidden_layers, of which some have full and some"
+            " linear attention"
+        )
     linear = LinearAttention(
         layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
         key_heads=int(hf.get("linear_num_key_heads", 16)),
@@ -192,7 +255,13 @@ def read_linear_attention(hf: Fields) -> dict[str, Any]:
 
 
 def read_qwen3_next(hf: Fields) -> dict[str, Any]:
-    fields = {**partly_rotated(hf, 0.25), **attention_biases(hf), **read_linear_attention(hf), "norm_offset": 1.0, "attention_gate": True}
+    fields = {
+        **partly_rotated(hf, 0.25),
+        **attention_biases(hf),
+        **read_linear_attention(hf),
+        "norm_offset": 1.0,
+        "attention_gate": True,
+    }
     return {
         **fields,
         "expert_layers": sparse_layers(hf),
@@ -208,7 +277,13 @@ def read_qwen3_next(hf: Fields) -> dict[str, Any]:
 def read_qwen3_5(hf: Fields) -> dict[str, Any]:
     if not hf.get("attn_output_gate", True):
         raise ModelError("attn_output_gate=false is not supported")
-    return {**partly_rotated(hf, 0.25), **attention_biases(hf), **read_linear_attention(hf), "norm_offset": 1.0, "attention_gate": True}
+    return {
+        **partly_rotated(hf, 0.25),
+        **attention_biases(hf),
+        **read_linear_attention(hf),
+        "norm_offset": 1.0,
+        "attention_gate": True,
+    }
 
 
 def read_qwen3_5_moe(hf: Fields) -> dict[str, Any]:
@@ -230,11 +305,23 @@ MOE_DEFAULTS = {**DEFAULTS, "intermediate_size": 512}  # not used by any layer
 AHEAD, IMAGES = ("mtp.",), ("visual.", "mtp.")  # multi-token prediction (MTP); and vision
 
 FAMILIES = {
-    "qwen3_5": Family("Qwen3.5, Qwen3.6 (the text model)", Qwen35, read_qwen3_5, DEFAULTS, TextPart(("qwen3_5_text",), IMAGES)),
-    "qwen3_5_moe": Family(
-        "Qwen3.5 and 3.6 with experts (the text model)", Qwen35, read_qwen3_5_moe, MOE_DEFAULTS, TextPart(("qwen3_5_moe_text",), IMAGES)
+    "qwen3_5": Family(
+        "Qwen3.5, Qwen3.6 (the text model)",
+        Qwen35,
+        read_qwen3_5,
+        DEFAULTS,
+        TextPart(("qwen3_5_text",), IMAGES),
     ),
-    "qwen3_5_moe_text": Family("Qwen3.5 and 3.6 with experts (text)", Qwen35, read_qwen3_5_moe, MOE_DEFAULTS, skipped=AHEAD),
+    "qwen3_5_moe": Family(
+        "Qwen3.5 and 3.6 with experts (the text model)",
+        Qwen35,
+        read_qwen3_5_moe,
+        MOE_DEFAULTS,
+        TextPart(("qwen3_5_moe_text",), IMAGES),
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3.5 and 3.6 with experts (text)", Qwen35, read_qwen3_5_moe, MOE_DEFAULTS, skipped=AHEAD
+    ),
     "qwen3_5_text": Family("Qwen3.5, Qwen3.6 (text)", Qwen35, read_qwen3_5, DEFAULTS, skipped=AHEAD),
     "qwen3_next": Family("Qwen3-Next", Qwen3Next, read_qwen3_next, DEFAULTS, skipped=AHEAD),
 }

@@ -24,16 +24,22 @@ class SandwichLayer(Layer):
         super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.attention_result_norm, self.mlp_result_norm = attention_result_norm, mlp_result_norm
 
-    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(
+        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
+    ) -> jax.Array:
         x = array_of(x)
-        x = x + self.attention_result_norm(self.attention(layer, normed(self.attention_norm, x, self.attention), rotation, attend))
+        x = x + self.attention_result_norm(
+            self.attention(layer, normed(self.attention_norm, x, self.attention), rotation, attend)
+        )
         return x + self.mlp_result_norm(self.mlp(normed(self.mlp_norm, x, self.mlp)))
 
 
 class ResultNormLayer(Layer):
     """Norms only the results of attention and MLP."""
 
-    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(
+        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
+    ) -> jax.Array:
         x = array_of(x)
         x = x + self.attention_norm(self.attention(layer, x, rotation, attend))
         return x + self.mlp_norm(self.mlp(x))
@@ -42,6 +48,10 @@ class ResultNormLayer(Layer):
 class ParallelLayer(Layer):
     """Attention and MLP read the same input; they may share one norm."""
 
-    def __call__(self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend) -> jax.Array:
+    def __call__(
+        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
+    ) -> jax.Array:
         x = array_of(x)
-        return x + self.attention(layer, self.attention_norm(x), rotation, attend) + self.mlp(self.mlp_norm(x))
+        return (
+            x + self.attention(layer, self.attention_norm(x), rotation, attend) + self.mlp(self.mlp_norm(x))
+        )

@@ -15,7 +15,9 @@ from pallas_kernels.xla import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary frequencies as plain numbers, so that programs contain them as constants and do not close over arrays."""
+    """Rotary frequencies as plain numbers, so that programs contain them as constants and do not close over
+    arrays.
+    """
 
     frequencies: tuple[float, ...]  # radians per token; channel i rotates with channel i + rotary_dim / 2
     magnitude: float = 1.0  # factor of cos and sin (yarn, longrope)
@@ -29,8 +31,9 @@ class Rope:
 def rope(config: ModelConfig, max_model_len: int) -> Rope:
     """The model's frequencies, by the formulas of transformers' modeling_rope_utils.
 
-    Dynamic scaling and longrope are fixed for sequences of max_model_len tokens, so a token's result depends neither on
-    the batch nor on the current length of its sequence. Within the trained context, dynamic scaling has no effect.
+    Dynamic scaling and longrope are fixed for sequences of max_model_len tokens, so a token's result depends
+    neither on the batch nor on the current length of its sequence. Within the trained context, dynamic
+    scaling has no effect.
     """
     dim, theta, scaling = config.rotary_dim or config.head_dim, config.rope_theta, config.rope_scaling
     if scaling is None:
@@ -47,12 +50,16 @@ def rope(config: ModelConfig, max_model_len: int) -> Rope:
         return _longrope(theta, dim, scaling, max_model_len)
     if scaling.kind == "proportional":
         pairs = int(scaling.share * dim // 2)
-        return Rope(tuple(f / scaling.factor for f in _powers(theta, dim)[:pairs]) + (0.0,) * (dim // 2 - pairs))
+        return Rope(
+            tuple(f / scaling.factor for f in _powers(theta, dim)[:pairs]) + (0.0,) * (dim // 2 - pairs)
+        )
     return _yarn(theta, dim, scaling)
 
 
 def local_rope(config: ModelConfig, max_model_len: int) -> Rope:
-    """The frequencies of layers with a window: `local_rope_theta` without scaling if the model has it, otherwise the model's."""
+    """The frequencies of layers with a window: `local_rope_theta` without scaling if the model has it,
+    otherwise the model's.
+    """
     if config.local_rope_theta is None:
         return rope(config, max_model_len)
     return Rope(_powers(config.local_rope_theta, config.rotary_dim or config.head_dim))
@@ -86,7 +93,9 @@ def _yarn(theta: float, dim: int, s: RopeScaling) -> Rope:
     low, high = max(low, 0), min(high, dim - 1)
     span = high - low if high != low else 0.001
     stretched = [min(max((i - low) / span, 0.0), 1.0) for i in range(dim // 2)]
-    frequencies = tuple(f / s.factor * r + f * (1 - r) for f, r in zip(_powers(theta, dim), stretched, strict=True))
+    frequencies = tuple(
+        f / s.factor * r + f * (1 - r) for f, r in zip(_powers(theta, dim), stretched, strict=True)
+    )
     return Rope(frequencies, _yarn_magnitude(s))
 
 
@@ -107,5 +116,7 @@ def _longrope(theta: float, dim: int, s: RopeScaling, max_model_len: int) -> Rop
     factors, magnitude = (s.long_factor, s.long_mscale) if beyond else (s.short_factor, s.short_mscale)
     magnitude = s.attention_factor if magnitude is None else magnitude
     if magnitude is None:
-        magnitude = 1.0 if s.factor <= 1 else math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
+        magnitude = (
+            1.0 if s.factor <= 1 else math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
+        )
     return Rope(tuple(f / factor for f, factor in zip(_powers(theta, dim), factors, strict=True)), magnitude)

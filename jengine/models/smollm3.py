@@ -12,7 +12,8 @@ from jengine.models.llama import Llama, read_llama
 
 def read_smollm3(hf: Fields) -> dict[str, Any]:
     layers, interval = int(hf["num_hidden_layers"]), int(hf.get("no_rope_layer_interval") or 4)
-    rotated = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]  # true for layers that rotate
+    # true for layers that rotate
+    rotated = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
     if len(rotated) < layers:
         raise ModelError(f"no_rope_layers has {len(rotated)} layers, num_hidden_layers is {layers}")
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None

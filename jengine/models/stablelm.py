@@ -1,4 +1,6 @@
-"""StableLM: Llama with LayerNorm and partial rotation. StableLM 2 12B: norms per head, parallel attention and MLP."""
+"""StableLM: Llama with LayerNorm and partial rotation. StableLM 2 12B: norms per head, parallel attention and
+MLP.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class HeadLayerNorms(Attention):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         super().__init__(config, dtype, name)
         shape = (config.num_kv_heads_padded, (config.group_size_padded + 1) * config.head_dim)
-        self.qk_norm = param(shape, dtype, ("kv_heads", None), *self.qk_norm_source(name)) if config.qk_norm else None
+        self.qk_norm = (
+            param(shape, dtype, ("kv_heads", None), *self.qk_norm_source(name)) if config.qk_norm else None
+        )
 
     def qk_norm_source(self, name: str) -> tuple[Piece, ...]:
         """The checkpoint tensors of the norms' weights."""
@@ -58,7 +62,12 @@ class StableLm(Llama):
         if not config.parallel_residual:
             return super().layer(config, dtype, name, index)
         norm = LayerNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm")
-        return ParallelLayer(norm, self.attention(config, dtype, f"{name}.self_attn"), norm, self.mlp(config, dtype, name, index))
+        return ParallelLayer(
+            norm,
+            self.attention(config, dtype, f"{name}.self_attn"),
+            norm,
+            self.mlp(config, dtype, name, index),
+        )
 
 
 def read_stablelm(hf: Fields) -> dict[str, Any]:
@@ -71,4 +80,6 @@ def read_stablelm(hf: Fields) -> dict[str, Any]:
     }
 
 
-FAMILIES = {"stablelm": Family("StableLM, StableLM 2", StableLm, read_stablelm, {"max_position_embeddings": 4096})}
+FAMILIES = {
+    "stablelm": Family("StableLM, StableLM 2", StableLm, read_stablelm, {"max_position_embeddings": 4096})
+}

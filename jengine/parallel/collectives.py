@@ -1,8 +1,9 @@
-"""Collectives between devices that share a model. On one device, or outside a sharded program, they do nothing.
+"""Collectives between devices that share a model. On one device, or outside a sharded program, they do
+nothing.
 
 Programs run under `jax.shard_map`: each device computes with its part of the weights, and communicates only
-through these functions. So a program has exactly the collectives that are written in the source (after Shoeybi
-et al., 2019).
+through these functions. So a program has exactly the collectives that are written in the source (after
+Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def all_to_all(x: jax.Array) -> jax.Array:
     """Exchanges this device's columns of all rows for all columns of its share of the rows: one all-to-all.
 
     Args:
-        x: [rows, columns], where the whole is [rows, shards * columns]. Rows are padded to a multiple of the devices.
+        x: [rows, columns], where the whole is [rows, shards * columns]. Rows are padded to a multiple of the
+            devices.
 
     Returns:
         [ceil(rows / shards), shards * columns]
@@ -59,8 +61,9 @@ def own_rows(tree: Any) -> Any:
 
 
 def all_gather(tree: Any, rows: int) -> Any:
-    """Rows of all devices, from arrays [own rows, ...] of 32-bit numbers, without padding, on each device: one
-    all-gather."""
+    """Rows of all devices, from arrays [own rows, ...] of 32-bit numbers, without padding, on each device:
+    one all-gather.
+    """
     if shards() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)

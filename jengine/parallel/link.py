@@ -1,8 +1,9 @@
-"""The link between processes that share an engine: process 0 schedules, and sends each of its calls to the others first.
+"""The link between processes that share an engine: process 0 schedules, and sends each of its calls to the
+others first.
 
-It uses sockets rather than devices: an exchange between devices would wait for a process that has died, while a
-socket is closed. The other processes find process 0 through JAX's coordinator, and authenticate with a token
-from there.
+It uses sockets rather than devices: an exchange between devices would wait for a process that has died, while
+a socket is closed. The other processes find process 0 through JAX's coordinator, and authenticate with a
+token from there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Link(Protocol):
     """A process's connection to the others of its engine."""
 
     def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
-        """Process 0's choice from the values of all processes, in their order. Values must be numbers, text or lists."""
+        """Process 0's choice from the values of all processes, in their order. Values must be numbers, text
+        or lists.
+        """
 
     def broadcast(self, frame: bytes) -> None:
         """Process 0: sends a frame to all others."""
@@ -115,7 +118,9 @@ class Leader:
     def watch(self) -> None:
         """From now on the other processes only send reports, and the end of one is noticed immediately."""
         for process, other in self._others.items():
-            threading.Thread(target=self._watch, args=(process, other), name=f"process {process}", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(process, other), name=f"process {process}", daemon=True
+            ).start()
 
     def _watch(self, process: int, other: socket.socket) -> None:
         other.settimeout(None)
@@ -241,7 +246,9 @@ def host_of(coordinator: str) -> str:
 
 
 def _leave() -> None:
-    """Exits without JAX's orderly shutdown, which would wait for the process that has ended, and then abort."""
+    """Exits without JAX's orderly shutdown, which would wait for the process that has ended, and then
+    abort.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
@@ -256,12 +263,16 @@ def _broadcast(word: np.ndarray) -> np.ndarray:
 
 
 def _ready(connection: socket.socket) -> None:
-    """Configures a socket to send frames immediately, and to detect within seconds that a machine has disappeared."""
+    """Configures a socket to send frames immediately, and to detect within seconds that a machine has
+    disappeared.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):
         if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), 2 if option == "TCP_KEEPCNT" else 1)
+            connection.setsockopt(
+                socket.IPPROTO_TCP, getattr(socket, option), 2 if option == "TCP_KEEPCNT" else 1
+            )
 
 
 def _receive(connection: socket.socket) -> bytes | None:

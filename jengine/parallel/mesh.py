@@ -28,9 +28,14 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     if not 1 <= tensor_parallel_size <= len(devices):
         limit = f"must be from 1 to {len(devices)}, the number of devices"
         if devices and devices[0].platform == "cpu" and tensor_parallel_size > 1:
-            limit += f"; with the environment variable JAX_NUM_CPU_DEVICES={tensor_parallel_size}, the CPU counts as so many"
+            limit += (
+                f"; with the environment variable JAX_NUM_CPU_DEVICES={tensor_parallel_size}, the CPU counts"
+                " as so many"
+            )
         raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, limit)
-    return jax.make_mesh((tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
+    return jax.make_mesh(
+        (tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size]
+    )
 
 
 def one_axis(mesh: Mesh) -> Mesh:
@@ -44,7 +49,9 @@ def one_axis(mesh: Mesh) -> Mesh:
     devices = mesh.devices.flatten()
     shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     if max(mesh.shape.values()) < mesh.size:
-        raise InvalidArgument("mesh", shape, "must have at most one axis with more than one device: all of them share the model")
+        raise InvalidArgument(
+            "mesh", shape, "must have at most one axis with more than one device: all of them share the model"
+        )
     if len({*devices}) < mesh.size:
         raise InvalidArgument("mesh", shape, "must not have a device twice")
     if len({device.device_kind for device in devices}) > 1:
@@ -59,7 +66,9 @@ def with_mesh_size(options: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]
     return options if mesh is None else {"tensor_parallel_size": one_axis(mesh).size, **options}
 
 
-def shard_mapped(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
+def shard_mapped(
+    mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], out_specs: Any
+) -> Callable[..., Any]:
     """Runs `function` on each device with its shards of the arguments.
 
     Args:
@@ -67,20 +76,25 @@ def shard_mapped(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], 
         out_specs: a PartitionSpec for each result, or for each tree of results.
     """
     in_specs = tuple(jax.tree.map(lambda x: x.sharding.spec, arg) for arg in args)
-    mapped: Callable[..., Any] = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped: Callable[..., Any] = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     return mapped
 
 
 def with_shardings(mesh: Mesh, params: Any, axes: Any) -> Any:
-    """Adds shardings to abstract parameters, given a tree of tuples of logical axis names. A scale has all axes
-    but the last, unless it is for a group of inputs."""
+    """Adds shardings to abstract parameters, given a tree of tuples of logical axis names. A scale has all
+    axes but the last, unless it is for a group of inputs.
+    """
 
     def place(array: Any, names: tuple[str | None, ...]) -> Any:
         if isinstance(array, Int4):
             return array.map(lambda one: place(one, names))
         if isinstance(array, Quantized):
             return dataclasses.replace(
-                array, values=place(array.values, names), scale=place(array.scale, names if array.by_group else names[:-1])
+                array,
+                values=place(array.values, names),
+                scale=place(array.scale, names if array.by_group else names[:-1]),
             )
         sharding = NamedSharding(mesh, PartitionSpec(*(RULES.get(name or "") for name in names)))
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

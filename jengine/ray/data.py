@@ -4,8 +4,9 @@ from jengine.ray.data import ProcessorConfig, build_processor
 
 processor = build_processor(
     ProcessorConfig(model_source="Qwen/Qwen3-0.6B", concurrency=4, num_gpus=1),
-    preprocess=lambda row: {"messages": [{"role": "user", "content": row["question"]}], "sampling_params": {"max_tokens": 64}},
-    postprocess=lambda row: {"question": row["question"], "answer": row["generated_text"]},
+    preprocess=lambda row: {"messages": [{"role": "user", "content": row["question"]}], "sampling_params":
+    {"max_tokens": 64}}, postprocess=lambda row: {"question": row["question"], "answer":
+    row["generated_text"]},
 )
 dataset = processor(ray.data.read_parquet("questions"))
 """
@@ -19,14 +20,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jengine import AsyncLLM, CompletionOutput, EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
+from jengine import (
+    AsyncLLM,
+    CompletionOutput,
+    EngineDead,
+    InvalidArgument,
+    JengineError,
+    RequestOutput,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import Dataset
 
 Row = dict[str, Any]
-PROMPTS = ("prompt", "messages", "tokenized_prompt")  # possible prompt columns; each row uses its first non-null one
+# possible prompt columns; each row uses its first non-null one
+PROMPTS = ("prompt", "messages", "tokenized_prompt")
 PARAMS = "sampling_params"
 ERROR = "__inference_error__"
 
@@ -39,13 +49,15 @@ class ProcessorConfig:
         model_source: as `model` in LLM.
         engine_kwargs: options of the engine, as in LLM.
         batch_size: rows in a task's batch. If a worker dies, its batches are repeated.
-        concurrency: number of workers, each with an engine; a pair is a pool that scales between these numbers.
-        max_concurrent_batches: batches that a worker processes at the same time, to keep its engine's batch full.
+        concurrency: number of workers, each with an engine; a pair is a pool that scales between these
+            numbers.
+        max_concurrent_batches: batches that a worker processes at the same time, to keep its engine's batch
+            full.
         num_cpus, num_gpus: for each worker.
         accelerator_type: for each worker, with Ray's names.
         runtime_env: for the workers.
-        should_continue_on_error: whether to put errors into the column __inference_error__, which is empty for
-            other rows. By default, an error ends the job.
+        should_continue_on_error: whether to put errors into the column __inference_error__, which is empty
+            for other rows. By default, an error ends the job.
     """
 
     model_source: str
@@ -60,9 +72,13 @@ class ProcessorConfig:
     should_continue_on_error: bool = False
 
     def __post_init__(self) -> None:
-        low, high = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
+        low, high = (
+            self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
+        )
         if not 1 <= low <= high:
-            raise InvalidArgument("concurrency", self.concurrency, "must be a number of workers, at least 1, or (fewest, most)")
+            raise InvalidArgument(
+                "concurrency", self.concurrency, "must be a number of workers, at least 1, or (fewest, most)"
+            )
         for name in ("batch_size", "max_concurrent_batches"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(name, getattr(self, name), "must be at least 1")
@@ -78,8 +94,9 @@ def build_processor(
 ) -> Callable[[Dataset], Dataset]:
     """A function that adds answers to a dataset. Nothing runs until the dataset is consumed.
 
-    A row has `prompt`, `messages` or `tokenized_prompt`, and may have `sampling_params`: SamplingParams' fields. The columns prompt,
-    prompt_token_ids, num_input_tokens, generated_text, generated_tokens, num_generated_tokens and finish_reason are added.
+    A row has `prompt`, `messages` or `tokenized_prompt`, and may have `sampling_params`: SamplingParams'
+    fields. The columns prompt, prompt_token_ids, num_input_tokens, generated_text, generated_tokens,
+    num_generated_tokens and finish_reason are added.
 
     Args:
         preprocess: maps a row to one with these columns.
@@ -91,7 +108,11 @@ def build_processor(
     def process(dataset: Dataset) -> Dataset:
         from ray.data import ActorPoolStrategy
 
-        low, high = config.concurrency if isinstance(config.concurrency, tuple) else (config.concurrency, config.concurrency)
+        low, high = (
+            config.concurrency
+            if isinstance(config.concurrency, tuple)
+            else (config.concurrency, config.concurrency)
+        )
         if preprocess is not None:
             dataset = dataset.map(preprocess)
         options = {"accelerator_type": config.accelerator_type, "runtime_env": config.runtime_env}
@@ -117,7 +138,9 @@ def _make_llm(config: ProcessorConfig) -> AsyncLLM:
 
 
 class Worker:
-    """An actor. Returns each batch complete and in order, so that Ray can repeat the tasks of a worker that died."""
+    """An actor. Returns each batch complete and in order, so that Ray can repeat the tasks of a worker that
+    died.
+    """
 
     def __init__(
         self,
@@ -126,7 +149,9 @@ class Worker:
         make_llm: Callable[[ProcessorConfig], AsyncLLM] | None = None,
     ) -> None:
         self._config = config
-        self._chat: Any = {} if chat_template_kwargs is None else {"chat_template_kwargs": chat_template_kwargs}
+        self._chat: Any = (
+            {} if chat_template_kwargs is None else {"chat_template_kwargs": chat_template_kwargs}
+        )
         self._llm = (make_llm or _make_llm)(config)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
@@ -134,7 +159,9 @@ class Worker:
         try:
             answers = await asyncio.gather(*tasks)
         except EngineDead:
-            os._exit(1)  # Ray starts another worker and repeats the tasks; after an exception, this worker would stay in the pool
+            # Ray starts another worker and repeats the tasks; after an exception, this worker would stay in
+            # the pool
+            os._exit(1)
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -165,7 +192,8 @@ class Worker:
             given = json.loads(given)
         if not isinstance(given, dict | None):
             raise InvalidArgument(PARAMS, given, "must be an object of sampling parameters")
-        fields = {name: value for name, value in (given or {}).items() if value is not None}  # Arrow adds nulls
+        # Arrow adds nulls
+        fields = {name: value for name, value in (given or {}).items() if value is not None}
         if fields.get("n", 1) != 1:
             raise InvalidArgument(f"{PARAMS}.n", fields["n"], "must be 1: a row has one text")
         return self._llm.get_default_sampling_params().clone(**fields)
@@ -200,11 +228,20 @@ def _with_columns(batch: pa.Table, answers: list[Row], errors: bool) -> pa.Table
         "finish_reason": pa.string(),
         **({ERROR: pa.string()} if errors else {}),
     }
-    empty: Row = {"prompt": "", "generated_text": "", "num_input_tokens": 0, "num_generated_tokens": 0, "generated_tokens": []}
+    empty: Row = {
+        "prompt": "",
+        "generated_text": "",
+        "num_input_tokens": 0,
+        "num_generated_tokens": 0,
+        "generated_tokens": [],
+    }
     for name, kind in kinds.items():
         values = [answer.get(name, empty.get(name)) for answer in answers]
         if name == "prompt" and name in batch.column_names:  # use the row's own column
-            values = [given if given is not None else value for given, value in zip(batch.column(name).to_pylist(), values, strict=True)]
+            values = [
+                given if given is not None else value
+                for given, value in zip(batch.column(name).to_pylist(), values, strict=True)
+            ]
         column = pa.array(values, kind)
         place = batch.schema.get_field_index(name)
         batch = batch.append_column(name, column) if place < 0 else batch.set_column(place, name, column)

@@ -1,4 +1,6 @@
-"""Routes requests to replicas that have probably cached their prefix, unless these have much more work than others."""
+"""Routes requests to replicas that have probably cached their prefix, unless these have much more work than
+others.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ SLACK, SHARE = 4, 1.25  # a replica may have up to SHARE times the mean number o
 def prefix_key(body: Mapping[str, Any]) -> str:
     """A key for requests with a common prefix. Empty if there is no prompt.
 
-    For a conversation: everything before its first question, and the beginning of that question. So later turns
-    are routed to the same replica as earlier ones.
+    For a conversation: everything before its first question, and the beginning of that question. So later
+    turns are routed to the same replica as earlier ones.
     """
     messages, prompt = body.get("messages"), body.get("prompt", body.get("input"))
     if isinstance(messages, list) and messages:
-        first = next((i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"), len(messages) - 1)
+        first = next(
+            (i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"),
+            len(messages) - 1,
+        )
         text = json.dumps([body.get("tools"), messages[:first]]) + json.dumps(messages[first])[:FIRST]
     elif isinstance(prompt, str):
         text = prompt[:FIRST]
@@ -48,8 +53,9 @@ def ranked(key: str, loads: Mapping[str, int]) -> list[str]:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray's types are not checked
-    """Ray Serve's interface to `ranked`. The argument `key` of a call is its key; without one, the least loaded
-    replica is used."""
+    """Ray Serve's interface to `ranked`. The argument `key` of a call is its key; without one, the least
+    loaded replica is used.
+    """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -60,5 +66,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray's types are not 
         if not key:
             return [candidate_replicas]
         replicas = {replica.replica_id.to_full_id_str(): replica for replica in candidate_replicas}
-        loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        loads = {
+            name: self.replica_queue_len_cache.get(replica.replica_id) or 0
+            for name, replica in replicas.items()
+        }
         return [[replicas[name]] for name in ranked(key, loads)]

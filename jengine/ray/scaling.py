@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-QUEUED_TOKENS = "queued_tokens"  # a replica's metric: tokens of unfinished requests, prompts and maximum outputs
+# a replica's metric: tokens of unfinished requests, prompts and maximum outputs
+QUEUED_TOKENS = "queued_tokens"
 
 
 class QueuedTokens:

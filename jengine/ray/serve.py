@@ -1,4 +1,5 @@
-"""OpenAI's API on Ray Serve: replicas with one engine each, scaled by tokens, and a front end that routes by prefix.
+"""OpenAI's API on Ray Serve: replicas with one engine each, scaled by tokens, and a front end that routes by
+prefix.
 
 serve run jengine.ray.serve:app model=demo max_replicas=4
 
@@ -32,7 +33,18 @@ from jengine.serving.http.embedded import EmbeddedApi, http_scope
 ATTEMPTS = 5  # attempts for a request whose replica ends before it has begun to answer
 PARSED = 2**20  # maximum bytes of a body that is parsed for its prefix
 NOT_HERE = frozenset(  # server options that do not apply on Ray Serve
-    ("host", "port", "metrics_port", "http_port", "tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log", "write_timeout")
+    (
+        "host",
+        "port",
+        "metrics_port",
+        "http_port",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "api_keys",
+        "request_log",
+        "write_timeout",
+    )
 ) | frozenset(("lame_duck_seconds", "drain_seconds", "watchdog_seconds", "log_level", "otlp_traces_endpoint"))
 
 GONE = "the replica has ended; try again"
@@ -49,8 +61,8 @@ class ServeConfig:
         engine_kwargs: options of each replica's engine, as in LLM.
         server: options of ServerConfig for limits, names and templates. Ray manages ports, keys and TLS.
         min_replicas, max_replicas: numbers of engine replicas.
-        target_tokens: tokens (prompts and generated) of unfinished requests per replica. The number of replicas
-            grows above it, and shrinks below.
+        target_tokens: tokens (prompts and generated) of unfinished requests per replica. The number of
+            replicas grows above it, and shrinks below.
         upscale_delay, downscale_delay: seconds for which this must last.
         max_ongoing_requests: per replica; further requests wait in the front end.
         front_replicas: replicas of the front end, which only forwards requests.
@@ -75,7 +87,9 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
             raise InvalidArgument(
-                "max_replicas", self.max_replicas, f"must be at least min_replicas = {self.min_replicas}, which must be at least 1"
+                "max_replicas",
+                self.max_replicas,
+                f"must be at least min_replicas = {self.min_replicas}, which must be at least 1",
             )
         if self.target_tokens <= 0:
             raise InvalidArgument("target_tokens", self.target_tokens, "must be above 0")
@@ -85,10 +99,14 @@ class ServeConfig:
         self.server_config()
 
     def server_config(self) -> ServerConfig:
-        return ServerConfig(**{"max_streams_per_client": 2**30, "max_calls_per_client": 2**30, **self.server, "http_port": 0})
+        return ServerConfig(
+            **{"max_streams_per_client": 2**30, "max_calls_per_client": 2**30, **self.server, "http_port": 0}
+        )
 
 
-def build_app(config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None) -> serve.Application:
+def build_app(
+    config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None
+) -> serve.Application:
     """Builds the application for serve.run.
 
     Args:
@@ -105,17 +123,25 @@ def build_app(config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] |
             max_replicas=config.max_replicas,
             upscale_delay_s=config.upscale_delay,
             downscale_delay_s=config.downscale_delay,
-            policy=AutoscalingPolicy(policy_function="jengine.ray.scaling:QueuedTokens", policy_kwargs={"target": config.target_tokens}),
+            policy=AutoscalingPolicy(
+                policy_function="jengine.ray.scaling:QueuedTokens",
+                policy_kwargs={"target": config.target_tokens},
+            ),
         ),
     )(Engine)
     front = serve.deployment(
-        name="front", num_replicas=config.front_replicas, max_ongoing_requests=2**16, ray_actor_options={"num_cpus": 0}
+        name="front",
+        num_replicas=config.front_replicas,
+        max_ongoing_requests=2**16,
+        ray_actor_options={"num_cpus": 0},
     )(Front)
     return front.bind(engine.bind(config, make_llm), config.server_config().max_message_bytes)
 
 
 def app(args: dict[str, str]) -> serve.Application:
-    """Entry point for `serve run jengine.ray.serve:app NAME=VALUE...`, with fields of ServeConfig; objects are JSON."""
+    """Entry point for `serve run jengine.ray.serve:app NAME=VALUE...`, with fields of ServeConfig; objects
+    are JSON.
+    """
     plain: dict[str, Callable[[str], Any]] = {"model": str}
     known = {one.name for one in fields(ServeConfig)}
     for name in args.keys() - known:
@@ -127,13 +153,21 @@ def app(args: dict[str, str]) -> serve.Application:
 class Engine:
     """A replica: an engine, and the ASGI application on top of it."""
 
-    def __init__(self, config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None
+    ) -> None:
         self._config, self._make_llm = config, make_llm or _make_llm
         self._llm = self._make_llm(config)
         self._api: EmbeddedApi | None = None
 
     async def answer(
-        self, method: str, path: str, headers: dict[str, str], body: bytes, client: tuple[str, int], key: str = ""
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        client: tuple[str, int],
+        key: str = "",
     ) -> AsyncGenerator[Any]:
         """Yields status and headers, then pieces of the body. The router uses `key`."""
         if self._api is None:  # created here, where the event loop is running
@@ -144,13 +178,21 @@ class Engine:
         async def receive() -> Message:
             return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()
 
-        task = asyncio.ensure_future(self._api(http_scope(method, path, headers, client), receive, messages.put))
+        task = asyncio.ensure_future(
+            self._api(http_scope(method, path, headers, client), receive, messages.put)
+        )
         try:
             more = True
             while more:
                 message = await messages.get()
                 if message["type"] == "http.response.start":
-                    yield message["status"], {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
+                    yield (
+                        message["status"],
+                        {
+                            name.decode("latin-1"): value.decode("latin-1")
+                            for name, value in message["headers"]
+                        },
+                    )
                     continue
                 if message["body"]:
                     yield message["body"]
@@ -187,17 +229,24 @@ class Front:
                 message = f"the body is too large: at most {self._most} bytes (max_message_bytes)"
                 return _error(413, "invalid_request_error", message)
         body, client = b"".join(parts), request.client
-        headers = {name: value for name, value in request.headers.items() if name in ("content-type", "accept")}
+        headers = {
+            name: value for name, value in request.headers.items() if name in ("content-type", "accept")
+        }
         origin = ("unknown", 0) if client is None else (client.host, client.port)
         for attempt in range(ATTEMPTS):
-            stream = self._engines.remote(request.method, request.url.path, headers, body, origin, key=_key(body))
+            stream = self._engines.remote(
+                request.method, request.url.path, headers, body, origin, key=_key(body)
+            )
             try:
                 status, head = await anext(aiter(stream))
             except (RayActorError, TaskCancelledError) as gone:
-                log.warning("a replica has ended, attempt %d of %d: %s", attempt + 1, ATTEMPTS, type(gone).__name__)
+                log.warning(
+                    "a replica has ended, attempt %d of %d: %s", attempt + 1, ATTEMPTS, type(gone).__name__
+                )
                 await asyncio.sleep(0.1 * attempt)
                 continue
-            if status != 503 or attempt == ATTEMPTS - 1:  # 503: its engine has failed, and the replica will be replaced
+            # 503: its engine has failed, and the replica will be replaced
+            if status != 503 or attempt == ATTEMPTS - 1:
                 return StreamingResponse(_rest(stream, head), status, head)
             await asyncio.sleep(0.1 * attempt)
         return _error(503, "service_unavailable_error", GONE)

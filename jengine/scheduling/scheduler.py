@@ -43,11 +43,11 @@ DEFAULTS = SchedulingOptions()
 class Scheduler:
     """Plans steps, each of which runs one program of the table, and collects the sampled tokens.
 
-    Plans run on the device once each, in the order in which they were made, and are collected in that order. A
-    plan may be made before earlier ones are collected. It then assumes that every running sequence gets one
+    Plans run on the device once each, in the order in which they were made, and are collected in that order.
+    A plan may be made before earlier ones are collected. It then assumes that every running sequence gets one
     more token from each earlier plan, or several from a burst. If an earlier token turns out to end the
-    sequence, its later rows were wasted and their tokens are dropped. A beam gets no row while its previous one
-    is in flight.
+    sequence, its later rows were wasted and their tokens are dropped. A beam gets no row while its previous
+    one is in flight.
 
     Args:
         page_size: tokens in a page.
@@ -100,7 +100,11 @@ class Scheduler:
     ) -> None:
         self.table, self.options, self.clock = table, options, clock
         costs = StepCosts(table) if costs is None else costs
-        self.composition = BatchInvariant(table.tile_size, max_num_batched_tokens) if table.batch_invariant else Composition()
+        self.composition = (
+            BatchInvariant(table.tile_size, max_num_batched_tokens)
+            if table.batch_invariant
+            else Composition()
+        )
         self.blocks = BlockManager(
             page_size,
             [num_pages, num_states] if num_states else [num_pages],
@@ -121,16 +125,29 @@ class Scheduler:
         )
         self.timeline = Timeline()
         self.registry = Registry(self.blocks, self.composition, max_num_seqs=max_num_seqs, options=options)
-        self.predictor = predictor(ReadyPrograms(table), costs, self.blocks, self.composition, max_num_batched_tokens)
+        self.predictor = predictor(
+            ReadyPrograms(table), costs, self.blocks, self.composition, max_num_batched_tokens
+        )
         self.acceptance = Acceptance(self.registry, self.limits, self.predictor)
         self.admission = Admission(self.registry, self.limits, self.predictor, self.acceptance, self.timeline)
         self.prefixes = PrefixLookup(self.blocks, self.limits, self.composition, self.predictor)
         self.rows = Rows(self.registry, self.limits)
         self.searches, repeats = BeamSearches(self.registry, self.rows), Repeats(self.registry)
         self.prompts = PromptCutter(
-            self.registry, self.limits, self.composition, self.predictor, self.prefixes, self.rows, self.searches, repeats
+            self.registry,
+            self.limits,
+            self.composition,
+            self.predictor,
+            self.prefixes,
+            self.rows,
+            self.searches,
+            repeats,
         )
-        self.rules: tuple[Rule, ...] = Bursts(self.registry, self.limits, self.predictor), repeats, self.searches
+        self.rules: tuple[Rule, ...] = (
+            Bursts(self.registry, self.limits, self.predictor),
+            repeats,
+            self.searches,
+        )
         self.registry.rememberers = self.rows, self.prompts, *self.rules
 
     # --- requests -------------------------------------------------------------------------------------
@@ -140,7 +157,9 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.registry.by_id)
 
-    def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...], family: int | None = None) -> Sequence:
+    def add(
+        self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...], family: int | None = None
+    ) -> Sequence:
         """Queues a request that has passed SequenceLimits.validate.
 
         As in vLLM, max_tokens is clipped to what fits into max_model_len.
@@ -152,14 +171,17 @@ class Scheduler:
             InvalidArgument: an unfinished request has its id. Nothing is queued in this case.
         """
         max_len = self.limits.max_len(request)
-        sequence = self.registry.add(request, seed=seed, max_len=max_len, eos_token_ids=eos_token_ids, family=family)
+        sequence = self.registry.add(
+            request, seed=seed, max_len=max_len, eos_token_ids=eos_token_ids, family=family
+        )
         self.acceptance.set_targets(sequence, self.clock())
         self.admission.queue(sequence)
         return sequence
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence. If it has already ended, changes only the reason: its last token may also complete a
-        stop string."""
+        """Ends a sequence. If it has already ended, changes only the reason: its last token may also complete
+        a stop string.
+        """
         if sequence.state is not State.FINISHED and reason in ("stop", "length"):
             self.acceptance.note_end(sequence, self.clock())
         self.registry.finish(sequence, reason, stop_reason)
@@ -175,7 +197,9 @@ class Scheduler:
 
     @property
     def wakes_at(self) -> float:
-        """Time on the clock at which there may be work to schedule even if nothing is collected or added; inf: never."""
+        """Time on the clock at which there may be work to schedule even if nothing is collected or added;
+        inf: never.
+        """
         return self.admission.wakes_at(self.clock())
 
     @property
@@ -189,8 +213,8 @@ class Scheduler:
         requests added.
 
         Every decoding sequence gets a row. Tiles of prompts follow: first sequences that have begun, then
-        waiting ones. The strategy decides the number of tiles. If rows and tiles may not share a step, the plan
-        holds one of the two; see `composition`.
+        waiting ones. The strategy decides the number of tiles. If rows and tiles may not share a step, the
+        plan holds one of the two; see `composition`.
         """
         plan, how = PlanBuilder(self.clock()), self.composition
         self.prompts.land()
@@ -217,16 +241,27 @@ class Scheduler:
         prompts, running = self.prompts, len(self.registry.running)
         prompts.admitting = self.admission.count()
         begun = prompts.begun() if len(rows) < running else []
-        pending = prompts.pending(begun, (self.predictor.max_num_batched_tokens - len(rows)) // self.table.tile_size)
+        pending = prompts.pending(
+            begun, (self.predictor.max_num_batched_tokens - len(rows)) // self.table.tile_size
+        )
         if pending.count:
-            work = plan.work if plan.spans else Work(*rows_work([s.num_computed for s in rows], self.limits.windows))
+            work = (
+                plan.work
+                if plan.spans
+                else Work(*rows_work([s.num_computed for s in rows], self.limits.windows))
+            )
             longest = max(plan.longest, pending.longest)
             budget = self.admission.tiles(plan.now, rows, work, pending, longest, prompts.admitting)
             plan.tiles = prompts.cut(plan, begun, budget)
 
     def _finished(self, plan: PlanBuilder) -> StepPlan:
         """Chooses programs, advances the rows' sequences, and predicts the step's duration."""
-        ready, costs, states, steps = self.predictor.ready, self.predictor.costs, self.blocks.states, plan.steps
+        ready, costs, states, steps = (
+            self.predictor.ready,
+            self.predictor.costs,
+            self.blocks.states,
+            plan.steps,
+        )
         pages = self.blocks.pages_of(self.limits.longest_after(plan.longest, steps))
         trunk = ready.trunk(len(plan.rows), plan.tiles, pages, len(plan.samples))
         variant = VARIANTS[plan.rank]
@@ -234,7 +269,9 @@ class Scheduler:
         if states is not None:
             for sequence, span in zip(plan.rows, plan.spans, strict=False):
                 known = min(len(sequence.tokens), sequence.num_computed)
-                span.states = states.row(span.seq, sequence.tokens, known, span.start + span.length, self.table.tile_size)
+                span.states = states.row(
+                    span.seq, sequence.tokens, known, span.start + span.length, self.table.tile_size
+                )
         if plan.lengthened:
             for sequence, span in zip(plan.rows, plan.spans, strict=False):
                 sequence.plan_row(span.length, least=1 if steps == 1 else span.length)
@@ -246,7 +283,11 @@ class Scheduler:
             for rule in self.rules:
                 rule.planned(plan)
         built = plan.build(trunk, sampler)
-        built.seconds = costs.seconds(trunk, sampler, plan.work) if steps == 1 else costs.burst_seconds(built.burst, plan.work)
+        built.seconds = (
+            costs.seconds(trunk, sampler, plan.work)
+            if steps == 1
+            else costs.burst_seconds(built.burst, plan.work)
+        )
         if self.blocks.tier is not None:
             built.seconds += costs.swap_seconds(*self.blocks.tier.planned)
         expect(plan, self.timeline.plan(plan.now, built.seconds))
@@ -262,16 +303,19 @@ class Scheduler:
         self.blocks.tier.saved(saved)
         self.blocks.tier.landed(staged)
 
-    def collect(self, plan: StepPlan, tokens: Tokens, found: Mapping[int, ScoredToken] = NOTHING_FOUND) -> Collected:
-        """Collects a step's tokens, given for each of the plan's samples, and finishes sequences that they end.
+    def collect(
+        self, plan: StepPlan, tokens: Tokens, found: Mapping[int, ScoredToken] = NOTHING_FOUND
+    ) -> Collected:
+        """Collects a step's tokens, given for each of the plan's samples, and finishes sequences that they
+        end.
 
         Args:
             found: candidates of beams, by index of the sample.
 
         Returns:
-            The new tokens, in the plan's order. A token of a sequence that has finished meanwhile is dropped. A
-            token of a preempted sequence is kept and recomputed with the others. A beam search returns only its
-            last token, when it ends.
+            The new tokens, in the plan's order. A token of a sequence that has finished meanwhile is dropped.
+            A token of a preempted sequence is kept and recomputed with the others. A beam search returns only
+            its last token, when it ends.
         """
         now = self.clock()
         self.timeline.collect(now)
@@ -283,7 +327,8 @@ class Scheduler:
     def _collect_single(self, plan: StepPlan, tokens: list[int], now: float) -> Collected:
         """`collect` for one token each, without beams.
 
-        Creates no objects for its rows: more than 700 new ones would start Python's garbage collection in every step.
+        Creates no objects for its rows: more than 700 new ones would start Python's garbage collection in
+        every step.
         """
         sequences = [*map(self.registry.by_number.get, [sample.seq for sample in plan.samples])]
         fair, prompts, dropped = self.registry.fair, plan.trunk.tiles > 0, list[int]()
@@ -308,7 +353,9 @@ class Scheduler:
         left = [i for i, sequence in enumerate(sequences) if sequence is not None]
         return Collected(left, [sequences[i] for i in left], [tokens[i] for i in left])  # type: ignore[misc]
 
-    def _collect_any(self, plan: StepPlan, tokens: Tokens, found: Mapping[int, ScoredToken], now: float) -> Collected:
+    def _collect_any(
+        self, plan: StepPlan, tokens: Tokens, found: Mapping[int, ScoredToken], now: float
+    ) -> Collected:
         """`collect` for any step."""
         collected = Collected([], [], [])
         by_number, fair, prompts = self.registry.by_number, self.registry.fair, plan.trunk.tiles > 0

@@ -1,4 +1,6 @@
-"""The plan of a step: plain data, the only input that execution gets from scheduling. Can be sent to other processes."""
+"""The plan of a step: plain data, the only input that execution gets from scheduling. Can be sent to other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,18 @@ class Span(msgspec.Struct, gc=False):
 
     Attributes:
         seq: the sequence's number.
-        start: position of the first token. A row that takes its token from its slot also takes its position from there;
-            for it this is an upper bound, for pages and budgets, since steps in flight may yield fewer tokens than
-            planned.
-        length: number of tokens. In a burst, the number that the row reads: the first from the slot, the others
-            from the burst. In a single step, a row of several tokens yields at least one token and at most so many.
-        tokens: their ids; None: a single token in a decode row, which the previous step left in the slot on the device.
+        start: position of the first token. A row that takes its token from its slot also takes its position
+            from there; for it this is an upper bound, for pages and budgets, since steps in flight may yield
+            fewer tokens than planned.
+        length: number of tokens. In a burst, the number that the row reads: the first from the slot, the
+            others from the burst. In a single step, a row of several tokens yields at least one token and at
+            most so many.
+        tokens: their ids; None: a single token in a decode row, which the previous step left in the slot on
+            the device.
         targets: the tokens that follow these, if their log probabilities were requested.
         pool: offset from which hidden states are summed, for an embedding; None: none are summed.
-        known: for a decode row, the token's id if it is not in the slot, because the row repeats an earlier one
-            or the host chose the token; otherwise -1.
+        known: for a decode row, the token's id if it is not in the slot, because the row repeats an earlier
+            one or the host chose the token; otherwise -1.
         states: for a model with recurrent states, the page that the first tile reads, then the page that each
             tile writes and the next one reads. A row counts as one tile.
     """
@@ -44,7 +48,9 @@ class Span(msgspec.Struct, gc=False):
 
 
 class Sample(msgspec.Struct, gc=False):
-    """A token to sample after the token at `offset` of a span, into a sequence's slot. Several may follow one token."""
+    """A token to sample after the token at `offset` of a span, into a sequence's slot. Several may follow one
+    token.
+    """
 
     span: int
     offset: int
@@ -67,7 +73,8 @@ class SlotReset:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step, in order of execution: resets, block table entries, page copies; then the trunk; then the sampler.
+    """A step, in order of execution: resets, block table entries, page copies; then the trunk; then the
+    sampler.
 
     Attributes:
         spans: those whose token is on the device come first.
@@ -75,7 +82,8 @@ class StepPlan:
         table: (cache group, slot, index in the block table, page).
         copies: (pool, source page, target page).
         work: the part of its cost that does not depend on its programs.
-        steps: number of decode steps in a burst. Spans are rows, and each takes part in the first `length` steps.
+        steps: number of decode steps in a burst. Spans are rows, and each takes part in the first `length`
+            steps.
         seconds: predicted device time; 0 if it was not requested.
     """
 

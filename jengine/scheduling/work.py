@@ -44,7 +44,8 @@ def pairs(start: int, length: int, windows: Windows = (None,)) -> int:
     """Number of (query, key) pairs of `length` consecutive prompt tokens, the first at position `start`."""
     total = 0
     for window in windows:
-        inside = length if window is None else min(max(window - start, 0), length)  # queries that attend to all earlier tokens
+        # queries that attend to all earlier tokens
+        inside = length if window is None else min(max(window - start, 0), length)
         total += inside * start + inside * (inside + 1) // 2
         total += (length - inside) * (window or 0)
     return total // len(windows)

@@ -14,7 +14,8 @@ def most_pages(tokens: int, window: int | None, page_size: int, ahead: int) -> i
     """Maximum number of pages that a sequence holds in a cache group, until it has `tokens` tokens.
 
     Args:
-        window: tokens that a query attends to, its own included; earlier pages are released. None: all are kept.
+        window: tokens that a query attends to, its own included; earlier pages are released. None: all are
+            kept.
         ahead: tokens computed at a time.
     """
     every = pages_of(tokens, page_size)

@@ -4,8 +4,8 @@ A step's token axis is `rows + tiles * tile_size`: one token for each decoding s
 of prompt chunks. The table is additive: decode-only trunks for every row bucket, mixed trunks for a few, and
 samplers by row count and variant. Scheduling picks from it; execution compiles it.
 
-A batch-invariant table has no mixed trunks: one trunk for decode rows, one for prompt tiles, one sampler. So a
-token is always computed by the same program, whatever other requests run.
+A batch-invariant table has no mixed trunks: one trunk for decode rows, one for prompt tiles, one sampler. So
+a token is always computed by the same program, whatever other requests run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MIN_ROWS = 8  # XLA is slow for products with fewer rows, and tensor cores canno
 class TrunkKey:
     """Embedding, layers and final norm over `rows` decode rows and `tiles` prompt tiles.
 
-    `pages` is the number of a sequence's pages that attention reads. 0 means each sequence's own number, which
-    only the device knows (a loop on a CPU, or in the kernel).
+    `pages` is the number of a sequence's pages that attention reads. 0 means each sequence's own number,
+    which only the device knows (a loop on a CPU, or in the kernel).
     """
 
     rows: int
@@ -129,17 +129,21 @@ class ProgramTable:
     """Bucket sizes, in ascending order, that determine every step's programs."""
 
     row_buckets: tuple[int, ...]  # decode-only trunks
-    mixed_row_buckets: tuple[int, ...]  # trunks that also take tiles; with batch invariance, these take no rows
+    # trunks that also take tiles; with batch invariance, these take no rows
+    mixed_row_buckets: tuple[int, ...]
     tile_buckets: tuple[int, ...]
     tile_size: int  # tokens
     page_buckets: tuple[int, ...] = (0,)
-    paged_rows: bool = True  # whether trunks without tiles have page buckets too; False: only attention of tiles needs them
+    # whether trunks without tiles have page buckets too; False: only attention of tiles needs them
+    paged_rows: bool = True
     pooling: bool = False  # whether there are programs for embeddings
     steps: int = 1  # steps of a burst; 1: no bursts
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
-        """A step samples its decode rows, and a prompt may end in any tile. There are never more samples than sequences."""
+        """A step samples its decode rows, and a prompt may end in any tile. There are never more samples than
+        sequences.
+        """
         if self.batch_invariant:
             object.__setattr__(self, "sample_buckets", self.row_buckets)
             return
@@ -175,7 +179,9 @@ class ProgramTable:
         return cls(all_rows, mixed, tiles, tile_size, page_buckets, paged_rows, pooling, steps)
 
     @classmethod
-    def build_batch_invariant(cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False) -> ProgramTable:
+    def build_batch_invariant(
+        cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False
+    ) -> ProgramTable:
         """One trunk for max_num_seqs decode rows, one for `tiles` prompt tiles."""
         return cls((max(max_num_seqs, MIN_ROWS),), BATCH_INVARIANT, (tiles,), tile_size, pooling=pooling)
 
@@ -186,7 +192,9 @@ class ProgramTable:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The sampler variants. With batch invariance there is only one, since two programs may round differently."""
+        """The sampler variants. With batch invariance there is only one, since two programs may round
+        differently.
+        """
         return VARIANTS[-1:] if self.batch_invariant else VARIANTS
 
     @property
@@ -199,21 +207,34 @@ class ProgramTable:
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
         """The smallest trunk for a step with this many rows, tiles, pages per sequence and samples."""
-        buckets, tiles = self.mixed_row_buckets if tiles else self.row_buckets, _fit(self.tile_buckets, tiles) if tiles else 0
+        buckets, tiles = (
+            self.mixed_row_buckets if tiles else self.row_buckets,
+            _fit(self.tile_buckets, tiles) if tiles else 0,
+        )
         key = TrunkKey(_fit(buckets, rows), tiles, self.page_bucket(pages, tiles))
         if self.sample_rows(key) < samples:  # several samples of one prompt
-            key = TrunkKey(next(b for b in buckets if self.sample_rows(TrunkKey(b, tiles)) >= samples), tiles, key.pages)
+            key = TrunkKey(
+                next(b for b in buckets if self.sample_rows(TrunkKey(b, tiles)) >= samples), tiles, key.pages
+            )
         return key
 
     def place(self, spans: Sequence[Tokens]) -> Placement:
-        """Assigns a row to each span whose token is on the device, and tiles to the other spans, which follow."""
-        rows, size, tiles = bisect_left(spans, True, key=lambda span: span.tokens is not None), self.tile_size, []
+        """Assigns a row to each span whose token is on the device, and tiles to the other spans, which
+        follow.
+        """
+        rows, size, tiles = (
+            bisect_left(spans, True, key=lambda span: span.tokens is not None),
+            self.tile_size,
+            [],
+        )
         for i, span in enumerate(spans[rows:], rows):
             tiles += [Tile(i, at, min(size, span.length - at)) for at in range(0, span.length, size)]
         return Placement(rows, tiles)
 
     def page_bucket(self, pages: int, tiles: int) -> int:
-        """The smallest page bucket of trunks with or without tiles that holds this many pages of a sequence."""
+        """The smallest page bucket of trunks with or without tiles that holds this many pages of a
+        sequence.
+        """
         buckets = self._page_buckets(tiles)
         return buckets[0] if len(buckets) == 1 else _fit(buckets, pages)
 
@@ -238,7 +259,12 @@ class ProgramTable:
 
     def trunks(self) -> list[TrunkKey]:
         plain = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
-        mixed = [TrunkKey(r, t, p) for r in self.mixed_row_buckets for t in self.tile_buckets for p in self.page_buckets]
+        mixed = [
+            TrunkKey(r, t, p)
+            for r in self.mixed_row_buckets
+            for t in self.tile_buckets
+            for p in self.page_buckets
+        ]
         return plain + mixed
 
     def samplers(self) -> list[SamplerKey]:
@@ -255,7 +281,11 @@ class ProgramTable:
         if self.steps == 1:
             return []
         trunks = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
-        return [BurstKey(trunk, self.sampler(trunk, variant), self.steps) for trunk in trunks for variant in VARIANTS[:-1]]
+        return [
+            BurstKey(trunk, self.sampler(trunk, variant), self.steps)
+            for trunk in trunks
+            for variant in VARIANTS[:-1]
+        ]
 
     def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:
         """Programs that process the hidden states of a trunk's tiles, for requests that need them."""

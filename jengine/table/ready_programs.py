@@ -1,19 +1,31 @@
-"""The programs of a table that can be used: all, or at first a few that serve any request while others are compiled."""
+"""The programs of a table that can be used: all, or at first a few that serve any request while others are
+compiled.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jengine.table.program_table import VARIANTS, BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TableKey, TrunkKey, Variant
+from jengine.table.program_table import (
+    VARIANTS,
+    BurstKey,
+    PoolKey,
+    ProgramTable,
+    SamplerKey,
+    ScoreKey,
+    TableKey,
+    TrunkKey,
+    Variant,
+)
 
 
 class ReadyPrograms:
-    """The compiled and loaded subset of a program table. Picks a step's programs as ProgramTable does from the
-    whole table.
+    """The compiled and loaded subset of a program table. Picks a step's programs as ProgramTable does from
+    the whole table.
 
     A trunk counts as ready once the full sampler of its samples is ready and, if it takes prompts, the scorer
-    and the pooler of its tiles: these serve every request. Steps stay within `max_rows` and `max_tiles`, which
-    grow as programs become ready.
+    and the pooler of its tiles: these serve every request. Steps stay within `max_rows` and `max_tiles`,
+    which grow as programs become ready.
 
     Args:
         ready: keys of ready programs; None: all. They must include a trunk for prompts and one for decoding
@@ -52,7 +64,9 @@ class ReadyPrograms:
         if wanted in self._trunks:
             return wanted
         if wanted not in self._chosen:
-            self._chosen[wanted] = min((key for key in self._trunks if self._holds(key, wanted)), key=self.table.tokens)
+            self._chosen[wanted] = min(
+                (key for key in self._trunks if self._holds(key, wanted)), key=self.table.tokens
+            )
         return self._chosen[wanted]
 
     def _holds(self, key: TrunkKey, wanted: TrunkKey) -> bool:
@@ -81,7 +95,11 @@ class ReadyPrograms:
         return [key for key in self.table.bursts() if key in self._bursts]
 
     def scores(self) -> list[ScoreKey]:
-        return [ScoreKey(tiles) for tiles in self.table.tile_buckets if any(key.tiles == tiles for key in self._trunks)]
+        return [
+            ScoreKey(tiles)
+            for tiles in self.table.tile_buckets
+            if any(key.tiles == tiles for key in self._trunks)
+        ]
 
     def pools(self) -> list[PoolKey]:
         return [PoolKey(key.tiles) for key in self.scores()] if self.table.pooling else []
@@ -92,11 +110,11 @@ class ReadyPrograms:
 
 
 def first_needed(table: ProgramTable) -> list[TableKey]:
-    """The smallest set that serves any request: a trunk with one tile, one without, and the full sampler that both share.
-    For a batch-invariant table, everything.
+    """The smallest set that serves any request: a trunk with one tile, one without, and the full sampler that
+    both share. For a batch-invariant table, everything.
 
-    The full sampler takes longer to compile than everything else, so the trunk without tiles is the one whose steps have
-    as many samples as those of the other, if there is one.
+    The full sampler takes longer to compile than everything else, so the trunk without tiles is the one whose
+    steps have as many samples as those of the other, if there is one.
     """
     few, mixed = _first_trunks(table)
     rows = table.sample_rows(mixed)
@@ -111,7 +129,11 @@ def by_use(table: ProgramTable) -> list[TableKey]:
     least, most = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
     few, many = table.tile_buckets[0], table.tile_buckets[-1]
     often = [table.longest(table.row_buckets[0], 0), table.longest(most, 0), table.longest(most, few)]
-    rarely = [table.longest(most, many), table.longest(least, many), *sorted(table.trunks(), key=table.tokens)]
+    rarely = [
+        table.longest(most, many),
+        table.longest(least, many),
+        *sorted(table.trunks(), key=table.tokens),
+    ]
     keys = _with_others(table, often, VARIANTS[-1:])
     keys += _with_others(table, [*often, *_first_trunks(table), *rarely], VARIANTS)
     return [*dict.fromkeys([*keys, *table.all_keys()])]
@@ -122,7 +144,9 @@ def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
     return [table.longest(rows or table.row_buckets[0], 0), table.longest(rows, table.tile_buckets[0])]
 
 
-def _with_others(table: ProgramTable, trunks: Iterable[TrunkKey], variants: tuple[Variant, ...]) -> list[TableKey]:
+def _with_others(
+    table: ProgramTable, trunks: Iterable[TrunkKey], variants: tuple[Variant, ...]
+) -> list[TableKey]:
     """Trunks, each followed by the programs that it needs, without duplicates."""
     keys: dict[TableKey, None] = {}
     for trunk in trunks:

@@ -22,7 +22,8 @@ MARK = "@end-of-the-message-to-continue@ "  # the space shows whether the templa
 
 
 class ChatTemplate:
-    """A Jinja template for conversations. Templates come with models and are not trusted, so they run in a sandbox.
+    """A Jinja template for conversations. Templates come with models and are not trusted, so they run in a
+    sandbox.
 
     Args:
         source: the template.
@@ -33,7 +34,9 @@ class ChatTemplate:
         ModelError: it is not text or not a Jinja template.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], file: object = "chat_template") -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], file: object = "chat_template"
+    ) -> None:
         if not isinstance(source, str):
             raise ModelError(f"a chat template must be text, not {type(source).__name__}", file=file)
         self.source, self.special_tokens = source, special_tokens
@@ -41,7 +44,9 @@ class ChatTemplate:
             self._tree = _environment().parse(source)
             self._template: Template = _environment().from_string(source)
         except TemplateSyntaxError as wrong:
-            raise ModelError(f"line {wrong.lineno} is not a valid Jinja template: {wrong.message}", file=file) from None
+            raise ModelError(
+                f"line {wrong.lineno} is not a valid Jinja template: {wrong.message}", file=file
+            ) from None
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -74,13 +79,22 @@ class ChatTemplate:
             raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
-        known = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
+        known = {
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.special_tokens,
+        }
         try:
             text = self._template.render({**known, **(variables or {}), "messages": messages})
         except TemplateError as refusal:
-            raise InvalidArgument("messages", messages, f"the model's chat template rejects them: {refusal.message}") from None
+            raise InvalidArgument(
+                "messages", messages, f"the model's chat template rejects them: {refusal.message}"
+            ) from None
         except Exception as wrong:  # expressions of the template may raise anything
-            raise InvalidArgument("messages", messages, f"the model's chat template fails on them: {wrong!r}") from None
+            raise InvalidArgument(
+                "messages", messages, f"the model's chat template fails on them: {wrong!r}"
+            ) from None
         return _up_to_mark(text, messages) if continue_final_message else text
 
 
@@ -98,7 +112,9 @@ def given_template(template: str | Path, special_tokens: Mapping[str, str]) -> C
     try:
         return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens, file)
     except FileNotFoundError:
-        raise InvalidArgument("chat_template", text, "there is no such file, and it is no Jinja template either") from None
+        raise InvalidArgument(
+            "chat_template", text, "there is no such file, and it is no Jinja template either"
+        ) from None
     except (OSError, ValueError) as wrong:
         raise ModelError(f"cannot be read: {wrong}", file=file) from None
 
@@ -107,8 +123,8 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
     """The templates of a model's folder by name. The standard one is named "default".
 
     They are chat_template.jinja and additional_chat_templates/NAME.jinja; otherwise chat_template in
-    tokenizer_config.json, a text or a list of {"name", "template"}; or those of a GGUF file. If there is only a
-    tekken.json, mistral-common generates one, if it is installed.
+    tokenizer_config.json, a text or a list of {"name", "template"}; or those of a GGUF file. If there is only
+    a tekken.json, mistral-common generates one, if it is installed.
 
     Raises:
         ModelError: one cannot be read.
@@ -116,7 +132,10 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
     if is_gguf(folder):
         from jengine.text.gguf_tokenizer import read_chat_templates
 
-        return {name: ChatTemplate(source, special_tokens, folder) for name, source in read_chat_templates(folder).items()}
+        return {
+            name: ChatTemplate(source, special_tokens, folder)
+            for name, source in read_chat_templates(folder).items()
+        }
     found: dict[str, tuple[str, Path]] = {}
     file = folder / "tokenizer_config.json"
     try:
@@ -124,8 +143,14 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
         if isinstance(named, str):
             named = [{"name": "default", "template": named}]
         found = {one["name"]: (one["template"], file) for one in named or []}
-        for file in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
-            found["default" if file.stem == "chat_template" else file.stem] = file.read_text(encoding="utf-8"), file
+        for file in [
+            *folder.glob("chat_template.jinja"),
+            *sorted(folder.glob("additional_chat_templates/*.jinja")),
+        ]:
+            found["default" if file.stem == "chat_template" else file.stem] = (
+                file.read_text(encoding="utf-8"),
+                file,
+            )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as wrong:
         raise ModelError(f"chat_template cannot be read: {wrong!r}", file=file) from None
     tekken = folder / "tekken.json"
@@ -137,7 +162,11 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
 def _up_to_mark(text: str, messages: list[dict[str, Any]]) -> str:
     end = text.rfind(MARK.rstrip())
     if end < 0:
-        raise InvalidArgument("continue_final_message", True, f"the model's chat template hides the last message: {messages[-1]}")
+        raise InvalidArgument(
+            "continue_final_message",
+            True,
+            f"the model's chat template hides the last message: {messages[-1]}",
+        )
     return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()
 
 
@@ -147,7 +176,10 @@ def _up_to_mark(text: str, messages: list[dict[str, Any]]) -> str:
 @cache
 def _environment() -> Environment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"], autoescape=False
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        autoescape=False,
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -156,19 +188,30 @@ def _environment() -> Environment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks text written by the model, for training. Here it only renders its content, in a
-    separate scope."""
+    """`{% generation %}` marks text written by the model, for training. Here it only renders its content, in
+    a separate scope.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (so declared by jinja2)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(
+            line
+        )
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """Like json.dumps, since Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

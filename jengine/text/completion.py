@@ -12,13 +12,17 @@ from jengine.text.tokenizer import Tokenizer
 
 
 class CompletionBuilder:
-    """Extends a request's `output` token by token, in constant time per token. `stops`: stop strings of its params."""
+    """Extends a request's `output` token by token, in constant time per token. `stops`: stop strings of its
+    params.
+    """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopAutomaton) -> None:
         self.request, self.output = request, CompletionOutput(index=request.sample_index)
         self._tokenizer = tokenizer
         self._params = params = request.params
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, after=request.prompt_token_ids)
+        self._detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=params.skip_special_tokens, after=request.prompt_token_ids
+        )
         self._stops = StopStrings(stops)
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
@@ -37,8 +41,12 @@ class CompletionBuilder:
         self.output.cumulative_logprob += logprob
         self.output.logprobs.append(self.describe(token, logprob, rank, top))
 
-    def describe(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> dict[int, Logprob]:
-        """`top`: the requested number of most likely tokens, best first. The token itself comes first, as in vLLM."""
+    def describe(
+        self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]
+    ) -> dict[int, Logprob]:
+        """`top`: the requested number of most likely tokens, best first. The token itself comes first, as in
+        vLLM.
+        """
         entry = {token: Logprob(logprob, rank, self._text(token))}
         for i, (other, value) in enumerate(top, start=1):
             entry.setdefault(other, Logprob(value, i, self._text(other)))
@@ -48,7 +56,9 @@ class CompletionBuilder:
         return self._tokenizer.token_text(token) if self._params.detokenize else None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Ends the output: emits text held back, unless a stop string ended it. Returns a stop string found only now."""
+        """Ends the output: emits text held back, unless a stop string ended it. Returns a stop string found
+        only now.
+        """
         if not (reason == "stop" and isinstance(stop_reason, str)):
             matched = self._emit(self._detokenizer.flush())
             if matched is None:
@@ -66,7 +76,8 @@ class CompletionBuilder:
 
 
 class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
-    """Log probabilities of a prompt's tokens, None for the first. Described when they are read: a prompt may have a million.
+    """Log probabilities of a prompt's tokens, None for the first. Described when they are read: a prompt may
+    have a million.
 
     Args:
         builder: of the prompt's first completion.
@@ -96,7 +107,9 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
 
 
 def beam_output(tokenizer: Tokenizer, request: Request, index: int, beam: Beam) -> CompletionOutput:
-    """Converts a beam to a completion. In a position's log probabilities the sampled token comes first, not the beam's."""
+    """Converts a beam to a completion. In a position's log probabilities the sampled token comes first, not
+    the beam's.
+    """
     builder = CompletionBuilder(tokenizer, request, StopAutomaton(()))
     last = len(beam.tokens) - 1
     for i, token in enumerate(beam.tokens):

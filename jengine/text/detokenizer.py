@@ -11,8 +11,8 @@ MAX_HELD = 16  # maximum tokens that wait for the rest of a character; a charact
 
 
 class Detokenizer(Protocol):
-    """Incremental `decode(ids, skip_special_tokens=True)`: the deltas of all tokens and of `flush` join to the
-    same text.
+    """Incremental `decode(ids, skip_special_tokens=True)`: the deltas of all tokens and of `flush` join to
+    the same text.
 
     After a prompt they join to the text that the ids add to the prompt's text.
     """
@@ -29,8 +29,8 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """For byte-level BPE (GPT-2, Llama 3, Qwen): every token is bytes, and UTF-8 decodes incrementally.
 
-    Exact for any ids: like the tokenizers library, it replaces each maximal ill-formed sequence by one U+FFFD,
-    as the Unicode Standard recommends (section 3.9).
+    Exact for any ids: like the tokenizers library, it replaces each maximal ill-formed sequence by one
+    U+FFFD, as the Unicode Standard recommends (section 3.9).
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
@@ -47,14 +47,16 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """For all other decoders, where a token's text may depend on its neighbours (such as SentencePiece).
 
-    At each token, it decodes a window: the tokens of the last delta, as context, and those that wait. The delta
-    is the window's text after the context's. This is the two-offset method of vLLM and TGI, with a bounded
-    wait. Exact for well-formed text; byte tokens that form no character become one U+FFFD each.
+    At each token, it decodes a window: the tokens of the last delta, as context, and those that wait. The
+    delta is the window's text after the context's. This is the two-offset method of vLLM and TGI, with a
+    bounded wait. Exact for well-formed text; byte tokens that form no character become one U+FFFD each.
 
     The first context is the end of the preceding tokens: at the start of a text, decoders drop a space.
     """
 
-    def __init__(self, shows: Callable[[int], bool], decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> None:
+    def __init__(
+        self, shows: Callable[[int], bool], decode: Callable[[list[int]], str], after: Sequence[int] = ()
+    ) -> None:
         self._shows, self._decode = shows, decode
         self._context = [token for token in after[-MAX_HELD:] if shows(token)]
         self._held: list[int] = []
@@ -77,7 +79,8 @@ class WindowDetokenizer:
             return ""
         context = self._decode(self._context)
         text = self._decode(self._context + self._held)
-        # An incomplete character after the context affects the byte run that they share, so the context is left out.
+        # An incomplete character after the context affects the byte run that they share, so the context is
+        # left out.
         return text.removeprefix(context) if text.startswith(context) else self._decode(self._held)
 
 
@@ -101,7 +104,9 @@ def _character_of_byte() -> dict[int, str]:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes map to themselves, the others to characters from U+0100 on."""
+    """GPT-2's alphabet: printable Latin-1 bytes map to themselves, the others to characters from U+0100
+    on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

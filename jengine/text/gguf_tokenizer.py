@@ -1,4 +1,6 @@
-"""Converts the tokenizer in a GGUF file's metadata, a vocabulary and the name of a rule, to a `tokenizers.Tokenizer`."""
+"""Converts the tokenizer in a GGUF file's metadata, a vocabulary and the name of a rule, to a
+`tokenizers.Tokenizer`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ LLAMA3 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _ENDS
 QWEN2 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _ENDS
 TEKKEN = "|".join(_CASED) + r"|\p{N}" + _SLASHED
 GPT4O = "|".join(f"{cased}{_CONTRACTED}?" for cased in _CASED) + r"|\p{N}{1,3}" + _SLASHED
-BEGINNING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")  # texts begin with BOS, unless the file says otherwise
+# texts begin with BOS, unless the file says otherwise
+BEGINNING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")
 WHOLE = (*BEGINNING, "tekken")  # a piece that is in the vocabulary is not split into merges
 SPLITS: dict[str, str] = {  # by tokenizer.ggml.pre: the rules that split text before merging
     **dict.fromkeys((*BEGINNING, "smaug-bpe", "dbrx"), LLAMA3),
@@ -35,7 +38,8 @@ SPLITS: dict[str, str] = {  # by tokenizer.ggml.pre: the rules that split text b
     "tekken": TEKKEN,
 }
 GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2", "jais", "mpt", "trillion")
-DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")  # GPT-2's rule, but with single digits
+# GPT-2's rule, but with single digits
+DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -56,13 +60,28 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     except Exception as wrong:  # the library raises bare Exception
         raise ModelError(f"the tokenizer is inconsistent: {wrong}", file=path) from None
     marked = zip(tokens, file.get("tokenizer.ggml.token_type", []), strict=False)
-    added = [AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in marked if kind in (CONTROL, USER_DEFINED)]
+    added = [
+        AddedToken(token, normalized=False, special=kind == CONTROL)
+        for token, kind in marked
+        if kind in (CONTROL, USER_DEFINED)
+    ]
     backend.add_tokens(added)
     ids = {ours: file.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in SPECIAL_TOKENS.items()}
-    special = {name: tokens[number] for name, number in ids.items() if number is not None and 0 <= number < len(tokens)}
-    begins = file.get("tokenizer.ggml.add_bos_token", kind == "llama" or file.get("tokenizer.ggml.pre") in BEGINNING)
+    special = {
+        name: tokens[number]
+        for name, number in ids.items()
+        if number is not None and 0 <= number < len(tokens)
+    }
+    begins = file.get(
+        "tokenizer.ggml.add_bos_token", kind == "llama" or file.get("tokenizer.ggml.pre") in BEGINNING
+    )
     ends = file.get("tokenizer.ggml.add_eos_token", False)
-    _surround(backend, special.get("bos_token") if begins else None, special.get("eos_token") if ends else None, kind == "gpt2")
+    _surround(
+        backend,
+        special.get("bos_token") if begins else None,
+        special.get("eos_token") if ends else None,
+        kind == "gpt2",
+    )
     return backend, special
 
 
@@ -74,7 +93,9 @@ def read_chat_templates(path: Path) -> dict[str, str]:
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Writes the tokenizer, its special tokens and the chat templates in Hugging Face's layout, if the file has a tokenizer."""
+    """Writes the tokenizer, its special tokens and the chat templates in Hugging Face's layout, if the file
+    has a tokenizer.
+    """
     if "tokenizer.ggml.model" not in open_gguf(path):
         return
     backend, special = read_tokenizer(path)
@@ -89,34 +110,51 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     if pre in GPT2:
         split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif pre in DIGITS_FIRST:
-        split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        split = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
     elif pre in SPLITS:
         cut = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
-        split = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        split = pre_tokenizers.Sequence(
+            [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     else:
         known = ", ".join(sorted({*GPT2, *DIGITS_FIRST, *SPLITS}))
         raise ModelError(f"tokenizer.ggml.pre={pre!r} is not supported; {known} are", file=file.path)
     merges = [_pair(merge) for merge in file["tokenizer.ggml.merges"]]
-    backend = tokenizers.Tokenizer(models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=pre in WHOLE))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=pre in WHOLE)
+    )
     backend.pre_tokenizer = split
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
 def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """Byte-pair encoding with U+2581 for spaces. Merges are ordered by the score of their result, the highest first."""
+    """Byte-pair encoding with U+2581 for spaces. Merges are ordered by the score of their result, the highest
+    first.
+    """
     vocabulary = _vocabulary(tokens)
     scores = dict(zip(tokens, file["tokenizer.ggml.scores"], strict=True))
     unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
     model = models.BPE(
-        vocab=vocabulary, merges=_merges(vocabulary, scores), unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True, dropout=None
+        vocab=vocabulary,
+        merges=_merges(vocabulary, scores),
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+        dropout=None,
     )
     backend = tokenizers.Tokenizer(model)
     spaced = file.get("tokenizer.ggml.add_space_prefix", True)
     replaced: list[Any] = [normalizers.Replace(" ", "\u2581")]
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), *replaced] if spaced else replaced)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), *replaced] if spaced else replaced
+    )
     stripped = [decoders.Strip(" ", 1, 0)] if spaced else []
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
     return backend
 
 
@@ -143,7 +181,11 @@ def _surround(backend: tokenizers.Tokenizer, first: str | None, last: str | None
     single = [token for token in (first, "$A", last) if token is not None]
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if byte_level else []
     if len(single) > 1:
-        special = [(token, backend.token_to_id(token)) for token in dict.fromkeys((first, last)) if token is not None]
-        steps.append(processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=special))
+        special = [
+            (token, backend.token_to_id(token)) for token in dict.fromkeys((first, last)) if token is not None
+        ]
+        steps.append(
+            processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=special)
+        )
     if steps:
         backend.post_processor = processors.Sequence(steps)

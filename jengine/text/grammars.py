@@ -1,8 +1,9 @@
-"""Compiles structured outputs to llguidance's matchers, with static limits, and on a stack deep enough for recursion.
+"""Compiles structured outputs to llguidance's matchers, with static limits, and on a stack deep enough for
+recursion.
 
 llguidance compiles recursively, without a limit on chains of `$ref` or Lark rules. On a standard stack of 8
-MiB, a schema of 100 kB causes an overflow, which kills the process. MAX_CHARACTERS bounds the depth, and STACK
-is several times larger than that needs. After compilation nothing (copies, masks, tokens) recurses.
+MiB, a schema of 100 kB causes an overflow, which kills the process. MAX_CHARACTERS bounds the depth, and
+STACK is several times larger than that needs. After compilation nothing (copies, masks, tokens) recurses.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from jengine.text.tokenizer import Tokenizer
 MAX_CHARACTERS = 100_000
 MAX_RULES = 1_000  # in a Lark grammar; the time for a mask grows with their square
 MAX_REFS = 1_000  # distinct `$ref` targets in a JSON schema
-# Without a limit, an uncertain model may generate whitespace up to max_tokens. Indentation needs fewer than 100
-# characters.
+# Without a limit, an uncertain model may generate whitespace up to max_tokens. Indentation needs fewer than
+# 100 characters.
 WHITESPACE = r"[ \t\n\r]{1,100}"  # the default; a schema's `x-guidance` overrides it
 STACK = 256 * 2**20  # bytes of address space; only the used part takes memory
 
@@ -48,12 +49,17 @@ def check_structure(what: StructuredOutputs) -> None:
         raise InvalidArgument("structured_outputs", f"{len(text)} characters", f"at most {MAX_CHARACTERS}")
     if what.grammar is not None and (rules := sum(map(_begins_rule, text.split("\n")))) > MAX_RULES:
         raise InvalidArgument("structured_outputs", f"{rules} rules", f"at most {MAX_RULES}")
-    if (what.grammar is not None or what.json is not None) and (refs := len(set(_REF.findall(text)))) > MAX_REFS:
+    if (what.grammar is not None or what.json is not None) and (
+        refs := len(set(_REF.findall(text)))
+    ) > MAX_REFS:
         raise InvalidArgument("structured_outputs", f"{refs} different $refs", f"at most {MAX_REFS}")
 
 
-def compile_structure(what: StructuredOutputs, tokenizer: Tokenizer, stack: int = STACK) -> llguidance.LLMatcher:
-    """Returns a matcher at the beginning of an output. `deep_copy` creates others, which share its lexer states.
+def compile_structure(
+    what: StructuredOutputs, tokenizer: Tokenizer, stack: int = STACK
+) -> llguidance.LLMatcher:
+    """Returns a matcher at the beginning of an output. `deep_copy` creates others, which share its lexer
+    states.
 
     Args:
         stack: bytes of the compiling thread's stack.
@@ -62,7 +68,11 @@ def compile_structure(what: StructuredOutputs, tokenizer: Tokenizer, stack: int 
         InvalidArgument: a limit is exceeded, or llguidance cannot read the structure or the tokenizer.
     """
     if tokenizer.eos_token_id is None:
-        raise InvalidArgument("structured_outputs", what, "the tokenizer has no end-of-sequence token, which is needed to end the output")
+        raise InvalidArgument(
+            "structured_outputs",
+            what,
+            "the tokenizer has no end-of-sequence token, which is needed to end the output",
+        )
     check_structure(what)
     try:
         guide = view_of(tokenizer)
@@ -70,7 +80,9 @@ def compile_structure(what: StructuredOutputs, tokenizer: Tokenizer, stack: int 
         reason = f"llguidance cannot read this model's tokenizer: {unread}"
         raise InvalidArgument("structured_outputs", what, reason) from None
     try:
-        matcher = _on_stack(stack, lambda: llguidance.LLMatcher(guide, _grammar(what), log_level=0, limits=_LIMITS))
+        matcher = _on_stack(
+            stack, lambda: llguidance.LLMatcher(guide, _grammar(what), log_level=0, limits=_LIMITS)
+        )
     except (TypeError, ValueError, RecursionError) as wrong:
         raise InvalidArgument("structured_outputs", what, f"must be valid JSON or text: {wrong}") from None
     if matcher.is_error():
@@ -92,7 +104,9 @@ def probe_structure(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
     if matcher.is_error():
         raise InvalidArgument("structured_outputs", what, f"llguidance cannot follow it: {error_of(matcher)}")
     if (seconds := time.thread_time() - started) > MASK_SECONDS:
-        raise InvalidArgument("structured_outputs", what, f"a mask takes {seconds:.1f} s; at most {MASK_SECONDS} s")
+        raise InvalidArgument(
+            "structured_outputs", what, f"a mask takes {seconds:.1f} s; at most {MASK_SECONDS} s"
+        )
 
 
 @functools.lru_cache(maxsize=4)
@@ -123,7 +137,9 @@ def _text(what: StructuredOutputs) -> str:
         try:
             return json.dumps(what.json)
         except (TypeError, ValueError, RecursionError) as wrong:
-            raise InvalidArgument("structured_outputs", what, f"must be valid JSON or text: {wrong}") from None
+            raise InvalidArgument(
+                "structured_outputs", what, f"must be valid JSON or text: {wrong}"
+            ) from None
     return what.json or what.regex or what.grammar or ""
 
 
@@ -131,11 +147,20 @@ def _grammar(what: StructuredOutputs) -> str:
     matcher = llguidance.LLMatcher
     if what.json is not None:
         text = _text(what)
-        return str(matcher.grammar_from_json_schema(text, defaults={} if _forbids_whitespace(text) else {"whitespace_pattern": WHITESPACE}))
+        return str(
+            matcher.grammar_from_json_schema(
+                text, defaults={} if _forbids_whitespace(text) else {"whitespace_pattern": WHITESPACE}
+            )
+        )
     if what.regex is not None:
         return str(matcher.grammar_from_regex(what.regex))
-    if what.choice is not None:  # a single terminal, since alternatives of a rule would become that many parser items
-        return str(matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(option) for option in what.choice)))
+    # a single terminal, since alternatives of a rule would become that many parser items
+    if what.choice is not None:
+        return str(
+            matcher.grammar_from_lark(
+                "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(option) for option in what.choice)
+            )
+        )
     assert what.grammar is not None
     return str(matcher.grammar_from_lark(what.grammar))
 
@@ -150,8 +175,9 @@ def _forbids_whitespace(schema: str) -> bool:
 
 
 def _on_stack[T](size: int, work: Callable[[], T]) -> T:
-    """Runs `work` in a thread with a stack of this size. Threads started meanwhile may get the same size, which
-    is harmless."""
+    """Runs `work` in a thread with a stack of this size. Threads started meanwhile may get the same size,
+    which is harmless.
+    """
     result: Future[T] = Future()
 
     def run() -> None:

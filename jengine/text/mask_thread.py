@@ -61,7 +61,10 @@ class _Worker:
         self.inbox: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         own = hasattr(time, "pthread_getcpuclockid")
         thread = threading.Thread(
-            target=_work, args=(self.inbox, time.thread_time if own else time.monotonic), name="token-masks", daemon=True
+            target=_work,
+            args=(self.inbox, time.thread_time if own else time.monotonic),
+            name="token-masks",
+            daemon=True,
         )
         thread.start()
         assert thread.ident is not None

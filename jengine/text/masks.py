@@ -76,7 +76,9 @@ class AllowedTokens:
     def fill(self, words: np.ndarray) -> None:
         if self._words is None:
             self._words = np.zeros_like(words)
-            np.bitwise_or.at(self._words, self._tokens // 32, np.uint32(1) << (self._tokens % 32).astype(np.uint32))
+            np.bitwise_or.at(
+                self._words, self._tokens // 32, np.uint32(1) << (self._tokens % 32).astype(np.uint32)
+            )
         words &= self._words
 
     def accept(self, token: int) -> None:
@@ -96,7 +98,9 @@ class BadWords:
 
     def fill(self, words: np.ndarray) -> None:
         for *beginning, last in self._sequences:
-            if self._tail[len(self._tail) - len(beginning) :] == beginning and len(beginning) <= len(self._tail):
+            if self._tail[len(self._tail) - len(beginning) :] == beginning and len(beginning) <= len(
+                self._tail
+            ):
                 words[last // 32] &= ~np.uint32(1 << last % 32)
 
     def accept(self, token: int) -> None:
@@ -107,7 +111,9 @@ def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]
     """Token sequences of these texts, with and without a leading space, following vLLM's rule."""
     sequences = []
     for text in texts:
-        plain, spaced = (tokenizer.encode(space + text.lstrip(), add_special_tokens=False) for space in ("", " "))
+        plain, spaced = (
+            tokenizer.encode(space + text.lstrip(), add_special_tokens=False) for space in ("", " ")
+        )
         sequences.append(plain)
         if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
             sequences.append(spaced)
@@ -139,7 +145,8 @@ class Grammar:
             allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         finally:
             self._busy.release()
-        if self._matcher.is_error():  # otherwise llguidance would allow the end-of-sequence token, as if nothing were wrong
+        # otherwise llguidance would allow the end-of-sequence token, as if nothing were wrong
+        if self._matcher.is_error():
             raise JengineError(f"structured_outputs: llguidance failed: {error_of(self._matcher)}")
         count = min(len(words), len(allowed))
         words[:count] &= allowed[:count]

@@ -17,8 +17,9 @@ class _Node:
 
 
 class StopAutomaton:
-    """Compiled stop strings. Immutable, so it can be used for any number of texts. Compilation takes about 1 us
-    a character."""
+    """Compiled stop strings. Immutable, so it can be used for any number of texts. Compilation takes about 1
+    us a character.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops, self.root = stops, _automaton(stops)
@@ -38,7 +39,8 @@ class StopStrings:
         self._none = not automaton.stops
 
     def push(self, delta: str, *, early: bool = False) -> tuple[str, str | None]:
-        """Returns text that is safe to emit, and the stop string that was completed or None. After a stop, push no more.
+        """Returns text that is safe to emit, and the stop string that was completed or None. After a stop,
+        push no more.
 
         early: no stop may be completed in this text; one that begins in it and ends later may.
         """

@@ -1,4 +1,6 @@
-"""Mistral's tokenizer format, tekken.json: tokens of a byte-level BPE by rank, and special tokens before them."""
+"""Mistral's tokenizer format, tekken.json: tokens of a byte-level BPE by rank, and special tokens before
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,28 @@ from jengine.text.detokenizer import byte_level_characters
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 UNLISTED = (  # the first special tokens, for files that do not list them
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-    *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
+    *(
+        "<unk>",
+        "<s>",
+        "</s>",
+        "[INST]",
+        "[/INST]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+    ),
+    *(
+        "[TOOL_CALLS]",
+        "[IMG]",
+        "<pad>",
+        "[IMG_BREAK]",
+        "[IMG_END]",
+        "[PREFIX]",
+        "[MIDDLE]",
+        "[SUFFIX]",
+        "[SYSTEM_PROMPT]",
+    ),
     *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
 
@@ -47,25 +69,33 @@ def generated_template(file: Path) -> str | None:
         ModelError: mistral-common rejects the file.
     """
     try:
-        from mistral_common.integrations.chat_templates.chat_templates import convert_tokenizer_to_chat_template
+        from mistral_common.integrations.chat_templates.chat_templates import (
+            convert_tokenizer_to_chat_template,
+        )
     except ImportError:
         return None
     try:
         return str(convert_tokenizer_to_chat_template(file))
     except Exception as wrong:  # the library's errors have no common base class
-        raise ModelError(f"mistral-common cannot create a chat template from it: {wrong}", file=file) from None
+        raise ModelError(
+            f"mistral-common cannot create a chat template from it: {wrong}", file=file
+        ) from None
 
 
 def _special_tokens(content: dict[str, Any]) -> list[AddedToken]:
     """Special tokens by id, from 0 on. Unused ids get placeholders."""
     listed = content.get("special_tokens")
     if listed is None:
-        listed = [{"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(UNLISTED)]
+        listed = [
+            {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(UNLISTED)
+        ]
     listed = sorted(listed, key=lambda entry: entry["rank"])
     if [entry["rank"] for entry in listed] != list(range(len(listed))):
         raise ValueError("the ranks of special_tokens have gaps")
     fillers = range(len(listed), int(content["config"].get("default_num_special_tokens") or len(listed)))
-    tokens = [(entry["token_str"], entry.get("is_control", True)) for entry in listed] + [(f"<SPECIAL_{i}>", True) for i in fillers]
+    tokens = [(entry["token_str"], entry.get("is_control", True)) for entry in listed] + [
+        (f"<SPECIAL_{i}>", True) for i in fillers
+    ]
     return [AddedToken(token, special=control, normalized=False) for token, control in tokens]
 
 
@@ -73,16 +103,25 @@ def _backend(ranked: list[bytes], special: list[AddedToken], pattern: str) -> to
     ranks = {token: rank for rank, token in enumerate(ranked)}
     vocab = {token.content: number for number, token in enumerate(special)}
     vocab |= {byte_level_characters(token): len(special) + rank for token, rank in ranks.items()}
-    merges = [(byte_level_characters(left), byte_level_characters(right)) for token in ranked for left, right in _splits(token, ranks)]
+    merges = [
+        (byte_level_characters(left), byte_level_characters(right))
+        for token in ranked
+        for left, right in _splits(token, ranks)
+    ]
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, fuse_unk=False, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([token for token in special if token.special])
     backend.add_tokens([token for token in special if not token.special])
     bos = SPECIAL_TOKENS["bos_token"]
-    backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, vocab[bos])])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, vocab[bos])]
+    )
     return backend
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-NFC_SHRINKS = 3  # maximum ratio of a text's bytes to those of its canonical composition; a test checks all of Unicode
+# maximum ratio of a text's bytes to those of its canonical composition; a test checks all of Unicode
+NFC_SHRINKS = 3
 
 
 def most_bytes_of_a_token(backend: tokenizers.Tokenizer) -> int | None:
@@ -20,16 +21,26 @@ def most_bytes_of_a_token(backend: tokenizers.Tokenizer) -> int | None:
     """
     added = backend.get_added_tokens_decoder().values()
     shrinks = _shrinks(_state(backend.normalizer))
-    if shrinks is None or backend.truncation is not None or any(token.lstrip or token.rstrip for token in added):
+    if (
+        shrinks is None
+        or backend.truncation is not None
+        or any(token.lstrip or token.rstrip for token in added)
+    ):
         return None
     if not _keeps_all_text(_state(backend.pre_tokenizer)):
         return None
     model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=False)
     byte_level = _has_byte_level(_state(backend.pre_tokenizer))
     if byte_level:
-        every_byte = isinstance(model, models.BPE) and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        every_byte = isinstance(model, models.BPE) and vocabulary.keys() >= set(
+            pre_tokenizers.ByteLevel.alphabet()
+        )
     else:
-        every_byte = isinstance(model, models.BPE) and model.byte_fallback and all(f"<0x{i:02X}>" in vocabulary for i in range(256))
+        every_byte = (
+            isinstance(model, models.BPE)
+            and model.byte_fallback
+            and all(f"<0x{i:02X}>" in vocabulary for i in range(256))
+        )
     if not every_byte:
         return None
     longest = max((len(token) if byte_level else len(token.encode()) for token in vocabulary), default=1)
@@ -50,7 +61,9 @@ def _shrinks(normalizer: dict[str, Any]) -> int | None:
             return NFC_SHRINKS
         case "Replace":
             text = normalizer["pattern"].get("String")
-            return 1 if text is not None and len(text.encode()) <= len(normalizer["content"].encode()) else None
+            return (
+                1 if text is not None and len(text.encode()) <= len(normalizer["content"].encode()) else None
+            )
         case "Sequence":
             product = 1
             for part in normalizer["normalizers"]:
@@ -73,4 +86,6 @@ def _keeps_all_text(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _has_byte_level(pre_tokenizer: dict[str, Any]) -> bool:
-    return pre_tokenizer.get("type") == "ByteLevel" or any(map(_has_byte_level, pre_tokenizer.get("pretokenizers", ())))
+    return pre_tokenizer.get("type") == "ByteLevel" or any(
+        map(_has_byte_level, pre_tokenizer.get("pretokenizers", ()))
+    )

@@ -19,23 +19,38 @@ from jengine.text.token_bytes import most_bytes_of_a_token
 if TYPE_CHECKING:
     from jengine.text.chat_template import ChatTemplate
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json", "tekken.json")
+FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer_config.json",
+    "tekken.json",
+)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
     """A model's tokenizer: a `tokenizers.Tokenizer`, and the folder's special tokens.
 
-    `special_tokens` are those that the folder defines, by SPECIAL_TOKENS. `eos_token_id` is None if it defines
-    no end-of-sequence token.
+    `special_tokens` are those that the folder defines, by SPECIAL_TOKENS. `eos_token_id` is None if it
+    defines no end-of-sequence token.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.backend, self.special_tokens, self.folder = backend, special_tokens or {}, folder
         eos_token = self.special_tokens.get("eos_token")
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
-        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.special_ids = frozenset(
+            i for i, token in backend.get_added_tokens_decoder().items() if token.special
+        )
         self._bytes: dict[int, bytes] = {}  # filled on demand: a run uses few tokens of a large vocabulary
 
     @classmethod
@@ -52,7 +67,9 @@ class Tokenizer:
         """
         tokenizer = cls._load(path)
         if chat_template is not None:
-            from jengine.text.chat_template import given_template  # imported here, since only chats need jinja2
+            from jengine.text.chat_template import (
+                given_template,  # imported here, since only chats need jinja2
+            )
 
             tokenizer.chat_templates = {"default": given_template(chat_template, tokenizer.special_tokens)}
         return tokenizer
@@ -86,7 +103,8 @@ class Tokenizer:
         return cls(backend, _special_tokens(path), path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer prescribes around a text, such as a leading <s>.
+        """Token ids, with the special tokens that the tokenizer prescribes around a text, such as a leading
+        <s>.
 
         Other threads can run meanwhile: unlike the library's `encode`, `encode_batch_fast` releases the
         interpreter's lock.
@@ -100,7 +118,9 @@ class Tokenizer:
             raise InvalidArgument("prompt", text, "must be text that UTF-8 can encode") from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Decodes ids to text. Ids outside the vocabulary have no text; bytes that are not UTF-8 become U+FFFD."""
+        """Decodes ids to text. Ids outside the vocabulary have no text; bytes that are not UTF-8 become
+        U+FFFD.
+        """
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def decode_unlocked(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -130,12 +150,15 @@ class Tokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, ChatTemplate]:
-        """The folder's chat templates by name ("default", perhaps "tool_use"), read on first use; may be empty.
+        """The folder's chat templates by name ("default", perhaps "tool_use"), read on first use; may be
+        empty.
 
         Raises:
             ModelError: one cannot be read.
         """
-        from jengine.text.chat_template import load_chat_templates  # imported here, since only chats need jinja2
+        from jengine.text.chat_template import (
+            load_chat_templates,  # imported here, since only chats need jinja2
+        )
 
         return {} if self.folder is None else load_chat_templates(self.folder, self.special_tokens)
 
@@ -143,7 +166,13 @@ class Tokenizer:
         known = self._bytes.get(token_id)
         if known is None:
             token = self.backend.id_to_token(token_id)
-            known = b"" if token is None else token.encode() if token_id in self.special_ids else byte_level_bytes(token)
+            known = (
+                b""
+                if token is None
+                else token.encode()
+                if token_id in self.special_ids
+                else byte_level_bytes(token)
+            )
             self._bytes[token_id] = known
         return known
 
@@ -154,7 +183,8 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
-    """Adds tokens that are only in tokenizer_config.json's added_tokens_decoder. Their ids must continue the vocabulary.
+    """Adds tokens that are only in tokenizer_config.json's added_tokens_decoder. Their ids must continue the
+    vocabulary.
 
     Raises:
         ModelError: a token's id is taken, or leaves a gap.
@@ -163,7 +193,9 @@ def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
         return
     listed = _json_object(file).get("added_tokens_decoder") or {}
     try:
-        tokens = sorted((int(number), tokenizers.AddedToken(**_token_fields(token))) for number, token in listed.items())
+        tokens = sorted(
+            (int(number), tokenizers.AddedToken(**_token_fields(token))) for number, token in listed.items()
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as wrong:
         raise ModelError(f"added_tokens_decoder is malformed: {wrong!r}", file=file) from None
     added = backend.get_added_tokens_decoder()
@@ -175,7 +207,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
             known = backend.id_to_token(number)
         if known != token.content:
             there = "ids end before it" if known is None else f"it is {known!r}"
-            raise ModelError(f"added_tokens_decoder has {token.content!r} at id {number}, but in tokenizer.json {there}", file=file)
+            raise ModelError(
+                f"added_tokens_decoder has {token.content!r} at id {number}, but in tokenizer.json {there}",
+                file=file,
+            )
 
 
 def _token_fields(token: dict[str, Any]) -> dict[str, Any]:
@@ -209,12 +244,16 @@ def _special_tokens(path: Path) -> dict[str, str]:
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Converts with transformers, which builds a fast tokenizer from older files (tokenizer.model, vocab.json)."""
+    """Converts with transformers, which builds a fast tokenizer from older files (tokenizer.model,
+    vocab.json).
+    """
     from transformers import AutoTokenizer
 
     try:
         slow = AutoTokenizer.from_pretrained(path, use_fast=True)
         return slow.backend_tokenizer, slow.special_tokens_map
     except Exception as wrong:  # the readers of formats raise various errors
-        reason = f"no tokenizer.json, and transformers cannot build a fast tokenizer from the other files: {wrong}"
+        reason = (
+            f"no tokenizer.json, and transformers cannot build a fast tokenizer from the other files: {wrong}"
+        )
         raise ModelError(reason, file=path) from wrong

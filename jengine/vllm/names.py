@@ -12,10 +12,15 @@ OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
     "do_log_stats": "use LLM.stats or AsyncLLM.load",
     "encode": "embed gives embeddings, score gives scores",
     "engine_core": "LLM.engine is the engine, for tools",
-    "get_metrics": "LLM.stats has counters, LLM.trace() has steps; `jengine serve --metrics-port` exports metrics to Prometheus",
+    "get_metrics": (
+        "LLM.stats has counters, LLM.trace() has steps; `jengine serve --metrics-port` exports metrics to"
+        " Prometheus"
+    ),
     "get_world_size": "the option tensor_parallel_size is the number of devices",
     "is_sleeping": "an engine does not sleep",
-    "llm_engine": "LLM.engine is the engine, for tools; most scripts need generate, chat, stream and stats only",
+    "llm_engine": (
+        "LLM.engine is the engine, for tools; most scripts need generate, chat, stream and stats only"
+    ),
     "log_stats": "use LLM.stats or AsyncLLM.load",
     "model_config": "max_model_len and get_tokenizer() have what most scripts need",
     "pause_generation": "an engine does not pause",
@@ -23,7 +28,9 @@ OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
     "reset_mm_cache": "only text is supported",
     "reward": "reward models are not supported",
     "set_tokenizer": "the option tokenizer takes another model's tokenizer",
-    "sleep": "an engine does not sleep; close() frees weights and cache, and a later start loads saved programs",
+    "sleep": (
+        "an engine does not sleep; close() frees weights and cache, and a later start loads saved programs"
+    ),
     "start_profile": "use LLM.trace(), LLM.explain() or `jengine profile`",
     "stop_profile": "use LLM.trace(), LLM.explain() or `jengine profile`",
     "wait_for_requests_to_drain": "close(drain=SECONDS) does this",
@@ -35,7 +42,9 @@ OF_PACKAGE: dict[str, str] = {  # what `import vllm` has
     "ClassificationRequestOutput": "models that classify are not supported",
     "FlexibleArgumentParser": "use argparse; EngineConfig.of(model, options) checks options",
     "LLMEngine": "use LLM (generate, stream, chat), or AsyncLLM for requests that arrive over time",
-    "LoRARequest": "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload)",
+    "LoRARequest": (
+        "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload)"
+    ),
     "ModelRegistry": "model families are part of jengine and cannot be registered",
     "PoolingOutput": "use EmbeddingOutput",
     "PoolingRequestOutput": "use EmbeddingRequestOutput",

@@ -15,10 +15,14 @@ SAMPLING: tuple[Setting, ...] = (
     no_effect("stream_interval", "set stream_interval for the engine", 1),
     unsupported("flat_logprobs", "log probabilities are dicts by token id", False),
     unsupported("logits_processors", MASKS),
-    unsupported("logprob_token_ids", "logprobs returns the likeliest tokens; allowed_token_ids restricts the choice"),
+    unsupported(
+        "logprob_token_ids", "logprobs returns the likeliest tokens; allowed_token_ids restricts the choice"
+    ),
     unsupported("prompt_logprob_token_ids", "prompt_logprobs returns the likeliest tokens"),
     unsupported("prompt_logprob_start", "prompt_logprobs scores the whole prompt", 0),
-    unsupported("skip_reading_prefix_cache", "a request with another cache_salt finds no pages of others", False),
+    unsupported(
+        "skip_reading_prefix_cache", "a request with another cache_salt finds no pages of others", False
+    ),
     unsupported("thinking_token_budget", "max_tokens limits reasoning and answer together", -1),
     unsupported("repetition_detection", "use repetition_penalty or frequency_penalty"),
     unsupported("extra_args", "there are no plugins that would read them"),
@@ -37,10 +41,16 @@ SAMPLING: tuple[Setting, ...] = (
 )
 
 STRUCTURED: tuple[Setting, ...] = (
-    Setting("json_object", "renamed", "", fits=(False,), gives={True: {"json": {"type": "object"}}}, switch=True),
+    Setting(
+        "json_object", "renamed", "", fits=(False,), gives={True: {"json": {"type": "object"}}}, switch=True
+    ),
     no_effect("backend", "structured outputs always use llguidance", "auto", "guidance"),
     no_effect("disable_fallback", "there is one backend", False),
-    unsupported("disable_any_whitespace", "a schema's x-guidance sets whitespace_flexible and whitespace_pattern", False),
+    unsupported(
+        "disable_any_whitespace",
+        "a schema's x-guidance sets whitespace_flexible and whitespace_pattern",
+        False,
+    ),
     unsupported("disable_additional_properties", "set additionalProperties to false in the schema", False),
     unsupported("whitespace_pattern", "a schema's x-guidance sets whitespace_pattern"),
     unsupported("structural_tag", "use a Lark grammar"),
@@ -52,7 +62,9 @@ CALLS: tuple[Setting, ...] = (  # of generate, chat, embed, score, ...
     unsupported("tokenization_kwargs", "pass prompt_token_ids, made as you want"),
     unsupported("truncate_prompt_tokens", "pass prompt_token_ids, cut to what you want"),
     unsupported("mm_processor_kwargs", "only text is supported"),
-    unsupported("chat_template_content_format", "the parts of a message are joined to text", "auto", "string"),
+    unsupported(
+        "chat_template_content_format", "the parts of a message are joined to text", "auto", "string"
+    ),
     unsupported("pooling_params", "pass pooling, normalize and dimensions themselves"),
     unsupported("trace_headers", "spans are made by `jengine serve`; see otlp_traces_endpoint"),
     unsupported("data_parallel_rank", "run several engines", 0),

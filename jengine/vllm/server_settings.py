@@ -9,7 +9,9 @@ SAME: dict[str, str] = {
     "host": "default 127.0.0.1",
     "port": "serves gRPC; `http_port` serves OpenAI's API",
     "served_model_name": "one name",
-    "api_key": "also the variable `JENGINE_API_KEY`; `api_keys` is a file with hashes and limits for each key",
+    "api_key": (
+        "also the variable `JENGINE_API_KEY`; `api_keys` is a file with hashes and limits for each key"
+    ),
     "allowed_origins": "default none; a comma-separated list or JSON",
     "tool_call_parser": "detected by default",
     "reasoning_parser": "detected by default",
@@ -18,7 +20,9 @@ SAME: dict[str, str] = {
 }
 ALWAYS = "it is always so"
 CORS = "CORS headers allow what the API needs; see allowed_origins"
-PROMPTS = "prompts and outputs are never logged; request_log writes a line of JSON for each request without them"
+PROMPTS = (
+    "prompts and outputs are never logged; request_log writes a line of JSON for each request without them"
+)
 PROCESSES = "one process answers all clients, beside that of the engine"
 PROXY = "paths begin with /v1: let the proxy remove its prefix"
 
@@ -28,8 +32,14 @@ SERVER: tuple[Setting, ...] = (
     renamed("ssl_certfile", "tls_cert"),
     renamed("trust_request_chat_template", "client_chat_templates", switch=True),
     renamed("shutdown_timeout", "drain_seconds"),
-    unsupported("ssl_ca_certs", "it is called tls_client_ca here, and requires a certificate of every client"),
-    unsupported("ssl_cert_reqs", "tls_client_ca requires client certificates (2); otherwise they are not asked for (0)", 0),
+    unsupported(
+        "ssl_ca_certs", "it is called tls_client_ca here, and requires a certificate of every client"
+    ),
+    unsupported(
+        "ssl_cert_reqs",
+        "tls_client_ca requires client certificates (2); otherwise they are not asked for (0)",
+        0,
+    ),
     unsupported("enable_log_requests", f"request_log=- does this: {PROMPTS}", False),
     unsupported("h11_max_incomplete_event_size", "it is called max_message_bytes here", 4194304),
     Setting(
@@ -68,9 +78,17 @@ SERVER: tuple[Setting, ...] = (
     unsupported("uds", "sockets in the file system are not served; see host and http_port"),
     unsupported("ssl_ciphers", "the ciphers are the defaults of OpenSSL and gRPC"),
     unsupported("middleware", "middleware cannot be added; put a reverse proxy in front of the server"),
-    unsupported("lora_modules", "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload)"),
-    unsupported("chat_template_content_format", "the parts of a message are joined to text", "auto", "string"),
-    unsupported("default_chat_template_kwargs", "send chat_template_kwargs with each request, or set the variable in a chat_template"),
+    unsupported(
+        "lora_modules",
+        "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload)",
+    ),
+    unsupported(
+        "chat_template_content_format", "the parts of a message are joined to text", "auto", "string"
+    ),
+    unsupported(
+        "default_chat_template_kwargs",
+        "send chat_template_kwargs with each request, or set the variable in a chat_template",
+    ),
     unsupported("response_role", "answers have the role assistant", "assistant"),
     unsupported("return_tokens_as_token_ids", "log probabilities name tokens by their text", False),
     unsupported("exclude_tools_when_tool_choice_none", "requests that want no tools can omit them", False),
@@ -78,9 +96,15 @@ SERVER: tuple[Setting, ...] = (
     unsupported("reasoning_parser_plugin", "parsers cannot be added; see reasoning_parser"),
     unsupported("tool_server", "tools are called by clients"),
     unsupported("enable_force_include_usage", "clients ask for it with stream_options", False),
-    unsupported("enable_tokenizer_info_endpoint", "there is no such path; the model's files have this information", False),
+    unsupported(
+        "enable_tokenizer_info_endpoint",
+        "there is no such path; the model's files have this information",
+        False,
+    ),
     unsupported("enable_log_outputs", PROMPTS, False),
     unsupported("log_config_file", "see log_level and request_log"),
     unsupported("tokens_only", "every path is served", False),
-    unsupported("headless", "start a process on each machine, with coordinator, num_processes and process_id", False),
+    unsupported(
+        "headless", "start a process on each machine, with coordinator, num_processes and process_id", False
+    ),
 )

@@ -18,11 +18,12 @@ class Setting:
     """A setting of vLLM that jengine does not have under this name.
 
     Attributes:
-        kind: renamed: an option of jengine has the same meaning; no effect: any value is accepted, since it changes no result;
-            not supported: only the values in `fits` are accepted.
+        kind: renamed: an option of jengine has the same meaning; no effect: any value is accepted, since it
+            changes no result; not supported: only the values in `fits` are accepted.
         why: the reason, or what to do instead.
         to: jengine's option, if it is renamed.
-        fits: values that ask for what jengine does anyway, accepted without a note; `accepts` tells others of these.
+        fits: values that ask for what jengine does anyway, accepted without a note; `accepts` tells others of
+            these.
         gives: options of jengine by value, if there is no single one for all.
         read: converts a value for `to`.
         flags: vLLM's short flags.
@@ -59,7 +60,9 @@ class Setting:
         if self.kind == "no effect":
             return {}, f"{self.name}={'...' if self.secret else repr(value)} has no effect: {self.why}"
         accepted = [str(known) for known in (*self.fits, *self.gives) if not isinstance(known, bool)]
-        raise InvalidArgument(self.name, value, f"must be {' or '.join(accepted)}: {self.why}" if accepted else self.why)
+        raise InvalidArgument(
+            self.name, value, f"must be {' or '.join(accepted)}: {self.why}" if accepted else self.why
+        )
 
 
 def renamed(name: str, to: str, why: str = "", **more: Any) -> Setting:
@@ -109,7 +112,9 @@ def _given(gives: Mapping[Any, dict[str, Any]], value: Any) -> dict[str, Any] | 
 
 
 def _same(fit: Any, value: Any) -> bool:
-    """Whether they are equal; text is compared with what it stands for, since variables and flags are text."""
+    """Whether they are equal; text is compared with what it stands for, since variables and flags are
+    text.
+    """
     if isinstance(value, str):
         return value.lower() == str(fit).lower()
     return bool(isinstance(fit, bool) == isinstance(value, bool) and fit == value)

@@ -30,11 +30,21 @@ PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 # Other names of an option's values, as vLLM reads them.
 VALUES: dict[str, dict[str, str]] = {
-    "dtype": {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
+    "dtype": {
+        "half": "float16",
+        "float": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "fp32": "float32",
+    },
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "tool_call_parser": {"openai": "harmony", "deepseek_v3": "deepseek"},
 }
-HINTS = {"quantization": "; AWQ, GPTQ and other quantized checkpoints need no option, and int4 quantizes others on load"}
+HINTS = {
+    "quantization": (
+        "; AWQ, GPTQ and other quantized checkpoints need no option, and int4 quantizes others on load"
+    )
+}
 
 
 def value_of(name: str, value: Any) -> Any:
@@ -67,10 +77,14 @@ def translated(
         elif name in settings:
             options, note = settings[name].take(value)
         else:
-            raise InvalidArgument(name, value, f"there is no such {what}{suggestion(name, {*names, *settings})}")
+            raise InvalidArgument(
+                name, value, f"there is no such {what}{suggestion(name, {*names, *settings})}"
+            )
         for option, one in options.items():
             if option in own and own[option] != one:
-                raise InvalidArgument(name, value, f"{option} is given as {own[option]!r} too, perhaps under vLLM's name")
+                raise InvalidArgument(
+                    name, value, f"{option} is given as {own[option]!r} too, perhaps under vLLM's name"
+                )
             own[option] = one
         notes += [note] if note else []
     return own, notes
@@ -82,7 +96,9 @@ def warn(notes: Iterable[str]) -> None:
         warnings.warn(note, stacklevel=2, skip_file_prefixes=(PACKAGE,))
 
 
-def takes[T: type](settings: Settings, what: str = "option", attribute: str | None = None) -> Callable[[T], T]:
+def takes[T: type](
+    settings: Settings, what: str = "option", attribute: str | None = None
+) -> Callable[[T], T]:
     """Lets a dataclass be created with vLLM's names too.
 
     Args:

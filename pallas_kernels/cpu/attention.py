@@ -39,7 +39,9 @@ def paged_attention_decode(
         scale: above 0.
         sinks, slopes: float32 [heads], or None; slopes are at least 0.
     """
-    return _call(q, k_pages, v_pages, (block_tables, lengths), scale, window, soft_cap, sinks, slopes, decode=True)
+    return _call(
+        q, k_pages, v_pages, (block_tables, lengths), scale, window, soft_cap, sinks, slopes, decode=True
+    )
 
 
 def paged_attention_prefill(
@@ -58,14 +60,26 @@ def paged_attention_prefill(
 ) -> jax.Array:
     """Tiles of consecutive queries, as `xla.paged_attention_prefill`. Padding gives zeros.
 
-    Sums are float32. So are weights, unless the queries are bfloat16 and the processor multiplies bfloat16 pairs.
+    Sums are float32. So are weights, unless the queries are bfloat16 and the processor multiplies bfloat16
+    pairs.
 
     Args:
         q: bfloat16, float16 or float32 [tiles, tile, heads, head_dim].
         block_tables, positions, lengths: int32 [tiles, width], [tiles] and [tiles].
         k_pages, v_pages, scale, sinks, slopes: as in `paged_attention_decode`.
     """
-    return _call(q, k_pages, v_pages, (block_tables, lengths, positions), scale, window, soft_cap, sinks, slopes, decode=False)
+    return _call(
+        q,
+        k_pages,
+        v_pages,
+        (block_tables, lengths, positions),
+        scale,
+        window,
+        soft_cap,
+        sinks,
+        slopes,
+        decode=False,
+    )
 
 
 def prepare(q: Any, k_pages: Pages) -> None:
@@ -79,7 +93,15 @@ def _registered(q: Any, k_pages: Pages, decode: bool) -> str:
     """Registers a kernel and returns its name."""
     stored = str(k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype)
     _, kv_heads, page_size, head_dim = k_pages.shape
-    made = form(native.host(), stored, str(_inputs(q.dtype)), head_dim, page_size, q.shape[-2] // kv_heads, decode=decode)
+    made = form(
+        native.host(),
+        stored,
+        str(_inputs(q.dtype)),
+        head_dim,
+        page_size,
+        q.shape[-2] // kv_heads,
+        decode=decode,
+    )
     return register(made.name, lambda: native.compiled(lambda: source(made), made.name, name=made.name))
 
 
@@ -101,12 +123,18 @@ def _call(
     decode: bool,
 ) -> jax.Array:
     name = _registered(q, k_pages, decode)
-    k, v = (([pages.values, pages.scale] if isinstance(pages, Quantized) else [pages]) for pages in (k_pages, v_pages))
+    k, v = (
+        ([pages.values, pages.scale] if isinstance(pages, Quantized) else [pages])
+        for pages in (k_pages, v_pages)
+    )
     options = jnp.array([scale, soft_cap or 0.0, window or 0], jnp.float32)
     heads = q.shape[-2]
     sinks = jnp.full(heads, NO_SINK) if sinks is None else sinks
-    slopes = jnp.zeros(heads) if slopes is None else slopes / (scale if soft_cap is None else 1.0)  # scores are multiplied by scale later
+    # scores are multiplied by scale later
+    slopes = jnp.zeros(heads) if slopes is None else slopes / (scale if soft_cap is None else 1.0)
     options = jnp.concatenate([options, sinks.astype(jnp.float32), slopes.astype(jnp.float32)])
     queries = q.astype(_inputs(q.dtype))
-    out: jax.Array = call(name, jax.ShapeDtypeStruct(q.shape, queries.dtype), queries, *where, options, *k, *v)
+    out: jax.Array = call(
+        name, jax.ShapeDtypeStruct(q.shape, queries.dtype), queries, *where, options, *k, *v
+    )
     return out.astype(q.dtype)

@@ -1,9 +1,10 @@
-"""Building blocks of attention on a CPU: conversion of numbers to the form for products, products, and softmax weights.
+"""Building blocks of attention on a CPU: conversion of numbers to the form for products, products, and
+softmax weights.
 
 Products multiply 32-bit numbers: a float32, or a pair of bfloat16 if the processor multiplies pairs. A
-product's left side is stored row by row, and one number at a time is broadcast to all lanes. Its right side is
-stored so that a vector has that number's counterparts for 16 columns. For scores this is the transpose of the
-keys; for results, pairs are the values of two tokens.
+product's left side is stored row by row, and one number at a time is broadcast to all lanes. Its right side
+is stored so that a vector has that number's counterparts for 16 columns. For scores this is the transpose of
+the keys; for results, pairs are the values of two tokens.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ LARGEST_POWER = 126.0  # of two
 def _powers(degree: int) -> list[float]:
     """(2 ** f - 1) / f for f in (-1/2, 1/2), as a polynomial of one degree less."""
     nodes = np.polynomial.chebyshev.chebpts1(degree) / 2
-    return [float(c) for c in np.polynomial.polynomial.polyfit(nodes, np.expm1(nodes * np.log(2)) / nodes, degree - 1)[::-1]]
+    return [
+        float(c)
+        for c in np.polynomial.polynomial.polyfit(nodes, np.expm1(nodes * np.log(2)) / nodes, degree - 1)[
+            ::-1
+        ]
+    ]
 
 
-# 2 ** f for f in (-1/2, 1/2), by degree, highest power first: 1 + f * (a polynomial fitted at Chebyshev nodes),
-# so 2 ** 0 is 1
+# 2 ** f for f in (-1/2, 1/2), by degree, highest power first: 1 + f * (a polynomial fitted at Chebyshev
+# nodes), so 2 ** 0 is 1
 POWERS = {degree: (*_powers(degree), 1.0) for degree in (4, 6)}  # relative errors of 7e-6 and 1e-8
 
 
@@ -53,7 +59,8 @@ def _of_e4m3(bits: Value, total: int) -> Value:
     kind, real = vector(I32, total), vector(F32, total)
     whole = bits.unsigned_to(kind)
     size = (whole & 0x7F) << 20
-    small = (size | (121 << 23)).bits(real) - 2.0**-6  # the smallest normal number, which the next exponent adds to a subnormal one
+    # the smallest normal number, which the next exponent adds to a subnormal one
+    small = (size | (121 << 23)).bits(real) - 2.0**-6
     magnitude = ((whole & 0x78).equals(0)).choose(small, (size + (120 << 23)).bits(real))
     return (magnitude.bits(kind) | ((whole & 0x80) << 24)).bits(real)
 
@@ -114,7 +121,12 @@ class Product:
     out: int
 
     def write(
-        self, code: Kernel, left: Value, right: Value | Callable[[Value, int], Value], out: Value, factors: Value | None = None
+        self,
+        code: Kernel,
+        left: Value,
+        right: Value | Callable[[Value, int], Value],
+        out: Value,
+        factors: Value | None = None,
     ) -> None:
         """out = left @ right, or out = factors * out + left @ right, with a float32 factor for each row.
 
@@ -136,7 +148,9 @@ class Product:
                 sums.append(code.variable(first))
         with code.loop(0, self.depth) as k:
             if isinstance(right, Value):
-                ours = [code.load(vector(F32), column(right + k * self.right, n)) for n in range(self.columns)]
+                ours = [
+                    code.load(vector(F32), column(right + k * self.right, n)) for n in range(self.columns)
+                ]
             else:
                 ours = [right(k, n) for n in range(self.columns)]
             for row in range(self.rows):
@@ -149,7 +163,9 @@ class Product:
                 code.store(sums[row * self.columns + n].get(), column(out + row * self.out, n))
 
 
-def pack_keys(code: Kernel, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool) -> None:
+def pack_keys(
+    code: Kernel, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool
+) -> None:
     """Transposes keys of SPAN tokens: to[depth][SPAN].
 
     Args:
@@ -176,7 +192,15 @@ def pack_keys(code: Kernel, places: Value, later: Value, base: Value, to: Value,
 
 
 def pack_values(
-    code: Kernel, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool, vectors: int
+    code: Kernel,
+    places: Value,
+    later: Value,
+    base: Value,
+    to: Value,
+    stored: str,
+    head_dim: int,
+    pairs: bool,
+    vectors: int,
 ) -> None:
     """Arranges values of SPAN tokens: to[SPAN][vectors], or pairs of two tokens to[SPAN / 2][vectors]. Lanes
     after head_dim are 0."""
@@ -184,7 +208,10 @@ def pack_values(
     total = 2 * LANES if pairs else LANES
 
     with code.loop(0, SPAN // at_once) as k:
-        rows, next_rows = ([base + code.load(I64, all_ + (k * at_once + n) * 8) * row for n in range(at_once)] for all_ in (places, later))
+        rows, next_rows = (
+            [base + code.load(I64, all_ + (k * at_once + n) * 8) * row for n in range(at_once)]
+            for all_ in (places, later)
+        )
         for one in next_rows:
             for at in range(0, row, BYTES):
                 code.prefetch(one + at)
@@ -194,7 +221,9 @@ def pack_values(
             if count <= 0:
                 code.store(code.constant(vector(I32), 0), line + first * 4)
                 continue
-            read = [numbers(code, one + first * SIZES[stored], stored, pairs, min(count, total)) for one in rows]
+            read = [
+                numbers(code, one + first * SIZES[stored], stored, pairs, min(count, total)) for one in rows
+            ]
             if not pairs:
                 code.store(read[0], line + first * 4)
                 continue
@@ -206,11 +235,13 @@ def pack_values(
 
 @dataclass(frozen=True)
 class Softmax:
-    """Addresses and options for the rows of an online softmax (Milakov and Gimelshein, 2018), in powers of two.
+    """Addresses and options for the rows of an online softmax (Milakov and Gimelshein, 2018), in powers of
+    two.
 
     Attributes:
         position: int32 [rows], of each row's query.
-        slope: float32 [rows], at least 0; its product with a key's distance is subtracted from a score, before it is multiplied by scale.
+        slope: float32 [rows], at least 0; its product with a key's distance is subtracted from a score,
+            before it is multiplied by scale.
         largest, factor: float32 [rows]: largest score so far; factor for the previous sums.
         total: float32 [rows, 16]: sums of weights, by lane.
         k_scale, v_scale: float32 [SPAN] for a quantized cache, or None.
@@ -232,8 +263,12 @@ class Softmax:
     cap: Value
     twice: Value
 
-    def write(self, code: Kernel, row: Value, start: Value, scores: Value, weights: Value, pairs: bool) -> None:
-        """Converts a row's scores, float32 [SPAN] from token start on, to weights, bfloat16 if pairs, otherwise float32."""
+    def write(
+        self, code: Kernel, row: Value, start: Value, scores: Value, weights: Value, pairs: bool
+    ) -> None:
+        """Converts a row's scores, float32 [SPAN] from token start on, to weights, bfloat16 if pairs,
+        otherwise float32.
+        """
         vectors = range(SPAN // LANES)
         kept = [code.variable(code.load(vector(F32), scores + n * BYTES)) for n in vectors]
         if self.k_scale is not None:
@@ -243,8 +278,11 @@ class Softmax:
             for n in vectors:
                 double = power_of_two(code, (kept[n].get() * self.twice.splat()).least(LARGEST_POWER))
                 kept[n].set(self.cap.splat() * (1.0 - 2.0 / (double + 1.0)))
-        ahead = (code.load(I32, self.position + row * 4) - start.to(I32)).splat()  # offset of the query from the block's first token
-        distances = [ahead - code.constant(vector(I32), [n * LANES + lane for lane in range(LANES)]) for n in vectors]
+        # offset of the query from the block's first token
+        ahead = (code.load(I32, self.position + row * 4) - start.to(I32)).splat()
+        distances = [
+            ahead - code.constant(vector(I32), [n * LANES + lane for lane in range(LANES)]) for n in vectors
+        ]
         slope = code.load(F32, self.slope + row * 4)
         with code.when(slope > 0.0):
             for n in vectors:
@@ -259,9 +297,13 @@ class Softmax:
         scale, less = self.scale.splat(), (0.0 - most * self.scale).splat()
         own = [power_of_two(code, code.fma(one.get(), scale, less), 4 if pairs else 6) for one in kept]
         total = self.total + row * BYTES
-        code.store(code.fma(code.load(vector(F32), total), factor.splat(), _tree([*own], Value.__add__)), total)
+        code.store(
+            code.fma(code.load(vector(F32), total), factor.splat(), _tree([*own], Value.__add__)), total
+        )
         for n in vectors:
-            weight = own[n] if self.v_scale is None else own[n] * code.load(vector(F32), self.v_scale + n * BYTES)
+            weight = (
+                own[n] if self.v_scale is None else own[n] * code.load(vector(F32), self.v_scale + n * BYTES)
+            )
             if pairs:
                 code.store(rounded(code, weight, pairs), weights + n * BYTES // 2)
             else:

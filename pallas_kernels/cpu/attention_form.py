@@ -24,8 +24,8 @@ class Form:
         strip: rows multiplied at a time.
         columns: vectors of columns multiplied at a time, 1, 2 or 4.
         decode: whether each sequence has one query, its last token.
-        pair_keys, pair_values: whether keys, and weights and values, are multiplied as pairs of bfloat16 rather
-            than as float32.
+        pair_keys, pair_values: whether keys, and weights and values, are multiplied as pairs of bfloat16
+            rather than as float32.
     """
 
     stored: str
@@ -71,12 +71,17 @@ class Form:
         return max(n for n in range(1, self.columns + 1) if self.vectors % n == 0)
 
 
-def form(target: Target, stored: str, inputs: str, head_dim: int, page_size: int, group: int, *, decode: bool) -> Form:
+def form(
+    target: Target, stored: str, inputs: str, head_dim: int, page_size: int, group: int, *, decode: bool
+) -> Form:
     """The options for such a cache, with `group` query heads per kv head, on this processor."""
     at = processor(target)
     columns = 4 if at.lanes == LANES else 1
-    most = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)  # limits such that sums stay in registers
+    # limits such that sums stay in registers
+    most = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)
     strip = -(-group // -(-group // most)) if decode else most
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
     rows = group if decode else max(group, ROWS)
-    return Form(stored, inputs, head_dim, page_size, group, rows, strip, columns, decode, pairs, pairs and not decode)
+    return Form(
+        stored, inputs, head_dim, page_size, group, rows, strip, columns, decode, pairs, pairs and not decode
+    )

@@ -2,9 +2,9 @@
 with an online softmax.
 
 A row is one query head of one query. The rows of a kv head share loads. An item is a block of rows. It visits
-blocks of tokens, converts their keys and values once to the form for products, and multiplies all of its rows,
-a strip at a time. Blocks of tokens begin at multiples of SPAN, so a row's sums do not depend on its tile, on
-other rows, or on the distribution of items.
+blocks of tokens, converts their keys and values once to the form for products, and multiplies all of its
+rows, a strip at a time. Blocks of tokens begin at multiples of SPAN, so a row's sums do not depend on its
+tile, on other rows, or on the distribution of items.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ NO_SINK = -1e30  # adds exactly zero to a sum of weights
 def source(form: Form) -> str:
     """The source of a module with the kernel, a function of (frame, part, parts).
 
-    Arguments: queries [tiles, tile, heads, head_dim] (decode: [rows, heads, head_dim]); block tables; lengths;
-    positions (not for decode); options float32 [scale, cap or 0, window or 0, a sink for each head or NO_SINK, a slope for
-    each head or 0]; keys and their scales if any; values and their scales if any. The result has the shape of the queries.
+    Arguments: queries [tiles, tile, heads, head_dim] (decode: [rows, heads, head_dim]); block tables;
+    lengths; positions (not for decode); options float32 [scale, cap or 0, window or 0, a sink for each head
+    or NO_SINK, a slope for each head or 0]; keys and their scales if any; values and their scales if any. The
+    result has the shape of the queries.
     """
     code = Kernel(form.name, 3)
     frame, part, parts = code.arguments
@@ -116,7 +117,9 @@ class _Arguments:
         self.window = self.windowed.choose(window.to(I64), 2**31 - 1)
 
     def blocks(self) -> Iterator[_Block]:
-        """A loop over the blocks of queries. May be used once; code written in its body runs for each block."""
+        """A loop over the blocks of queries. May be used once; code written in its body runs for each
+        block.
+        """
         code, together = self.code, self.form.rows // self.form.group
         count = (self.tile + (together - 1)) // together
         size = (self.tile + count - 1) // count
@@ -143,7 +146,8 @@ class _Item:
         self.row = form.head_dim * SIZES[form.inputs]  # bytes of a row of queries
         self.depth, self.wide = SPAN // 2 if form.pair_values else SPAN, form.vectors * BYTES
         rows = form.strip * -(-form.rows // form.strip)
-        self.places = code.memory((4 if form.quantized else 2) * SPAN * 8)  # for this block and the next: of numbers, then of scales
+        # for this block and the next: of numbers, then of scales
+        self.places = code.memory((4 if form.quantized else 2) * SPAN * 8)
         self.q, self.sums = code.memory(rows * form.depth * 4), code.memory(rows * self.wide)
         self.keys, self.values = code.memory(form.depth * SPAN * 4), code.memory(self.depth * self.wide)
         self.scores, self.weights = (code.memory(form.strip * SPAN * 4) for _ in range(2))
@@ -162,8 +166,12 @@ class _Item:
             cap=cap,
             twice=scale / cap.most(1e-30) * (2 * LOG2_E),
         )
-        self.of_scores = Product(form.strip, form.columns, form.depth, form.pair_keys, form.depth * 4, SPAN * 4, SPAN * 4)
-        self.of_values = Product(form.strip, form.block, self.depth, form.pair_values, self.depth * 4, self.wide, self.wide)
+        self.of_scores = Product(
+            form.strip, form.columns, form.depth, form.pair_keys, form.depth * 4, SPAN * 4, SPAN * 4
+        )
+        self.of_values = Product(
+            form.strip, form.block, self.depth, form.pair_values, self.depth * 4, self.wide, self.wide
+        )
 
     def write(self, block: _Block, head: Value) -> None:
         code, given, group = self.code, self.given, self.form.group
@@ -187,7 +195,10 @@ class _Item:
         with code.loop(0, rows) as row:
             query = (row // form.group).least(block.real - 1)
             code.store((block.position + query).to(I32), soft.position + row * 4)
-            code.store(code.load(F32, self.given.slopes + (head * form.group + row % form.group) * 4), soft.slope + row * 4)
+            code.store(
+                code.load(F32, self.given.slopes + (head * form.group + row % form.group) * 4),
+                soft.slope + row * 4,
+            )
             code.store(code.constant(F32, LEAST), soft.largest + row * 4)
             code.store(nothing, soft.total + row * BYTES)
             at = q + (query * self.given.heads + row % form.group) * self.row
@@ -208,10 +219,25 @@ class _Item:
         with code.loop(start, block.end, SPAN) as first:
             following, places, later = first + SPAN, self._places(first), self._places(first + SPAN)
             more = following < block.end  # otherwise the next head's first tokens are prefetched
-            self._find(block, more.choose(head, (head + 1).least(given.kv_heads - 1)), more.choose(following, start), later)
+            self._find(
+                block,
+                more.choose(head, (head + 1).least(given.kv_heads - 1)),
+                more.choose(following, start),
+                later,
+            )
             pack_keys(code, places, later, given.keys, self.keys, form.stored, form.head_dim, form.pair_keys)
             if not form.in_place:
-                pack_values(code, places, later, given.values, self.values, form.stored, form.head_dim, form.pair_values, form.vectors)
+                pack_values(
+                    code,
+                    places,
+                    later,
+                    given.values,
+                    self.values,
+                    form.stored,
+                    form.head_dim,
+                    form.pair_values,
+                    form.vectors,
+                )
             for to, scales in (soft.k_scale, given.k_scales), (soft.v_scale, given.v_scales):
                 if to is not None and scales is not None:
                     with code.loop(0, SPAN, LANES) as lane:
@@ -222,7 +248,9 @@ class _Item:
             with code.loop(seeing, rows, form.strip) as row:
                 self._strip(row, first, partial(self._values, places, later) if form.in_place else None)
 
-    def _strip(self, row: Value, first: Value, values: Callable[[Value], Callable[[Value, int], Value]] | None) -> None:
+    def _strip(
+        self, row: Value, first: Value, values: Callable[[Value], Callable[[Value, int], Value]] | None
+    ) -> None:
         """Processes some rows of queries with the block of tokens that starts at `first`.
 
         Args:
@@ -230,13 +258,21 @@ class _Item:
         """
         code, form = self.code, self.form
         with code.loop(0, SPAN * 4, form.columns * BYTES) as column:
-            self.of_scores.write(code, self.q + row * (form.depth * 4), self.keys + column, self.scores + column)
+            self.of_scores.write(
+                code, self.q + row * (form.depth * 4), self.keys + column, self.scores + column
+            )
         with code.loop(0, form.strip) as n:
             scores, weights = self.scores + n * (SPAN * 4), self.weights + n * (self.depth * 4)
             self.softmax.write(code, row + n, first, scores, weights, form.pair_values)
         with code.loop(0, self.wide, form.block * BYTES) as column:
             to = self.sums + row * self.wide + column
-            self.of_values.write(code, self.weights, values(column) if values else self.values + column, to, self.softmax.factor + row * 4)
+            self.of_values.write(
+                code,
+                self.weights,
+                values(column) if values else self.values + column,
+                to,
+                self.softmax.factor + row * 4,
+            )
 
     def _values(self, places: Value, later: Value, column: Value) -> Callable[[Value, int], Value]:
         """Values read in place."""
@@ -262,7 +298,9 @@ class _Item:
         return places + 2 * SPAN * 8
 
     def _find(self, block: _Block, head: Value, first: Value, to: Value) -> None:
-        """Finds the address of each token from `first` on. For a token that no query attends to, uses another's address."""
+        """Finds the address of each token from `first` on. For a token that no query attends to, uses
+        another's address.
+        """
         code, size = self.code, self.form.page_size
         table = self.given.tables + block.tile * self.given.width * 4
         oldest, newest = block.oldest, block.end - 1
@@ -272,7 +310,11 @@ class _Item:
             if size % LANES:
                 pages = code.gather(vector(I32), table, tokens // size).to(vector(I64))
             else:  # all are in one page
-                pages = code.load(I32, table + (first + lane).most(oldest).least(newest) // size * 4).to(I64).splat()
+                pages = (
+                    code.load(I32, table + (first + lane).most(oldest).least(newest) // size * 4)
+                    .to(I64)
+                    .splat()
+                )
             offset = (tokens % size).to(vector(I64))
             code.store((pages * self.given.kv_heads.splat() + head.splat()) * size + offset, to + lane * 8)
             if self.form.quantized:

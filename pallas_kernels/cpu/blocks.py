@@ -34,21 +34,30 @@ class Out:
 ARGUMENTS = (PTR, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64)
 
 
-def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *, fetched: range = range(0)) -> None:
+def block(
+    code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *, fetched: range = range(0)
+) -> None:
     """Writes a function with this name and ARGUMENTS for a block of this size.
 
     Args:
         fetched: outputs whose weights are prefetched.
     """
-    x, x_row, weight, weight_row, size, result, result_row, row_scale, row_sum, out_scale, out_size = code.function(name, ARGUMENTS)
+    x, x_row, weight, weight_row, size, result, result_row, row_scale, row_sum, out_scale, out_size = (
+        code.function(name, ARGUMENTS)
+    )
     xs = [code.at(x, code.mul(x_row, row)) for row in range(rows)]
     weights = [code.at(weight, code.mul(weight_row, n)) for n in range(outs)]
     x_size, weight_size = SIZES[how.x], SIZES[how.weight]
     zero = ir.Constant(how.sums, [0.0 if how.sums.element == F32 else 0] * how.sums.count)
 
     def multiplied(sums: Sequence[Any], xs: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
-        left, right = [how.load_x(code, place) for place in xs], [how.load_weight(code, place) for place in weights]
-        return [how.dot(code, sums[r * outs + o], left[r], right[o]) for r in range(rows) for o in range(outs)]
+        left, right = (
+            [how.load_x(code, place) for place in xs],
+            [how.load_weight(code, place) for place in weights],
+        )
+        return [
+            how.dot(code, sums[r * outs + o], left[r], right[o]) for r in range(rows) for o in range(outs)
+        ]
 
     whole = code.b.and_(size, I64(-how.step))
     with code.loop(0, whole, how.step, [zero] * (rows * outs)) as dots:
@@ -56,13 +65,25 @@ def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *,
         for n in fetched:
             for line in range(0, how.step * weight_size, LINE):
                 code.fetch(code.at(here[n], AHEAD + line))
-        dots.next(multiplied(dots.values, [code.at(place, code.mul(dots.index, x_size)) for place in xs], here))
+        dots.next(
+            multiplied(dots.values, [code.at(place, code.mul(dots.index, x_size)) for place in xs], here)
+        )
 
     rest = code.b.sub(size, whole)
-    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, dots.results) as tail:  # the rest, smaller than a vector
-        left = [padded(code, code.at(place, code.mul(whole, x_size)), code.mul(rest, x_size), how.step * x_size) for place in xs]
+    # the rest, smaller than a vector
+    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, dots.results) as tail:
+        left = [
+            padded(code, code.at(place, code.mul(whole, x_size)), code.mul(rest, x_size), how.step * x_size)
+            for place in xs
+        ]
         right = [
-            padded(code, code.at(p, code.mul(whole, weight_size)), code.mul(rest, weight_size), how.step * weight_size) for p in weights
+            padded(
+                code,
+                code.at(p, code.mul(whole, weight_size)),
+                code.mul(rest, weight_size),
+                how.step * weight_size,
+            )
+            for p in weights
         ]
         tail.next(multiplied(tail.values, left, right))
 
@@ -70,7 +91,21 @@ def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *,
     for first in range(0, rows, at_once):
         end = min(rows, first + at_once)
         sums = totals(code, tail.results[first * outs : end * outs])
-        _finish(code, how, sums, first, end, outs, out, result, result_row, row_scale, row_sum, out_scale, out_size)
+        _finish(
+            code,
+            how,
+            sums,
+            first,
+            end,
+            outs,
+            out,
+            result,
+            result_row,
+            row_scale,
+            row_sum,
+            out_scale,
+            out_size,
+        )
     code.b.ret_void()
 
 
@@ -88,12 +123,18 @@ def totals(code: Code, sums: Sequence[Any]) -> Any:
     count = len(left)
     add = code.b.fadd if left[0].type.element == F32 else code.b.add
     while lanes > 1:
-        halves = [[group * lanes + half * lanes // 2 + n for group in range(groups) for n in range(lanes // 2)] for half in (0, 1)]
+        halves = [
+            [group * lanes + half * lanes // 2 + n for group in range(groups) for n in range(lanes // 2)]
+            for half in (0, 1)
+        ]
         width = groups * lanes
         if len(left) > 1:
             left += left[:1] * (len(left) % 2)
             halves = [places + [width + place for place in places] for places in halves]
-            left = [add(*(code.shuffle(one, other, places) for places in halves)) for one, other in zip(left[::2], left[1::2], strict=True)]
+            left = [
+                add(*(code.shuffle(one, other, places) for places in halves))
+                for one, other in zip(left[::2], left[1::2], strict=True)
+            ]
             groups *= 2
         else:
             left = [add(*(code.shuffle(left[0], left[0], places) for places in halves))]
@@ -135,7 +176,9 @@ def _finish(
     store_rows(code, sums, first, end, outs, result, result_row, out_size)
 
 
-def store_rows(code: Code, values: Any, first: int, end: int, outs: int, result: Any, result_row: Any, out_size: Any) -> None:
+def store_rows(
+    code: Code, values: Any, first: int, end: int, outs: int, result: Any, result_row: Any, out_size: Any
+) -> None:
     """Stores rows [first, end) of a block as bfloat16 or float32."""
     b = code.b
 

@@ -1,5 +1,5 @@
-"""Foreign functions for XLA (typed FFI, xla/ffi/api/c_api.h, whose structures consist of eight-byte words), run
-by several threads.
+"""Foreign functions for XLA (typed FFI, xla/ffi/api/c_api.h, whose structures consist of eight-byte words),
+run by several threads.
 
 A kernel is a function of (frame, part, parts) in LLVM's terms. It reads its arguments from XLA's call frame,
 and writes its part of the results in place. Parts must not depend on each other's output. Work that does is a
@@ -17,7 +17,8 @@ import jax
 
 from pallas_kernels.cpu import native, team
 
-# XLA first asks for the version of this interface, by an extension of the frame; the answer is 0.3. Other calls compute.
+# XLA first asks for the version of this interface, by an extension of the frame; the answer is 0.3. Other
+# calls compute.
 HANDLER = """
 define i64 @handler(i64 %frame) {{
   %base = inttoptr i64 %frame to ptr
@@ -52,12 +53,12 @@ def call(name: str, out: Any, *args: jax.Array) -> Any:
 
 
 def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> str:
-    """Registers a kernel with XLA under this name, once per process. Must precede loading or running a program
-    that calls it.
+    """Registers a kernel with XLA under this name, once per process. Must precede loading or running a
+    program that calls it.
 
     Args:
-        make: returns the addresses of functions; all parts of one are called before the next. An item may be a
-            pair; its second function, int64 of (frame, most), returns the number of parts for this call.
+        make: returns the addresses of functions; all parts of one are called before the next. An item may be
+            a pair; its second function, int64 of (frame, most), returns the number of parts for this call.
     """
     with _lock:
         if name not in _registered:

@@ -22,7 +22,8 @@ from pallas_kernels.quantized import quantize
 
 MANY = 256  # number of rows representing a prompt
 REPEATS = 5
-CLEARLY = 0.9  # required share of the first form's time, so that noise does not change the choice and cause compilations
+# required share of the first form's time, so that noise does not change the choice and cause compilations
+CLEARLY = 0.9
 
 
 def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
@@ -40,7 +41,9 @@ def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
     return ("kernel", *by_tiles, "xla")
 
 
-def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[str, str], *, by_place: bool = True) -> dict[str, str]:
+def forms(
+    x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[str, str], *, by_place: bool = True
+) -> dict[str, str]:
     """Forms for every number of rows, by `form_key`.
 
     Args:
@@ -69,7 +72,10 @@ def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[s
 def _fastest(able: Sequence[str], rows: int, x: str, kind: str, shape: tuple[int, int]) -> str:
     """The fastest form, by the minimum of alternating measurements."""
     inputs, weight = jnp.ones((rows, shape[1]), x), jnp.ones(shape, x if kind == "w8a8" else kind)
-    args: tuple[Any, Any] = (inputs, quantize(weight, "int8", inputs=True, hadamard=block_of(shape[1])) if kind == "w8a8" else weight)
+    args: tuple[Any, Any] = (
+        inputs,
+        quantize(weight, "int8", inputs=True, hadamard=block_of(shape[1])) if kind == "w8a8" else weight,
+    )
     programs = {}
     for form in able:
         with using({form_key(rows, x, kind): form}):

@@ -1,4 +1,6 @@
-"""Rotary embedding, gates and norms on a CPU. XLA's loops for bfloat16 are two to five times as slow, and its norms are four loops."""
+"""Rotary embedding, gates and norms on a CPU. XLA's loops for bfloat16 are two to five times as slow, and its
+norms are four loops.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         x: bfloat16 or float32 [tokens, heads, head_dim].
         cos, sin: float32 [tokens, pairs].
     """
-    y: jax.Array = call(_register("rotate", str(x.dtype), x.size), jax.ShapeDtypeStruct(x.shape, x.dtype), x, cos, sin)
+    y: jax.Array = call(
+        _register("rotate", str(x.dtype), x.size), jax.ShapeDtypeStruct(x.shape, x.dtype), x, cos, sin
+    )
     return y
 
 
@@ -37,7 +41,9 @@ def rotate_qkv(rows: jax.Array, group: int, cos: jax.Array, sin: jax.Array) -> t
         rows, group: as in `qkv.QkvProduct`.
     """
     tokens, kv_heads, _, dim = rows.shape
-    shapes = [jax.ShapeDtypeStruct((tokens, heads, dim), rows.dtype) for heads in (kv_heads * group, kv_heads)]
+    shapes = [
+        jax.ShapeDtypeStruct((tokens, heads, dim), rows.dtype) for heads in (kv_heads * group, kv_heads)
+    ]
     q, k = call(_register("rotate_qkv", str(rows.dtype), rows.size), shapes, rows, cos, sin)
     return q, k
 
@@ -49,7 +55,11 @@ def why_no_rotation(dtype: str, head_dim: int, pairs: int) -> str | None:
     if pairs < LANES:
         return f"pairs={pairs}: the kernel takes at least {LANES}"
     rest = head_dim - 2 * pairs
-    return f"head_dim={head_dim}: the kernel takes 0 or at least {LANES} channels that do not rotate" if 0 < rest < LANES else None
+    return (
+        f"head_dim={head_dim}: the kernel takes 0 or at least {LANES} channels that do not rotate"
+        if 0 < rest < LANES
+        else None
+    )
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
@@ -68,7 +78,11 @@ def why_not_gated(gate_up: jax.Array) -> str | None:
     """The reason why `gated` does not support this, or None."""
     if str(gate_up.dtype) not in INPUTS:
         return f"gate_up={gate_up.dtype}: the kernel takes {' and '.join(INPUTS)}"
-    return f"gate_up={gate_up.size // 2} gates: the kernel takes at least {LANES}" if gate_up.size < 2 * LANES else None
+    return (
+        f"gate_up={gate_up.size // 2} gates: the kernel takes at least {LANES}"
+        if gate_up.size < 2 * LANES
+        else None
+    )
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
@@ -83,12 +97,20 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.
 def why_no_norm(x: jax.Array, weight: jax.Array) -> str | None:
     """The reason why `rms_norm` does not support these, or None."""
     if str(x.dtype) not in INPUTS or weight.dtype != x.dtype:
-        return f"x={x.dtype}, weight={weight.dtype}: the kernel takes twice the same of {' and '.join(INPUTS)}"
-    return f"x={x.shape}: the kernel takes at least {LANES} channels" if x.shape[-1] < LANES or x.size == 0 else None
+        return (
+            f"x={x.dtype}, weight={weight.dtype}: the kernel takes twice the same of {' and '.join(INPUTS)}"
+        )
+    return (
+        f"x={x.shape}: the kernel takes at least {LANES} channels"
+        if x.shape[-1] < LANES or x.size == 0
+        else None
+    )
 
 
 def prepare(dtype: str) -> None:
-    """Registers the kernels for activations of this dtype, and norms of any dtype, since models may compute some in float32."""
+    """Registers the kernels for activations of this dtype, and norms of any dtype, since models may compute
+    some in float32.
+    """
     if dtype in INPUTS:
         for size in 0, SHARED:
             for what in "rotate", "rotate_qkv", *GATES:
@@ -98,7 +120,9 @@ def prepare(dtype: str) -> None:
 
 
 def source(target: native.Target, what: str, dtype: str) -> str:
-    """The source of a module with the function `compute` of (frame, part, parts), and `one`, which returns one part."""
+    """The source of a module with the function `compute` of (frame, part, parts), and `one`, which returns
+    one part.
+    """
     code = Kernel("compute", 3)
     arrays = _Arrays(code, dtype, processor(target).pairs and target.architecture == "x86")
     {"rotate": _rotate, "rotate_qkv": _rotate_qkv, "norm": _norm}.get(what, _gate)(arrays, what)
@@ -107,7 +131,9 @@ def source(target: native.Target, what: str, dtype: str) -> str:
 
 def _register(what: str, dtype: str, size: int) -> str:
     def make() -> list[int | tuple[int, int]]:
-        compute, one = native.compiled(lambda: source(native.host(), what, dtype), "compute", "one", name=f"jengine_{what}_{dtype}")
+        compute, one = native.compiled(
+            lambda: source(native.host(), what, dtype), "compute", "one", name=f"jengine_{what}_{dtype}"
+        )
         return [compute if size >= SHARED else (compute, one)]
 
     return register(f"jengine_{what}_{dtype}{'' if size >= SHARED else '_alone'}", make)
@@ -166,7 +192,11 @@ def _rotate_qkv(arrays: _Arrays, _: str) -> None:
     (x, shape), (q, q_shape), (k, _shape) = arrays.argument(0), arrays.result(0), arrays.result(1)
     tokens, kv_heads, each, dim = (arrays.extent(shape, axis) for axis in range(4))
     group = arrays.extent(q_shape, 1) // kv_heads
-    with code.loop(*arrays.share(tokens)) as token, code.loop(0, kv_heads) as kv_head, code.loop(0, group + 1) as head:
+    with (
+        code.loop(*arrays.share(tokens)) as token,
+        code.loop(0, kv_heads) as kv_head,
+        code.loop(0, group + 1) as head,
+    ):
         own = token * kv_heads + kv_head
         target = (head < group).choose(q + (own * group + head) * dim * size, k + own * dim * size)
         _rotate_head(arrays, token, dim, x + (own * each + head) * dim * size, target)
@@ -207,7 +237,10 @@ def _norm(arrays: _Arrays, _: str) -> None:
         scale = (1.0 / root).splat()
         with code.loop(0, count, LANES) as n:
             at = n.least(count - LANES) * size  # the last vector starts earlier instead of ending later
-            arrays.write(arrays.read(x + base + at) * scale * (arrays.read(weight + at) + offset.splat()), arrays.out + base + at)
+            arrays.write(
+                arrays.read(x + base + at) * scale * (arrays.read(weight + at) + offset.splat()),
+                arrays.out + base + at,
+            )
 
 
 def _gate(arrays: _Arrays, activation: str) -> None:
@@ -225,4 +258,6 @@ def _gate(arrays: _Arrays, activation: str) -> None:
         slope, bend = (1.0, 0.0) if activation == "silu" else GELU
         turned = gate * -(slope * LOG2_E)
         turned = turned if bend == 0.0 else turned * (gate * gate * bend + 1.0)
-        arrays.write(gate / (power_of_two(code, turned.least(LARGEST_POWER)) + 1.0) * up, arrays.out + at * size)
+        arrays.write(
+            gate / (power_of_two(code, turned.least(LARGEST_POWER)) + 1.0) * up, arrays.out + at * size
+        )

@@ -9,7 +9,14 @@ from typing import Any
 
 from llvmlite import ir
 
-I8, I16, I32, I64, F32, VOID = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
+I8, I16, I32, I64, F32, VOID = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+    ir.VoidType(),
+)
 HALF = ir.HalfType()
 PTR = ir.PointerType()
 BFLOAT16 = 16  # XLA's number for the dtype
@@ -52,7 +59,9 @@ class Code:
         self.module = ir.Module(context=ir.Context())
         self.b = ir.IRBuilder()
 
-    def function(self, name: str, kinds: Sequence[Any], *, internal: bool = True, result: Any = VOID) -> list[Any]:
+    def function(
+        self, name: str, kinds: Sequence[Any], *, internal: bool = True, result: Any = VOID
+    ) -> list[Any]:
         """Begins a function. Returns its arguments."""
         made = ir.Function(self.module, ir.FunctionType(result, kinds), name)
         if internal:
@@ -69,7 +78,9 @@ class Code:
 
     @contextmanager
     def loop(self, start: Any, end: Any, step: Any, values: Sequence[Any] = ()) -> Iterator[Loop]:
-        """A loop like range(start, end, step), with values carried between iterations; does nothing if start >= end."""
+        """A loop like range(start, end, step), with values carried between iterations; does nothing if start
+        >= end.
+        """
         b, start, end, step = self.b, number(start), number(end), number(step)
         before = b.block
         head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
@@ -82,7 +93,9 @@ class Code:
         loop = Loop(index, phis, list(phis))
         yield loop
         following = b.add(index, step)
-        for phi, first, last in zip([index, *phis], [start, *values], [following, *loop.results], strict=True):
+        for phi, first, last in zip(
+            [index, *phis], [start, *values], [following, *loop.results], strict=True
+        ):
             phi.add_incoming(first, before)
             phi.add_incoming(last, b.block)
         b.branch(head)

@@ -1,5 +1,6 @@
-"""LLVM's intermediate representation written with Python's operators: numbers, vectors, loops and variables of
-one function."""
+"""LLVM's intermediate representation written with Python's operators: numbers, vectors, loops and variables
+of one function.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def vector(kind: Any, count: int = LANES) -> Any:
 
 
 class Value:
-    """A number, an address (an int64) or a vector. Operators also accept Python numbers; integers are signed."""
+    """A number, an address (an int64) or a vector. Operators also accept Python numbers; integers are
+    signed.
+    """
 
     __array_priority__ = 1
 
@@ -39,10 +42,14 @@ class Value:
         name = real if _element(self.kind) == F32 else whole
         assert name is not None
         left, right = self.raw, self._other(other)
-        return Value(self.code, getattr(self.code.builder, name)(*((right, left) if turned else (left, right))))
+        return Value(
+            self.code, getattr(self.code.builder, name)(*((right, left) if turned else (left, right)))
+        )
 
     def _compare(self, sign: str, other: Any) -> Value:
-        compare = self.code.builder.fcmp_ordered if _element(self.kind) == F32 else self.code.builder.icmp_signed
+        compare = (
+            self.code.builder.fcmp_ordered if _element(self.kind) == F32 else self.code.builder.icmp_signed
+        )
         return Value(self.code, compare(sign, self.raw, self._other(other)))
 
     def __add__(self, other: Any) -> Value:
@@ -134,7 +141,12 @@ class Value:
 
     def shuffled(self, other: Value, lanes: Sequence[int]) -> Value:
         """These lanes of both, concatenated."""
-        return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, ir.Constant(vector(I32, len(lanes)), list(lanes))))
+        return Value(
+            self.code,
+            self.code.builder.shuffle_vector(
+                self.raw, other.raw, ir.Constant(vector(I32, len(lanes)), list(lanes))
+            ),
+        )
 
     def splat(self, count: int = LANES) -> Value:
         b, kind = self.code.builder, vector(self.kind, count)
@@ -216,7 +228,9 @@ class Kernel:
         if count >= kind.count:
             return self.load(kind, address)
         mask, zeros = self._mask(kind, count), ir.Constant(kind, [0] * kind.count)
-        return self.call(f"llvm.masked.load.{_suffix(kind)}.p0", kind, [self._place(address), I32(1), mask, zeros])
+        return self.call(
+            f"llvm.masked.load.{_suffix(kind)}.p0", kind, [self._place(address), I32(1), mask, zeros]
+        )
 
     def store_some(self, value: Value, address: Value, count: int) -> None:
         """Stores the first lanes of a vector."""
@@ -231,7 +245,10 @@ class Kernel:
         kinds, b = vector(PTR, kind.count), self.builder
         offsets = indices.to(vector(I64, kind.count)) * (_width(kind.element) // 8) + base.splat(kind.count)
         pointers = b.inttoptr(offsets.raw, kinds)
-        all_lanes, nothing = ir.Constant(vector(I1, kind.count), [1] * kind.count), ir.Constant(kind, ir.Undefined)
+        all_lanes, nothing = (
+            ir.Constant(vector(I1, kind.count), [1] * kind.count),
+            ir.Constant(kind, ir.Undefined),
+        )
         name = f"llvm.masked.gather.{_suffix(kind)}.v{kind.count}p0"
         return self.call(name, kind, [pointers, I32(_width(kind.element) // 8), all_lanes, nothing])
 

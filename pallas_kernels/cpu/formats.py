@@ -57,7 +57,14 @@ def processor(target: Target) -> Processor:
             tiles=wide and {"amx-tile", "amx-bf16", "amx-int8"} <= has,
         )
     if target.architecture == "aarch64":
-        return Processor(lanes=4, pairs="bf16" in has, bytes="sdot" if "dotprod" in has else "widened", halves=True, rows=4, outs=4)
+        return Processor(
+            lanes=4,
+            pairs="bf16" in has,
+            bytes="sdot" if "dotprod" in has else "widened",
+            halves=True,
+            rows=4,
+            outs=4,
+        )
     return Processor(lanes=4, pairs=False, bytes="widened", halves=False, rows=2, outs=2)
 
 
@@ -143,7 +150,8 @@ def as_floats(code: Code, at: Processor, place: Any, dtype: str, count: int) -> 
     wide = b.sext(stored, vector(I32, count))
     size = b.shl(b.and_(wide, constant(wide.type, 0x7F)), constant(wide.type, 20))
     usual = b.add(size, constant(wide.type, 112 << 23))
-    one = constant(vector(F32, count), 2.0**-14)  # the smallest normal number, which the next exponent adds to a subnormal one
+    # the smallest normal number, which the next exponent adds to a subnormal one
+    one = constant(vector(F32, count), 2.0**-14)
     small = b.fsub(b.bitcast(b.or_(size, constant(wide.type, 113 << 23)), one.type), one)
     subnormal = b.icmp_unsigned("<", size, constant(wide.type, 1 << 23))
     bits = b.select(subnormal, b.bitcast(small, wide.type), usual)
@@ -154,7 +162,10 @@ def _pairs(code: Code, at: Processor, place: Any, dtype: str, step: int) -> Any:
     """Loads bfloat16."""
     if dtype == "bfloat16":
         return code.load(place, vector(BF16, step))
-    low, high = (as_floats(code, at, code.at(place, part * SIZES[dtype] * step // 2), dtype, step // 2) for part in (0, 1))
+    low, high = (
+        as_floats(code, at, code.at(place, part * SIZES[dtype] * step // 2), dtype, step // 2)
+        for part in (0, 1)
+    )
     return as_pairs(code, low, high)
 
 
@@ -167,7 +178,11 @@ def as_pairs(code: Code, low: Any, high: Any) -> Any:
 
 
 def _dot_pairs(code: Code, sums: Any, x: Any, weight: Any) -> Any:
-    name = "llvm.x86.avx512bf16.dpbf16ps.512" if sums.type.count == 16 else "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
+    name = (
+        "llvm.x86.avx512bf16.dpbf16ps.512"
+        if sums.type.count == 16
+        else "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
+    )
     return code.call(name, sums.type, sums, x, weight)
 
 

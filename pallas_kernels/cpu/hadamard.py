@@ -1,4 +1,6 @@
-"""The transform of `pallas_kernels/hadamard.py` on a CPU: sums and differences, in registers as far as possible."""
+"""The transform of `pallas_kernels/hadamard.py` on a CPU: sums and differences, in registers as far as
+possible.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,19 @@ HELD = {16: 8, 8: 4, 4: 4}  # vectors summed at once, by their number of lanes
 
 
 def transform_module(target: native.Target, x: str, block: int) -> str:
-    """The functions `transform` and `transform_parts` of x [rows, in]. Results: x's dtype, and float32 for storing sums."""
+    """The functions `transform` and `transform_parts` of x [rows, in]. Results: x's dtype, and float32 for
+    storing sums.
+    """
     at, code = processor(target), Code()
     transform_row(code, at, x, block)
     write_parts(code, "transform_parts")
     frame, part, parts = code.function("transform", [I64] * 3, internal=False)
     b, frame = code.b, code.b.inttoptr(frame, PTR)
-    (source, shape), (result, _), (sums, _) = code.argument(frame, 0), code.result(frame, 0), code.result(frame, 1)
+    (source, shape), (result, _), (sums, _) = (
+        code.argument(frame, 0),
+        code.result(frame, 0),
+        code.result(frame, 1),
+    )
     rows, size = code.word(shape, 0), code.word(shape, 1)
     first, end = (b.sdiv(code.mul(rows, n), parts) for n in (part, code.add(part, 1)))
     lanes = min(at.lanes, gain(block))
@@ -41,7 +49,9 @@ def transform_module(target: native.Target, x: str, block: int) -> str:
 
 
 def write_parts(code: Code, name: str) -> None:
-    """Writes a function with this name: the number of parts for work on the rows of a call's first argument."""
+    """Writes a function with this name: the number of parts for work on the rows of a call's first
+    argument.
+    """
     frame, most = code.function(name, [I64] * 2, internal=False, result=I64)
     _, shape = code.argument(code.b.inttoptr(frame, PTR), 0)
     few = code.b.icmp_signed("<=", code.mul(code.word(shape, 0), code.word(shape, 1)), I64(ALONE))
@@ -49,7 +59,9 @@ def write_parts(code: Code, name: str) -> None:
 
 
 def transform_row(code: Code, at: Processor, x: str, block: int) -> None:
-    """Writes the function `transform_row`: a row of x, float32 [in] for the output, and in, a multiple of block."""
+    """Writes the function `transform_row`: a row of x, float32 [in] for the output, and in, a multiple of
+    block.
+    """
     source, target, size = code.function("transform_row", (PTR, PTR, I64))
     two = gain(block)
     lanes = min(at.lanes, two)

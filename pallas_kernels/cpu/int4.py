@@ -1,9 +1,9 @@
 """Products with four-bit weights: x [rows, in] @ weight [out, in].T, for any number of rows.
 
-Weights are unpacked to the dtype in which they are multiplied: bfloat16 if x is bfloat16 and the processor has
-bfloat16 pair instructions, otherwise float32. For a single row, they are unpacked in registers. For several rows, a
-panel of outputs is unpacked once and stays in the processor's cache while all rows are multiplied by it. Both ways
-give the same weights and add in the same order.
+Weights are unpacked to the dtype in which they are multiplied: bfloat16 if x is bfloat16 and the processor
+has bfloat16 pair instructions, otherwise float32. For a single row, they are unpacked in registers. For
+several rows, a panel of outputs is unpacked once and stays in the processor's cache while all rows are
+multiplied by it. Both ways give the same weights and add in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pallas_kernels.int4 import E2M1, TILE
 
 LANES, STEPS = 16, 4  # per tile: words, and steps of 32 inputs
 SCALES_AHEAD = 512  # prefetch distance for scales and offsets in bytes
-TABLES = {"int4": [n - 16 * (n > 7) for n in range(16)], "e2m1": [*E2M1, *(-n for n in E2M1)]}  # the number of each four-bit code
+# the number of each four-bit code
+TABLES = {"int4": [n - 16 * (n > 7) for n in range(16)], "e2m1": [*E2M1, *(-n for n in E2M1)]}
 # x; weight, bytes per row; scales, offsets, bytes per row of each; number of inputs; out, bytes per number
 ARGUMENTS = (PTR, PTR, I64, PTR, PTR, I64, I64, PTR, I64)
 
@@ -38,7 +39,8 @@ class How:
         group: inputs per scale.
         offset: weights have offsets.
         kind: `Int4.kind`.
-        alone: outputs by which a single row is multiplied at once. With few, each sum would wait for its previous term.
+        alone: outputs by which a single row is multiplied at once. With few, each sum would wait for its
+            previous term.
     """
 
     at: Processor
@@ -54,7 +56,9 @@ class How:
 
 
 def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: str = "int4") -> str:
-    """The module of a function `multiply` with arguments x, values, scale and, if weights have offsets, offset."""
+    """The module of a function `multiply` with arguments x, values, scale and, if weights have offsets,
+    offset.
+    """
     at, code = processor(target), Code()
     pairs = at.pairs and at.lanes == LANES and x == "bfloat16"
     how = How(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
@@ -83,7 +87,9 @@ def _multiply(code: Code, how: How) -> None:
     result_row = code.mul(count, out_size)
 
     def share(outs: int) -> tuple[Any, Any, Any]:
-        """First and end of this part, in blocks of `outs`, and the start of the last block, which may overlap the one before."""
+        """First and end of this part, in blocks of `outs`, and the start of the last block, which may overlap
+        the one before.
+        """
         units = b.sdiv(code.add(count, outs - 1), I64(outs))
         first, end = (code.mul(b.sdiv(code.mul(units, n), parts), outs) for n in (part, code.add(part, 1)))
         last = b.select(b.icmp_signed(">", count, I64(outs)), b.sub(count, I64(outs)), I64(0))
@@ -105,14 +111,16 @@ def _multiply(code: Code, how: How) -> None:
         code.call(name, VOID, code.at(x, code.mul(row, x_row)), *of_weight(out), into, out_size)
 
     one = b.icmp_signed("==", rows, I64(1))
-    with b.if_then(b.icmp_signed("<", count, b.select(one, I64(how.alone), I64(at.outs)))):  # a weight with fewer outputs than a block
+    # a weight with fewer outputs than a block
+    with b.if_then(b.icmp_signed("<", count, b.select(one, I64(how.alone), I64(at.outs)))):
         with code.loop(first, end, 1) as outs, code.loop(0, rows, 1) as each:
             one_row("single", each.index, outs.index)
         b.ret_void()
     with b.if_then(one):
         begin, until, final = share(how.alone)
         with code.loop(begin, until, how.alone) as outs:
-            one_row("block", I64(0), code.least(outs.index, final))  # overlapping blocks write the same results
+            # overlapping blocks write the same results
+            one_row("block", I64(0), code.least(outs.index, final))
         b.ret_void()
     scratch = code.buffer(I8, code.mul(unpacked_row, panel))
     with code.loop(first, end, panel) as panels:
@@ -140,9 +148,17 @@ def _multiply(code: Code, how: How) -> None:
 
 
 def _single(code: Code, name: str, how: How, outs: int) -> None:
-    """Writes the function `name` with ARGUMENTS, which multiplies one row by `outs` outputs and prefetches weights AHEAD bytes."""
+    """Writes the function `name` with ARGUMENTS, which multiplies one row by `outs` outputs and prefetches
+    weights AHEAD bytes.
+    """
     x, weight, weight_row, scale, offset, scale_row, size, result, out_size = code.function(name, ARGUMENTS)
-    places = [[code.at(base, code.mul(row, n)) for base, row in _arrays(weight, weight_row, scale, offset, scale_row)] for n in range(outs)]
+    places = [
+        [
+            code.at(base, code.mul(row, n))
+            for base, row in _arrays(weight, weight_row, scale, offset, scale_row)
+        ]
+        for n in range(outs)
+    ]
     form, x_size = how.format, SIZES[how.format.x]
     for _, *scales in places:
         for place in scales[: 1 + how.offset]:
@@ -152,7 +168,9 @@ def _single(code: Code, name: str, how: How, outs: int) -> None:
         out = list(sums)
         for o, place in enumerate(places):
             for n, weights in enumerate(_weights(code, how, place, tile)):
-                out[o] = form.dot(code, out[o], form.load_x(code, code.at(x, n * form.step * x_size)), weights)
+                out[o] = form.dot(
+                    code, out[o], form.load_x(code, code.at(x, n * form.step * x_size)), weights
+                )
         return out
 
     zero = constant(form.sums, 0.0)
@@ -160,7 +178,8 @@ def _single(code: Code, name: str, how: How, outs: int) -> None:
     with code.loop(0, tiles, 1, [zero] * outs) as whole:
         whole.next(multiplied(whole.values, code.at(x, code.mul(whole.index, TILE * x_size)), whole.index))
     rest = code.b.sub(size, code.mul(tiles, TILE))
-    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, whole.results) as tail:  # a partial tile
+    # a partial tile
+    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, whole.results) as tail:
         left = padded(code, code.at(x, code.mul(tiles, TILE * x_size)), code.mul(rest, x_size), TILE * x_size)
         tail.next(multiplied(tail.values, left, tiles))
     store_rows(code, totals(code, tail.results), 0, 1, outs, result, I64(0), out_size)
@@ -168,17 +187,25 @@ def _single(code: Code, name: str, how: How, outs: int) -> None:
 
 
 def _unpack(code: Code, how: How) -> None:
-    """Writes the function `unpack`, which unpacks the weights of consecutive outputs, each padded to whole tiles."""
+    """Writes the function `unpack`, which unpacks the weights of consecutive outputs, each padded to whole
+    tiles.
+    """
     kinds = (*ARGUMENTS[1:7], I64, PTR, I64)
     weight, weight_row, scale, offset, scale_row, size, count, into, into_row = code.function("unpack", kinds)
     tiles = code.b.sdiv(code.add(size, TILE - 1), I64(TILE))
     item = SIZES[how.format.weight]
     with code.loop(0, count, 1) as each:
-        places = [code.at(base, code.mul(each.index, row)) for base, row in _arrays(weight, weight_row, scale, offset, scale_row)]
+        places = [
+            code.at(base, code.mul(each.index, row))
+            for base, row in _arrays(weight, weight_row, scale, offset, scale_row)
+        ]
         target = code.at(into, code.mul(each.index, into_row))
         with code.loop(0, tiles, 1) as tile:
             for n, weights in enumerate(_weights(code, how, places, tile.index)):
-                code.store(weights, code.at(target, code.add(code.mul(tile.index, TILE * item), n * how.format.step * item)))
+                code.store(
+                    weights,
+                    code.at(target, code.add(code.mul(tile.index, TILE * item), n * how.format.step * item)),
+                )
     code.b.ret_void()
 
 
@@ -211,7 +238,8 @@ def _pairs(code: Code, how: How, word: Any, steps: Sequence[int], scale: Any, of
     weights = _scaled(code, ir.Constant(scale.type, [float(n) for n in TABLES[how.kind]]), scale, offset)
     narrow = code.call("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(BF16, LANES), weights)
     table = b.bitcast(narrow, vector(I16, LANES))
-    table = code.shuffle(table, table, [*range(LANES)] * 2)  # two copies: the fifth index bit belongs to another number
+    # two copies: the fifth index bit belongs to another number
+    table = code.shuffle(table, table, [*range(LANES)] * 2)
     out = []
     for step in steps:
         bits = b.lshr(word, constant(word.type, 4 * step)) if step else word
@@ -232,7 +260,10 @@ def _floats(code: Code, how: How, word: Any, steps: Sequence[int], scale: Any, o
             halves.append(_scaled(code, numbers, scale, offset))
         lanes = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
         even, odd = halves
-        out += [code.shuffle(even, odd, lanes[start : start + how.format.step]) for start in range(0, 2 * LANES, how.format.step)]
+        out += [
+            code.shuffle(even, odd, lanes[start : start + how.format.step])
+            for start in range(0, 2 * LANES, how.format.step)
+        ]
     return out
 
 

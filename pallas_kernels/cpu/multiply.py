@@ -2,8 +2,8 @@
 number of rows.
 
 For a few rows, each block of outputs is multiplied by all rows before the next, so that weights are read from
-memory once, in storage order, and are prefetched. For many rows, a panel of outputs stays in the L2 cache while
-it is multiplied by all rows.
+memory once, in storage order, and are prefetched. For many rows, a panel of outputs stays in the L2 cache
+while it is multiplied by all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from typing import Any
 from pallas_kernels.cpu import native
 from pallas_kernels.cpu.blocks import AHEAD, ARGUMENTS, Out, block, padded
 from pallas_kernels.cpu.emit import F32, I8, I32, I64, PTR, VOID, Code, constant, vector
-from pallas_kernels.cpu.formats import SIZES, Format, Processor, as_floats, as_pairs, byte_format, plain_format, processor
+from pallas_kernels.cpu.formats import (
+    SIZES,
+    Format,
+    Processor,
+    as_floats,
+    as_pairs,
+    byte_format,
+    plain_format,
+    processor,
+)
 from pallas_kernels.cpu.hadamard import transform_row, write_parts
 
 FEW = 48  # maximum rows for which reading weights dominates
@@ -51,8 +60,9 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
 
 
 def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str | None) -> None:
-    """Args: converted: the dtype to which weights are converted once, if they are multiplied by more rows than
-    a block has."""
+    """Args: converted: the dtype to which weights are converted once, if they are multiplied by more rows
+    than a block has.
+    """
     dispatch(code, "strip", at, how, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
     if converted:
         inner = replace(plain_format(at, how.x, converted), factor=how.factor)
@@ -74,9 +84,12 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
     first = code.mul(b.sdiv(code.mul(units, part), parts), at.outs)
     end = code.least(count, code.mul(b.sdiv(code.mul(units, code.add(part, 1)), parts), at.outs))
     many = b.icmp_signed(">", rows, I64(at.rows))
-    last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))  # start of the last block
+    # start of the last block
+    last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))
     most, full = I64(PANEL), b.icmp_signed(">=", count, I64(at.outs))
-    paired = b.and_(full, b.or_(b.icmp_signed("==", rows, I64(8)), b.icmp_signed(">=", rows, I64(2 * at.rows))))
+    paired = b.and_(
+        full, b.or_(b.icmp_signed("==", rows, I64(8)), b.icmp_signed(">=", rows, I64(2 * at.rows)))
+    )
     inner_row, scratch = weight_row, weight
     if converted:
         inner_row = code.mul(b.and_(code.add(size, LONGEST - 1), I64(-LONGEST)), SIZES[converted])
@@ -91,10 +104,19 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
         begin = code.least(panels.index, last)  # the last blocks may overlap: both compute equal results
         if converted:
             with b.if_then(many):
-                args = code.at(weight, code.mul(begin, weight_row)), weight_row, size, b.sub(over, begin), scratch, inner_row
+                args = (
+                    code.at(weight, code.mul(begin, weight_row)),
+                    weight_row,
+                    size,
+                    b.sub(over, begin),
+                    scratch,
+                    inner_row,
+                )
                 code.call("convert", VOID, *args)
         with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
-            o = code.least(outs.index, b.select(b.icmp_signed("==", begin, last), last, b.sub(over, I64(at.outs))))
+            o = code.least(
+                outs.index, b.select(b.icmp_signed("==", begin, last), last, b.sub(over, I64(at.outs)))
+            )
             passed = [
                 code.at(x, code.mul(row, x_row)),
                 x_row,
@@ -110,10 +132,13 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
                 height,
                 code.least(b.sub(over, o), at.outs),
             ]
-            # Two strips prefetch half of the weights each, so that memory is busy while the second is multiplied.
+            # Two strips prefetch half of the weights each, so that memory is busy while the second is
+            # multiplied.
             second = b.and_(paired, b.icmp_signed("<=", row, I64(at.rows)))
             first = b.icmp_signed("==", row, I64(0))
-            fetch = b.select(first, b.select(paired, I64(LOWER), I64(ALL)), b.select(second, I64(UPPER), I64(NONE)))
+            fetch = b.select(
+                first, b.select(paired, I64(LOWER), I64(ALL)), b.select(second, I64(UPPER), I64(NONE))
+            )
             if converted:
                 taken = list(passed)
                 taken[2:4] = code.at(scratch, code.mul(b.sub(o, begin), inner_row)), inner_row
@@ -141,7 +166,8 @@ def strips(code: Code, at: Processor, rows: Any) -> Iterator[tuple[Any, Any]]:
     left, height = b.sub(rows, row), I64(1)
     for count in heights(at)[1:]:
         height = b.select(b.icmp_signed(">=", left, I64(count)), I64(count), height)
-    height = b.select(b.icmp_signed("==", left, I64(8)), I64(min(4, at.rows)), height)  # rather than six and two
+    # rather than six and two
+    height = b.select(b.icmp_signed("==", left, I64(8)), I64(min(4, at.rows)), height)
     yield row, height
     row.add_incoming(b.add(row, height), b.block)
     b.branch(head)
@@ -169,8 +195,13 @@ def dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetche
     with b.if_then(b.icmp_signed("<", outs, I64(at.outs))):  # a weight with fewer outputs
         with code.loop(0, rows, 1) as row, code.loop(0, outs, 1) as each:
             own = list(args)
-            own[0], own[2] = code.at(x, code.mul(row.index, x_row)), code.at(weight, code.mul(each.index, weight_row))
-            own[5] = code.at(result, code.add(code.mul(row.index, result_row), code.mul(each.index, out_size)))
+            own[0], own[2] = (
+                code.at(x, code.mul(row.index, x_row)),
+                code.at(weight, code.mul(each.index, weight_row)),
+            )
+            own[5] = code.at(
+                result, code.add(code.mul(row.index, result_row), code.mul(each.index, out_size))
+            )
             own[7], own[8] = (code.at(place, code.mul(row.index, 4)) for place in (row_scale, row_sum))
             own[9] = code.at(out_scale, code.mul(each.index, 4))
             code.call(f"{name}_single", VOID, *own)
@@ -193,8 +224,12 @@ def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
     b, step = code.b, 2 * at.lanes
 
     def written(source: Any, target: Any) -> None:
-        parts = [as_floats(code, at, code.at(source, part * at.lanes * SIZES[stored]), stored, at.lanes) for part in (0, 1)]
-        if converted == "bfloat16":  # only eight-bit numbers are converted to bfloat16, and it represents them exactly
+        parts = [
+            as_floats(code, at, code.at(source, part * at.lanes * SIZES[stored]), stored, at.lanes)
+            for part in (0, 1)
+        ]
+        # only eight-bit numbers are converted to bfloat16, and it represents them exactly
+        if converted == "bfloat16":
             code.store(as_pairs(code, *parts), target)
             return
         for part, values in enumerate(parts):
@@ -203,13 +238,21 @@ def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
     whole = b.and_(size, I64(-step))
     rest = b.sub(size, whole)
     with code.loop(0, count, 1) as each:
-        source, target = code.at(weight, code.mul(each.index, row)), code.at(into, code.mul(each.index, into_row))
+        source, target = (
+            code.at(weight, code.mul(each.index, row)),
+            code.at(into, code.mul(each.index, into_row)),
+        )
         with code.loop(0, whole, step) as numbers:
             place = code.at(source, code.mul(numbers.index, SIZES[stored]))
             code.fetch(code.at(place, AHEAD))
             written(place, code.at(target, code.mul(numbers.index, SIZES[converted])))
         with b.if_then(b.icmp_signed("!=", rest, I64(0))):
-            tail = padded(code, code.at(source, code.mul(whole, SIZES[stored])), code.mul(rest, SIZES[stored]), step * SIZES[stored])
+            tail = padded(
+                code,
+                code.at(source, code.mul(whole, SIZES[stored])),
+                code.mul(rest, SIZES[stored]),
+                step * SIZES[stored],
+            )
             written(tail, code.at(target, code.mul(whole, SIZES[converted])))
     b.ret_void()
 
@@ -223,8 +266,8 @@ def quantize(
     sums: tuple[int, int] | None = None,
     transformed: tuple[int, int] = (1, 0),
 ) -> None:
-    """Quantizes rows of x to bytes: bit-identical to `quantized.quantize` as compiled by XLA, which multiplies
-    by reciprocals.
+    """Quantizes rows of x to bytes: bit-identical to `quantized.quantize` as compiled by XLA, which
+    multiplies by reciprocals.
 
     Writes the functions `quantize`, and `quantize_parts`, which returns the number of parts.
 
@@ -264,7 +307,9 @@ def quantize(
             code.call("transform_row", VOID, row, spread, size)
             row = spread
         with code.loop(0, whole, at.lanes, [constant(vector(F32, at.lanes), SMALLEST)]) as numbers:
-            numbers.next([largest(code.at(row, code.mul(numbers.index, SIZES[x])), at.lanes, numbers.values[0])])
+            numbers.next(
+                [largest(code.at(row, code.mul(numbers.index, SIZES[x])), at.lanes, numbers.values[0])]
+            )
         most = code.call(f"llvm.vector.reduce.fmaximum.v{at.lanes}f32", F32, numbers.results[0])
         with code.loop(whole, size, 1, [code.splat(most, 1)]) as tail:
             tail.next([largest(code.at(row, code.mul(tail.index, SIZES[x])), 1, tail.values[0])])
@@ -273,12 +318,20 @@ def quantize(
         code.store(scale, code.at(scales, code.mul(each.index, 4)), 4)
         with code.loop(0, whole, at.lanes, [constant(vector(I32, at.lanes), 0)]) as numbers:
             place = code.at(row, code.mul(numbers.index, SIZES[x]))
-            numbers.next([b.add(numbers.values[0], written(place, at.lanes, inverse, code.at(target, numbers.index)))])
+            numbers.next(
+                [b.add(numbers.values[0], written(place, at.lanes, inverse, code.at(target, numbers.index)))]
+            )
         total = code.call(f"llvm.vector.reduce.add.v{at.lanes}i32", I32, numbers.results[0])
         with code.loop(whole, size, 1, [total]) as tail:
-            value = written(code.at(row, code.mul(tail.index, SIZES[x])), 1, inverse, code.at(target, tail.index))
+            value = written(
+                code.at(row, code.mul(tail.index, SIZES[x])), 1, inverse, code.at(target, tail.index)
+            )
             tail.next([b.add(tail.values[0], b.extract_element(value, I32(0)))])
         if sums is not None:
             factor, index = sums
-            code.store(b.mul(tail.results[0], I32(factor)), code.at(code.result(frame, index)[0], code.mul(each.index, 4)), 4)
+            code.store(
+                b.mul(tail.results[0], I32(factor)),
+                code.at(code.result(frame, index)[0], code.mul(each.index, 4)),
+                4,
+            )
     b.ret_void()

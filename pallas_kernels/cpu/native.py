@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import llvmlite.binding as llvm
 
 # Hash of all kernels' sources.
-SOURCE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")))).hexdigest()
+SOURCE = hashlib.sha256(
+    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")))
+).hexdigest()
 LEVEL = 2  # optimization level: kernels already have the intended loops
 _objects: Objects | None = None
 
@@ -70,7 +72,8 @@ def keep_objects(objects: Objects | None) -> None:
 
 
 def compiled(text: Callable[[], str], *functions: str, name: str = "") -> list[int]:
-    """Addresses of a module's functions. They are never freed, since other threads may run them until the process ends.
+    """Addresses of a module's functions. They are never freed, since other threads may run them until the
+    process ends.
 
     Args:
         text: makes the module's source. It is not called if the code was kept.

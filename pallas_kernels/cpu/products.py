@@ -1,4 +1,6 @@
-"""Products of activations and weights on a CPU, for any number of rows, each in one call: what `multiply.py` writes, for XLA's programs."""
+"""Products of activations and weights on a CPU, for any number of rows, each in one call: what `multiply.py`
+writes, for XLA's programs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from pallas_kernels.int4 import Int4
 STORED = {"bfloat16", "float32"}  # of results
 
 
-def product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+def product(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike
+) -> jax.Array:
     """x @ weight.T, sums in float32, times scale, if any.
 
     Args:
@@ -24,16 +28,26 @@ def product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax
         weight: [out, in], one of WEIGHTS; of eight bits with a scale, float32 [out].
         dtype: of the result; bfloat16 and float32 cost no pass of their own.
     """
-    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32)
-    y: jax.Array = call(register_product(str(x.dtype), str(weight.dtype)), out, x, weight, *([] if scale is None else [scale]))
+    out = jax.ShapeDtypeStruct(
+        (x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
+    )
+    y: jax.Array = call(
+        register_product(str(x.dtype), str(weight.dtype)), out, x, weight, *([] if scale is None else [scale])
+    )
     return y.astype(dtype)
 
 
-def product_of_bytes(x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike, hadamard: int = 1) -> jax.Array:
-    """x, transformed, then quantized row by row to int8 as `quantize` does, times int8 weights; exact sums, times both scales."""
+def product_of_bytes(
+    x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike, hadamard: int = 1
+) -> jax.Array:
+    """x, transformed, then quantized row by row to int8 as `quantize` does, times int8 weights; exact sums,
+    times both scales.
+    """
     rows, size = x.shape
     shapes = [
-        jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32),
+        jax.ShapeDtypeStruct(
+            (rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
+        ),
         jax.ShapeDtypeStruct((rows, size), jnp.int8),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
@@ -43,15 +57,25 @@ def product_of_bytes(x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: j
     return y.astype(dtype)
 
 
-def product_by_tiles(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike, hadamard: int = 1) -> jax.Array:
-    """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, by AMX; of what `why_no_tiles` refuses nothing."""
+def product_by_tiles(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike, hadamard: int = 1
+) -> jax.Array:
+    """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, by AMX; of what
+    `why_no_tiles` refuses nothing.
+    """
     rows, size = x.shape
     shapes = [
-        jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32),
+        jax.ShapeDtypeStruct(
+            (rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
+        ),
         jax.ShapeDtypeStruct((tiles.packed_bytes(rows, size, str(weight.dtype)),), jnp.uint8),
     ]
     if scale is not None:
-        shapes += [jax.ShapeDtypeStruct((rows, size), jnp.int8), jax.ShapeDtypeStruct((rows,), jnp.float32), *_transformed(x, hadamard)]
+        shapes += [
+            jax.ShapeDtypeStruct((rows, size), jnp.int8),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            *_transformed(x, hadamard),
+        ]
     name = register_tiles(str(x.dtype), scale is not None, hadamard)
     y: jax.Array = call(name, shapes, x, weight, *([] if scale is None else [scale]))[0]
     return y.astype(dtype)
@@ -62,9 +86,18 @@ def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> 
     if weight.hadamard > 1:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape, jnp.float32)]
         x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
-    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32)
+    out = jax.ShapeDtypeStruct(
+        (x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
+    )
     offset = [] if weight.offset is None else [weight.offset]
-    y: jax.Array = call(register_int4(str(x.dtype), weight.group, bool(offset), weight.kind), out, x, weight.values, weight.scale, *offset)
+    y: jax.Array = call(
+        register_int4(str(x.dtype), weight.group, bool(offset), weight.kind),
+        out,
+        x,
+        weight.values,
+        weight.scale,
+        *offset,
+    )
     return y.astype(dtype)
 
 
@@ -88,7 +121,9 @@ def register_tiles(x: str, of_bytes: bool, hadamard: int = 1) -> str:
     def make() -> list[int | tuple[int, int]]:
         if not of_bytes:
             return [*native.compiled(text, "pack", "multiply", name=name)]
-        quantize, parts, *others = native.compiled(text, "quantize", "quantize_parts", "pack", "multiply", name=name)
+        quantize, parts, *others = native.compiled(
+            text, "quantize", "quantize_parts", "pack", "multiply", name=name
+        )
         return [(quantize, parts), *others]
 
     return register(name, make)
@@ -100,7 +135,9 @@ def _w8a8(hadamard: int) -> str:
 
 def register_product(x: str, weight: str) -> str:
     name = f"jengine_product_{x}_{weight}"
-    return register(name, lambda: native.compiled(lambda: product_module(native.host(), x, weight), "multiply", name=name))
+    return register(
+        name, lambda: native.compiled(lambda: product_module(native.host(), x, weight), "multiply", name=name)
+    )
 
 
 def register_bytes(x: str, hadamard: int = 1) -> str:
@@ -108,7 +145,9 @@ def register_bytes(x: str, hadamard: int = 1) -> str:
 
     def make() -> list[int | tuple[int, int]]:
         functions = "quantize", "quantize_parts", "multiply"
-        quantize, parts, multiply = native.compiled(lambda: bytes_module(native.host(), x, hadamard), *functions, name=name)
+        quantize, parts, multiply = native.compiled(
+            lambda: bytes_module(native.host(), x, hadamard), *functions, name=name
+        )
         return [(quantize, parts), multiply]
 
     return register(name, make)
@@ -116,14 +155,21 @@ def register_bytes(x: str, hadamard: int = 1) -> str:
 
 def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
     name = f"jengine_product_{x}_{kind}_{group}{'_offset' if offset else ''}"
-    return register(name, lambda: native.compiled(lambda: int4_module(native.host(), x, group, offset, kind), "multiply", name=name))
+    return register(
+        name,
+        lambda: native.compiled(
+            lambda: int4_module(native.host(), x, group, offset, kind), "multiply", name=name
+        ),
+    )
 
 
 def register_transform(x: str, block: int) -> str:
     name = f"jengine_transform_{x}_{block}"
 
     def make() -> list[int | tuple[int, int]]:
-        transform, parts = native.compiled(lambda: transform_module(native.host(), x, block), "transform", "transform_parts", name=name)
+        transform, parts = native.compiled(
+            lambda: transform_module(native.host(), x, block), "transform", "transform_parts", name=name
+        )
         return [(transform, parts)]
 
     return register(name, make)

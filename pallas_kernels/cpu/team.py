@@ -1,10 +1,10 @@
 """Runs one call from XLA on all cores: the caller and threads of XLA's pool share its parts.
 
 XLA uses several threads for operations only if more than eight of them wait. So a caller publishes a job, a
-function of (frame, part, parts), asks XLA's pool for helpers, and processes parts like them until none is left.
-It waits only for helpers that have started. A caller that finds the team busy with another job computes alone.
-Separate threads were slower: they compete with XLA's, which poll for work after each operation, and steps took
-up to 1.5 times as long.
+function of (frame, part, parts), asks XLA's pool for helpers, and processes parts like them until none is
+left. It waits only for helpers that have started. A caller that finds the team busy with another job computes
+alone. Separate threads were slower: they compete with XLA's, which poll for work after each operation, and
+steps took up to 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from pallas_kernels.cpu import native
 
-PAUSE = {"x86": "@llvm.x86.sse2.pause()", "aarch64": "@llvm.aarch64.isb(i32 15)"}  # instruction for a thread that waits for another
+# instruction for a thread that waits for another
+PAUSE = {"x86": "@llvm.x86.sse2.pause()", "aarch64": "@llvm.aarch64.isb(i32 15)"}
 PARTS = 8  # per thread; if one loses its core for a while, others take the remaining parts
 
 _lock = threading.Lock()
@@ -26,7 +27,9 @@ _limit: int | None = None
 
 
 def threads() -> int:
-    """Number of computing threads: a caller and its helpers. XLA's pool has one per core, or as many as NPROC says."""
+    """Number of computing threads: a caller and its helpers. XLA's pool has one per core, or as many as NPROC
+    says.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = os.environ.get("NPROC", "")
     return min(cores, _limit or cores, int(pool) if pool.isdecimal() and int(pool) else cores)
@@ -63,7 +66,12 @@ def source(target: native.Target) -> str:
     text = Path(__file__).with_suffix(".ll").read_text()
     pause = PAUSE.get(target.architecture)
     declared = f"declare void {re.sub(r'i32 [0-9]+', 'i32', pause)}\n" if pause else ""
-    return text + declared + f"define internal void @pause() alwaysinline {{ {f'call void {pause} ' if pause else ''}ret void }}\n"
+    return (
+        text
+        + declared
+        + f"define internal void @pause() alwaysinline {{ {f'call void {pause} ' if pause else ''}ret void"
+        " }\n"
+    )
 
 
 @cache

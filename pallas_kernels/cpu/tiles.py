@@ -2,7 +2,8 @@
 
 Sums are output-major and are transposed at the end.
 
-Linux allows a process to use tiles on request (`permitted`). Each part loads their configuration and releases them.
+Linux allows a process to use tiles on request (`permitted`). Each part loads their configuration and releases
+them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ from pallas_kernels.cpu.multiply import quantize
 SIDE, LINE = 16, 64  # rows of a tile, and bytes of a row
 OUTS = 2 * SIDE  # outputs of a block, and the minimum for a weight
 REQUEST, TILE_DATA = 0x1023, 18  # of arch_prctl: permission to use part of the registers
-CONFIG = bytes([1, *[0] * 15, *[LINE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8])  # palette; bytes of a row and rows of each tile
+# palette; bytes of a row and rows of each tile
+CONFIG = bytes([1, *[0] * 15, *[LINE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8])
 WEIGHTS, PACKED = (4, 5), (6, 7)  # registers; sums are in the first four
 
 
 @cache
 def permitted() -> bool:
     """Requests permission to use the tiles. Returns whether this process has it."""
-    if not sys.platform.startswith("linux") or platform.machine() != "x86_64" or not processor(native.host()).tiles:
+    if (
+        not sys.platform.startswith("linux")
+        or platform.machine() != "x86_64"
+        or not processor(native.host()).tiles
+    ):
         return False
     return int(ctypes.CDLL(None).syscall(158, REQUEST, TILE_DATA)) == 0
 
@@ -77,7 +83,9 @@ def _pack(code: Code, item: int, of_bytes: bool) -> None:
             row = code.add(code.mul(block, SIDE), n)
             code.store(zero, line)
             with b.if_then(b.icmp_signed("<", row, rows)):
-                code.call("memcpy", PTR, line, code.at(source, code.add(code.mul(row, row_bytes), start)), count)
+                code.call(
+                    "memcpy", PTR, line, code.at(source, code.add(code.mul(row, row_bytes), start)), count
+                )
         turned = transposed(code, [code.load(line, vector(I32, SIDE)) for line in lines])
         for n, words in enumerate(turned):
             code.store(words, code.at(into, code.add(code.mul(unit.index, SIDE * LINE), n * LINE)))
@@ -100,14 +108,18 @@ def _multiply(code: Code, of_bytes: bool) -> None:
     (weight, shape), (packed, _) = code.argument(frame, 1), code.result(frame, 1)
     result, result_shape = code.result(frame, 0)
     rows, (count, size) = code.word(result_shape, 0), (code.word(shape, index) for index in (0, 1))
-    out_scale, row_scale = (code.argument(frame, 2)[0], code.result(frame, 3)[0]) if of_bytes else (weight, weight)
+    out_scale, row_scale = (
+        (code.argument(frame, 2)[0], code.result(frame, 3)[0]) if of_bytes else (weight, weight)
+    )
     row_bytes, out_size = code.mul(size, item), code.result_size(frame, 0)
-    strip = code.mul(b.sdiv(code.add(row_bytes, LINE - 1), I64(LINE)), SIDE * LINE)  # bytes of a block of packed rows
+    # bytes of a block of packed rows
+    strip = code.mul(b.sdiv(code.add(row_bytes, LINE - 1), I64(LINE)), SIDE * LINE)
     units = b.sdiv(code.add(count, OUTS - 1), I64(OUTS))
     first, end = (b.sdiv(code.mul(units, n), parts) for n in (part, code.add(part, 1)))
     code.call("llvm.x86.ldtilecfg", VOID, config.bitcast(PTR))
     with code.loop(first, end, 1) as unit, code.loop(0, rows, 2 * SIDE) as pair:
-        o = code.least(code.mul(unit.index, OUTS), b.sub(count, I64(OUTS)))  # the last may overlap: both compute equal results
+        # the last may overlap: both compute equal results
+        o = code.least(code.mul(unit.index, OUTS), b.sub(count, I64(OUTS)))
         ahead = b.select(b.icmp_signed("==", pair.index, I64(0)), code.mul(row_bytes, OUTS), I64(0))
         args = [
             code.at(packed, code.mul(b.sdiv(pair.index, I64(SIDE)), strip)),
@@ -134,15 +146,24 @@ def _multiply(code: Code, of_bytes: bool) -> None:
 def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
     """Multiplies 32 outputs by one or two blocks of rows."""
     kinds = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, PTR, I64, I64)
-    packed, strip, weight, row_bytes, result, result_row, rows, row_scale, out_scale, out_size, ahead = code.function(name, kinds)
+    packed, strip, weight, row_bytes, result, result_row, rows, row_scale, out_scale, out_size, ahead = (
+        code.function(name, kinds)
+    )
     b, whole = code.b, code.b.and_(row_bytes, I64(-LINE))
     rest = b.sub(row_bytes, whole)
     dot = "llvm.x86.tdpbssd" if of_bytes else "llvm.x86.tdpbf16ps"
-    sums = [(2 * n + block, n, block) for n in range(2) for block in range(blocks)]  # register, half of the outputs, block
+    # register, half of the outputs, block
+    sums = [(2 * n + block, n, block) for n in range(2) for block in range(blocks)]
 
     def multiplied(chunk: Any, weights: Any, stride: Any) -> None:
         for n in range(2):
-            code.call("llvm.x86.tileloadd64", VOID, I8(WEIGHTS[n]), code.at(weights, code.mul(stride, n * SIDE)), stride)
+            code.call(
+                "llvm.x86.tileloadd64",
+                VOID,
+                I8(WEIGHTS[n]),
+                code.at(weights, code.mul(stride, n * SIDE)),
+                stride,
+            )
         for block in range(blocks):
             place = code.at(packed, code.add(code.mul(strip, block), code.mul(chunk, SIDE)))
             code.call("llvm.x86.tileloadd64", VOID, I8(PACKED[block]), place, I64(LINE))
@@ -162,7 +183,9 @@ def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
         with code.loop(0, OUTS, 1) as row:
             line = code.at(tail, code.mul(row.index, LINE))
             code.store(constant(vector(I8, LINE), 0), line)
-            code.call("memcpy", PTR, line, code.at(weight, code.add(code.mul(row.index, row_bytes), whole)), rest)
+            code.call(
+                "memcpy", PTR, line, code.at(weight, code.add(code.mul(row.index, row_bytes), whole)), rest
+            )
         multiplied(whole, tail, I64(LINE))
 
     kind = vector(I32 if of_bytes else F32, SIDE)

@@ -1,5 +1,6 @@
-"""FlashInfer's kernels as a second implementation: nvcc compiles their CUDA sources once, and XLA calls them by its typed FFI.
+"""FlashInfer's kernels as a second implementation: nvcc compiles their CUDA sources once, and XLA calls them
+by its typed FFI.
 
-Only the CUDA sources in the package flashinfer-python are used. Neither the package nor torch, which it needs, is
-imported.
+Only the CUDA sources in the package flashinfer-python are used. Neither the package nor torch, which it
+needs, is imported.
 """

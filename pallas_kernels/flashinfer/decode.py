@@ -22,19 +22,31 @@ NAME = build.NAME
 
 
 def serves(
-    impl: str, q: Any, k_pages: Pages, v_pages: Pages, window: int | None, soft_cap: float | None, slopes: bool, device: jax.Device | None
+    impl: str,
+    q: Any,
+    k_pages: Pages,
+    v_pages: Pages,
+    window: int | None,
+    soft_cap: float | None,
+    slopes: bool,
+    device: jax.Device | None,
 ) -> bool:
-    """Whether a call uses this kernel: impl is "flashinfer", or impl is "auto" and the kernel was measured to be faster.
+    """Whether a call uses this kernel: impl is "flashinfer", or impl is "auto" and the kernel was measured to
+    be faster.
 
     Raises:
         ValueError: impl is "flashinfer", and the kernel does not support the call.
     """
     if impl == "auto":
-        if isinstance(k_pages, Quantized) or not fastest.takes("flashinfer", _case(q, k_pages), _kind(device)):
+        if isinstance(k_pages, Quantized) or not fastest.takes(
+            "flashinfer", _case(q, k_pages), _kind(device)
+        ):
             return False
     elif impl != "flashinfer":
         return False
-    refused = why_unsupported(q, k_pages, v_pages, window=window, soft_cap=soft_cap, slopes=slopes, device=device)
+    refused = why_unsupported(
+        q, k_pages, v_pages, window=window, soft_cap=soft_cap, slopes=slopes, device=device
+    )
     if refused is not None and impl == "flashinfer":
         raise ValueError(f"impl={impl!r}: {refused}")
     return refused is None
@@ -73,12 +85,20 @@ def why_unsupported(
     slopes: bool = False,
     device: jax.Device | None = None,
 ) -> str | None:
-    """Why the kernel does not support these arrays, or any objects with their shapes and dtypes; None if it does."""
+    """Why the kernel does not support these arrays, or any objects with their shapes and dtypes; None if it
+    does.
+    """
     device = device or jax.devices()[0]
     if getattr(device, "compute_capability", None) not in ARCHITECTURES:
-        return f"device={device.device_kind}: FlashInfer's kernel is for GPUs of compute capability {', '.join(ARCHITECTURES)}"
+        return (
+            f"device={device.device_kind}: FlashInfer's kernel is for GPUs of compute capability"
+            f" {', '.join(ARCHITECTURES)}"
+        )
     if isinstance(k_pages, Quantized) or isinstance(v_pages, Quantized):
-        return "k_pages=quantized: FlashInfer's kernel takes one scale for the whole cache, and these have one for each token and kv head"
+        return (
+            "k_pages=quantized: FlashInfer's kernel takes one scale for the whole cache, and these have one"
+            " for each token and kv head"
+        )
     if str(q.dtype) not in DTYPES:
         return f"dtype={q.dtype}: FlashInfer's kernel takes {' and '.join(DTYPES)}"
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
@@ -90,22 +110,36 @@ def why_unsupported(
         return "slopes: FlashInfer's kernel has no ALiBi"
     kernel = kernel_for(q, k_pages, window, device)
     if kernel.head_dim not in HEAD_DIMS:
-        return f"head_dim={kernel.head_dim}: FlashInfer's kernel is built for {', '.join(map(str, HEAD_DIMS))}"
+        return (
+            f"head_dim={kernel.head_dim}: FlashInfer's kernel is built for {', '.join(map(str, HEAD_DIMS))}"
+        )
     if kernel.page_size not in PAGE_SIZES:
         return f"page_size={kernel.page_size}: FlashInfer's kernel takes {', '.join(map(str, PAGE_SIZES))}"
     if kernel.group > MOST_GROUP:
-        return f"heads={q.shape[-2]}: FlashInfer's kernel takes at most {MOST_GROUP} for each of {k_pages.shape[1]} kv heads"
+        return (
+            f"heads={q.shape[-2]}: FlashInfer's kernel takes at most {MOST_GROUP} for each of"
+            f" {k_pages.shape[1]} kv heads"
+        )
     return build.why_not_built(kernel)
 
 
 def kernel_for(q: Any, k_pages: Any, window: int | None, device: jax.Device) -> Kernel:
     """The kernel for queries [..., heads, head_dim] over pages [num_pages, kv_heads, page_size, head_dim]."""
     _, kv_heads, page_size, head_dim = k_pages.shape
-    return Kernel(str(q.dtype), page_size, head_dim, q.shape[-2] // kv_heads, window is not None, device.compute_capability)
+    return Kernel(
+        str(q.dtype),
+        page_size,
+        head_dim,
+        q.shape[-2] // kv_heads,
+        window is not None,
+        device.compute_capability,
+    )
 
 
 def parts(rows: int, kv_heads: int, tokens: int, cores: int) -> int:
-    """Number of parts of a sequence that thread blocks compute in parallel. It must match the kernel's launch function."""
+    """Number of parts of a sequence that thread blocks compute in parallel. It must match the kernel's launch
+    function.
+    """
     return min(max(1, cores // (rows * kv_heads)), -(-tokens // TILE))
 
 
@@ -121,10 +155,11 @@ def paged_attention_decode(
     sinks: jax.Array | None = None,
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """Decode attention; see `xla.paged_attention_decode`. `why_unsupported` gives the supported shapes and dtypes.
+    """Decode attention; see `xla.paged_attention_decode`. `why_unsupported` gives the supported shapes and
+    dtypes.
 
-    The number of parts of a sequence depends only on shapes, and parts are joined in order, so a row's result does not
-    depend on other rows.
+    The number of parts of a sequence depends only on shapes, and parts are joined in order, so a row's result
+    does not depend on other rows.
 
     Raises:
         RuntimeError: see `build.register`.
@@ -137,18 +172,23 @@ def paged_attention_decode(
         block_tables = _within(block_tables, lengths, window, page_size)
     splits = parts(rows, kv_heads, width * page_size, cores)
     computed = rows * kv_heads * splits if splits > 1 else 0
-    workspace = computed * (heads // kv_heads * head_dim * q.dtype.itemsize + ROW_FACTS) + 1024 * (computed > 0)
+    workspace = computed * (heads // kv_heads * head_dim * q.dtype.itemsize + ROW_FACTS) + 1024 * (
+        computed > 0
+    )
     semaphores = jnp.zeros((rows * kv_heads if splits > 1 else 0,), jnp.int32)
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct(semaphores.shape, semaphores.dtype),
         jax.ShapeDtypeStruct((workspace,), jnp.uint8),
     )
-    call = jax.ffi.ffi_call(build.register(kernel_for(q, k_pages, window, device)), results, input_output_aliases={6: 1})
+    call = jax.ffi.ffi_call(
+        build.register(kernel_for(q, k_pages, window, device)), results, input_output_aliases={6: 1}
+    )
     with_sinks = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32).reshape(heads)
     options = {"scale": np.float32(scale), "window": np.int32(window or 0), "cores": np.int32(cores)}
     out: jax.Array = call(q, k_pages, v_pages, block_tables, lengths, with_sinks, semaphores, **options)[0]
-    return jnp.where((lengths > 0)[:, None, None], out, 0) if splits > 1 else out  # the kernel joins empty parts to NaN
+    # the kernel joins empty parts to NaN
+    return jnp.where((lengths > 0)[:, None, None], out, 0) if splits > 1 else out
 
 
 def _kind(device: jax.Device | None) -> str:
@@ -163,8 +203,8 @@ def _case(q: Any, k_pages: Any) -> fastest.Case:
 def _within(block_tables: jax.Array, lengths: jax.Array, window: int, page_size: int) -> jax.Array:
     """The tables with pages before the window replaced by the window's first page.
 
-    The kernel masks scores of tokens before the window and multiplies their values by zero. But pages before the
-    window may meanwhile belong to another sequence and contain NaN.
+    The kernel masks scores of tokens before the window and multiplies their values by zero. But pages before
+    the window may meanwhile belong to another sequence and contain NaN.
     """
     first = jnp.maximum(lengths - window, 0) // page_size
     index = jnp.maximum(jnp.arange(block_tables.shape[1]), first[:, None])

@@ -28,6 +28,12 @@ class Call(Protocol):
 
 
 def interruption(call: Call) -> grpc.StatusCode:
-    """Why a call was cancelled: DEADLINE_EXCEEDED if its deadline has (nearly) passed, otherwise CANCELLED."""
+    """Why a call was cancelled: DEADLINE_EXCEEDED if its deadline has (nearly) passed, otherwise
+    CANCELLED.
+    """
     left = call.time_remaining()
-    return grpc.StatusCode.CANCELLED if left is None or left > DEADLINE_MARGIN else grpc.StatusCode.DEADLINE_EXCEEDED
+    return (
+        grpc.StatusCode.CANCELLED
+        if left is None or left > DEADLINE_MARGIN
+        else grpc.StatusCode.DEADLINE_EXCEEDED
+    )

@@ -80,8 +80,8 @@ def in_use(request_id: str, why: str) -> Refusal:
 
 
 def parser(kind: type[Message]) -> Callable[[bytes], Message | bytes]:
-    """Returns a parser for this message type. Invalid messages, and those with too many fields, stay bytes for
-    `checked` to reject.
+    """Returns a parser for this message type. Invalid messages, and those with too many fields, stay bytes
+    for `checked` to reject.
 
     An error raised where gRPC reads messages would become UNKNOWN, with a traceback in the log.
     """
@@ -102,7 +102,8 @@ def checked[T](request: T) -> T:
     if isinstance(request, bytes):
         raise Refusal(
             grpc.StatusCode.INVALID_ARGUMENT,
-            f"the message cannot be parsed as the type in the service's proto, or has more than {MAX_FIELDS} fields",
+            f"the message cannot be parsed as the type in the service's proto, or has more than {MAX_FIELDS}"
+            " fields",
         )
     return request
 
@@ -115,8 +116,9 @@ def check_model(name: str, models: ModelProvider) -> None:
 
 
 def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal:
-    """The status for an error. Unexpected errors reveal nothing, since they may quote a prompt. retry_seconds:
-    see ModelProvider."""
+    """The status for an error. Unexpected errors reveal nothing, since they may quote a prompt.
+    retry_seconds: see ModelProvider.
+    """
     if isinstance(error, Refusal):
         return error
     if isinstance(error, InvalidArgument):
@@ -126,7 +128,9 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
     if isinstance(error, NotReady):
         return Refusal(grpc.StatusCode.UNAVAILABLE, str(error), retry_seconds=retry_seconds)
     if isinstance(error, EngineDead):
-        return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; try again", retry_seconds=retry_seconds)
+        return Refusal(
+            grpc.StatusCode.UNAVAILABLE, "the engine is not running; try again", retry_seconds=retry_seconds
+        )
     if isinstance(error, Busy):
         return busy(str(error), error.retry_seconds, error.cause)
     if isinstance(error, SlowReader):
@@ -148,7 +152,9 @@ def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:
 
 
 def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Decorates a service's method: errors become statuses. The service must have a ModelProvider, `_models`."""
+    """Decorates a service's method: errors become statuses. The service must have a ModelProvider,
+    `_models`.
+    """
 
     @functools.wraps(handler)
     async def method(service: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -160,9 +166,15 @@ def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
             except Exception as error:
                 refused = refusal(error, service._models.retry_seconds)
                 if refused.code is grpc.StatusCode.INTERNAL:  # without its message, which may quote a prompt
-                    log.error("%s in %s:\n%s", type(error).__name__, handler.__name__, "".join(traceback.format_tb(error.__traceback__)))
+                    log.error(
+                        "%s in %s:\n%s",
+                        type(error).__name__,
+                        handler.__name__,
+                        "".join(traceback.format_tb(error.__traceback__)),
+                    )
                 await context.abort(refused.code, refused.message, status_metadata(refused))
-        except grpc.aio.InternalError:  # the client disconnected during a send, which gRPC would log as an error
+        except grpc.aio.InternalError:
+            # the client disconnected during a send, which gRPC would log as an error
             raise asyncio.CancelledError from None
 
     return method
@@ -170,8 +182,13 @@ def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
 
 def _invalid(error: InvalidArgument) -> Refusal:
     root = error.field.partition(".")[0].partition("[")[0]
-    path = f"sampling_params.{error.field}" if root in SamplingParams.__dataclass_fields__ else PATHS.get(error.field, error.field)
-    quotes = root in ("prompt", "prompt_token_ids", "messages")  # clients know their own prompt, and it must not appear in logged statuses
+    path = (
+        f"sampling_params.{error.field}"
+        if root in SamplingParams.__dataclass_fields__
+        else PATHS.get(error.field, error.field)
+    )
+    # clients know their own prompt, and it must not appear in logged statuses
+    quotes = root in ("prompt", "prompt_token_ids", "messages")
     message = f"{path}: {error.limit}" if quotes else str(error).replace(error.field, path, 1)
     return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field=path)
 

@@ -14,7 +14,8 @@ class Sliced(Protocol):
 
 
 class Portions:
-    """Between two portions, of whichever answers, the event loop runs everything that is ready. Belongs to one event loop.
+    """Between two portions, of whichever answers, the event loop runs everything that is ready. Belongs to
+    one event loop.
 
     Attributes:
         turns: number of portions so far that were waited for.

@@ -78,7 +78,9 @@ class _Connection:
         ca, key, cert = _read("tls_ca", tls_ca), _read("tls_key", tls_key), _read("tls_cert", tls_cert)
         secured = tls or ca is not None or cert is not None
         if secured:
-            self._channel = self._grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), CHANNEL_OPTIONS)
+            self._channel = self._grpc.secure_channel(
+                address, grpc.ssl_channel_credentials(ca, key, cert), CHANNEL_OPTIONS
+            )
         else:
             self._channel = self._grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self._stub = GenerateServiceStub(self._channel)
@@ -113,16 +115,18 @@ def _deadline(request: pb.GenerateRequest | pb.ChatRequest) -> float | None:
 class Client(_Connection):
     """A blocking client of `jengine serve`. Threads may share one.
 
-    Methods that generate take SamplingParams, or its fields as keywords; methods that chat also take the fields of ChatOptions. All of
-    them take these options:
+    Methods that generate take SamplingParams, or its fields as keywords; methods that chat also take the
+    fields of ChatOptions. All of them take these options:
 
     - `request_id`: for `abort`. By default the server makes one.
     - `priority`: lower runs first, if the server's policy is "priority".
-    - `ttft_ms`, `tpot_ms`: latency targets in milliseconds for the first token and for each further one, instead of the server's.
-    - `timeout`: seconds after which the request ends, with finish_reason "abort" and stop_reason "timeout".
-    - `cache_salt`: the request shares cached pages only with requests that have the same salt.
+    - `ttft_ms`, `tpot_ms`: latency targets in milliseconds for the first token and for each further one,
+    instead of the server's. - `timeout`: seconds after which the request ends, with finish_reason "abort" and
+    stop_reason "timeout". - `cache_salt`: the request shares cached pages only with requests that have the
+    same salt.
 
-    A request that the server cannot take, because it is full or starting, is retried while nothing of its answer has come.
+    A request that the server cannot take, because it is full or starting, is retried while nothing of its
+    answer has come.
 
     Raises:
         InvalidArgument: a field of the request is wrong.
@@ -136,23 +140,33 @@ class Client(_Connection):
 
     _grpc = grpc
 
-    def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
+    def generate(
+        self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
+    ) -> ServedOutput:
         """Complete one prompt."""
         return self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
 
-    def stream(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> Generator[ServedOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
+    ) -> Generator[ServedOutput]:
         """Complete one prompt and stream the output.
 
-        Each output has the new text, tokens and logprobs of one completion. The last one has no text, but every
-        completion's finish_reason and the usage. Closing the iterator early aborts the request.
+        Each output has the new text, tokens and logprobs of one completion. The last one has no text, but
+        every completion's finish_reason and the usage. Closing the iterator early aborts the request.
         """
-        return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
+        return self._news(
+            self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options))
+        )
 
-    def chat(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
+    def chat(
+        self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
+    ) -> ServedOutput:
         """Answer one conversation, with the model's chat template."""
         return self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
 
-    def chat_stream(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> Generator[ServedOutput]:
+    def chat_stream(
+        self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
+    ) -> Generator[ServedOutput]:
         """Answer one conversation and stream the answer, as `stream`."""
         return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
 
@@ -167,7 +181,9 @@ class Client(_Connection):
         return str(self._call(self._stub.Detokenize, request, SHORT).text)
 
     def abort(self, request_id: str) -> bool:
-        """End a request of this API key, or, on a server without keys, of any client. Returns False if it is unknown or has ended."""
+        """End a request of this API key, or, on a server without keys, of any client. Returns False if it is
+        unknown or has ended.
+        """
         return bool(self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT).found)
 
     def model(self) -> pb.GetModelResponse:
@@ -175,18 +191,22 @@ class Client(_Connection):
         got: pb.GetModelResponse = self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT)
         return got
 
-    def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
+    def wait_until_ready(
+        self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None
+    ) -> None:
         """Wait for a server that starts.
 
         Args:
             timeout: seconds after which this gives up.
-            progress: called about once a second with what the server does, such as "starting: compiling, 3 of 9 programs,
-                about 4 s left".
+            progress: called about once a second with what the server does, such as "starting: compiling, 3 of
+                9 programs, about 4 s left".
 
         Raises:
             ServerError: it is not ready in time, or cannot be reached.
         """
-        self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
+        self._call(
+            self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress)
+        )
 
     def load(self) -> pb.GetLoadResponse:
         """Return the server's load: running, waiting, free_pages, pages, cached_pages."""
@@ -199,20 +219,25 @@ class Client(_Connection):
         self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
     def do(self, operation: str, /, **arguments: Any) -> Any:
-        """Have the engine do an operation by its name, such as `do("SetStrategy", strategy="latency")`. Returns the answer, decoded from
-        JSON. Needs the same permission as reset_prefix_cache.
+        """Have the engine do an operation by its name, such as `do("SetStrategy", strategy="latency")`.
+        Returns the answer, decoded from JSON. Needs the same permission as reset_prefix_cache.
 
         Raises:
             InvalidArgument: there is no such operation, or an argument is unknown or invalid.
         """
-        return msgspec.json.decode(self._call(self._stub.Do, _do_request(operation, arguments), SHORT).answer_json)
+        return msgspec.json.decode(
+            self._call(self._stub.Do, _do_request(operation, arguments), SHORT).answer_json
+        )
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """Return the engine's activity in the last `seconds` seconds, or all that is kept, for `jengine.explain`.
+        """Return the engine's activity in the last `seconds` seconds, or all that is kept, for
+        `jengine.explain`.
 
         Needs the same permission as reset_prefix_cache.
         """
-        return Trace.from_json(self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT).trace)
+        return Trace.from_json(
+            self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT).trace
+        )
 
     def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
         """Profile the server's processes. Returns the profile, and jax.profiler's capture as a zip file.
@@ -238,7 +263,13 @@ class Client(_Connection):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None) -> Any:
+    def _call(
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        deadline: float | None,
+        attempts: Attempts | Waiting | None = None,
+    ) -> Any:
         attempts = attempts or Attempts(self._retries)
         while True:
             try:
@@ -257,7 +288,8 @@ class Client(_Connection):
         while True:
             reader, begun, call = OutputReader(request), False, None
             try:
-                with uninterrupted():  # Ctrl-C between gRPC's count of calls and the thread that serves them would stall the channel
+                # Ctrl-C between gRPC's count of calls and the thread that serves them would stall the channel
+                with uninterrupted():
                     call = method(request, timeout=_deadline(request), **self._options)
                 for event in events_of(call):
                     if (news := reader.news(event)) is not None:
@@ -280,13 +312,23 @@ class AsyncClient(_Connection):
 
     _grpc = grpc.aio
 
-    async def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
-        return await self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
+    async def generate(
+        self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
+    ) -> ServedOutput:
+        return await self._whole(
+            self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options))
+        )
 
-    def stream(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> AsyncGenerator[ServedOutput]:
-        return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
+    def stream(
+        self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
+    ) -> AsyncGenerator[ServedOutput]:
+        return self._news(
+            self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options))
+        )
 
-    async def chat(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
+    async def chat(
+        self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
+    ) -> ServedOutput:
         return await self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
 
     def chat_stream(
@@ -311,8 +353,12 @@ class AsyncClient(_Connection):
         got: pb.GetModelResponse = await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT)
         return got
 
-    async def wait_until_ready(self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None) -> None:
-        await self._call(self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress))
+    async def wait_until_ready(
+        self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None
+    ) -> None:
+        await self._call(
+            self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress)
+        )
 
     async def load(self) -> pb.GetLoadResponse:
         got: pb.GetLoadResponse = await self._call(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
@@ -322,10 +368,14 @@ class AsyncClient(_Connection):
         await self._call(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
     async def do(self, operation: str, /, **arguments: Any) -> Any:
-        return msgspec.json.decode((await self._call(self._stub.Do, _do_request(operation, arguments), SHORT)).answer_json)
+        return msgspec.json.decode(
+            (await self._call(self._stub.Do, _do_request(operation, arguments), SHORT)).answer_json
+        )
 
     async def trace(self, seconds: float | None = None) -> Trace:
-        return Trace.from_json((await self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
+        return Trace.from_json(
+            (await self._call(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace
+        )
 
     async def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
         options = options or ProfileOptions()
@@ -345,7 +395,11 @@ class AsyncClient(_Connection):
         await self.close()
 
     async def _call(
-        self, method: Callable[..., Any], request: Any, deadline: float | None, attempts: Attempts | Waiting | None = None
+        self,
+        method: Callable[..., Any],
+        request: Any,
+        deadline: float | None,
+        attempts: Attempts | Waiting | None = None,
     ) -> Any:
         attempts = attempts or Attempts(self._retries)
         while True:

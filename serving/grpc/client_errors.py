@@ -88,14 +88,18 @@ class Attempts:
     """The attempts of one request."""
 
     def __init__(self, retries: Retries) -> None:
-        self._left, self._until, self._pause = retries.attempts - 1, time.monotonic() + retries.seconds, FIRST_PAUSE
+        self._left, self._until, self._pause = (
+            retries.attempts - 1,
+            time.monotonic() + retries.seconds,
+            FIRST_PAUSE,
+        )
 
     def pause(self, error: grpc.RpcError) -> float | None:
         """Seconds to wait before the next attempt; None if the error is final.
 
         A busy server says when to retry. If it reports exhaustion without a delay (a message is too large),
-        retrying would not help. An unreachable server is retried after growing pauses. Up to a quarter is added
-        to each pause, so that clients do not all retry at the same time.
+        retrying would not help. An unreachable server is retried after growing pauses. Up to a quarter is
+        added to each pause, so that clients do not all retry at the same time.
         """
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
             return None
@@ -112,7 +116,9 @@ class Attempts:
 
 
 class Waiting:
-    """The attempts to reach a server that starts. While it says so, they are not limited in number, only by `seconds`."""
+    """The attempts to reach a server that starts. While it says so, they are not limited in number, only by
+    `seconds`.
+    """
 
     def __init__(self, retries: Retries, seconds: float, progress: Callable[[str], None]) -> None:
         self._attempts, self._until, self._progress = Attempts(retries), time.monotonic() + seconds, progress

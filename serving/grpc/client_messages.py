@@ -8,18 +8,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from jengine import CompletionOutput, FinishReason, GenerationParams, InvalidArgument, JengineError, Logprob, RequestOutput, SamplingParams
+from jengine import (
+    CompletionOutput,
+    FinishReason,
+    GenerationParams,
+    InvalidArgument,
+    JengineError,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+)
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.conversions import REASONS, from_params
 
-Prompt = str | list[int] | dict[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt"
+# text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt"
+Prompt = str | list[int] | dict[str, Any]
 Messages = Iterable[Mapping[str, Any]]  # {"role": ..., "content": text, or [{"type": "text", "text": text}]}
-CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template", "chat_template_kwargs")
+CHAT_OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+)
 FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.items()}
 
 
 class Usage(NamedTuple):
-    """Tokens of a request. `cached_prompt_tokens` counts those that the first completion took from the prefix cache."""
+    """Tokens of a request. `cached_prompt_tokens` counts those that the first completion took from the prefix
+    cache.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -28,8 +46,8 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ServedOutput(RequestOutput):
-    """A RequestOutput from a server. `prompt_token_ids` are the ids that the client sent; the times in `metrics` are seconds since the
-    request arrived.
+    """A RequestOutput from a server. `prompt_token_ids` are the ids that the client sent; the times in
+    `metrics` are seconds since the request arrived.
 
     Attributes:
         model: the name of the model that answered.
@@ -89,19 +107,33 @@ def chat_request(messages: Messages, call: Call) -> pb.ChatRequest:
         if value is not None:
             with sending(name, value):
                 as_json = name in ("tools", "chat_template_kwargs")
-                setattr(request.options, f"{name}_json" if as_json else name, json.dumps(value) if as_json else value)
-    return _completed(request, call, {name: value for name, value in call.fields.items() if name not in CHAT_OPTIONS})
+                setattr(
+                    request.options,
+                    f"{name}_json" if as_json else name,
+                    json.dumps(value) if as_json else value,
+                )
+    return _completed(
+        request, call, {name: value for name, value in call.fields.items() if name not in CHAT_OPTIONS}
+    )
 
 
-def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](request: R, call: Call, sampling_fields: Mapping[str, Any]) -> R:
+def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](
+    request: R, call: Call, sampling_fields: Mapping[str, Any]
+) -> R:
     params = call.params
     if params is not None and sampling_fields:
-        raise InvalidArgument("sampling_params", params, f"cannot be combined with its fields as keywords: {', '.join(sampling_fields)}")
+        raise InvalidArgument(
+            "sampling_params",
+            params,
+            f"cannot be combined with its fields as keywords: {', '.join(sampling_fields)}",
+        )
     if params is None:  # fields that are not given have the defaults of the server's model
         request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields), sampling_fields))
     else:
         request.sampling_params.CopyFrom(from_params(params))
-    options = {name: getattr(call, name) for name in ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms")}
+    options = {
+        name: getattr(call, name) for name in ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms")
+    }
     options["timeout_seconds"] = call.timeout
     for name, value in options.items():
         if value is not None:
@@ -111,7 +143,9 @@ def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](request: R, call: Call, 
 
 
 def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
-    proto = pb.ChatMessage(**{name: message[name] for name in ("role", "name", "tool_call_id") if message.get(name) is not None})
+    proto = pb.ChatMessage(
+        **{name: message[name] for name in ("role", "name", "tool_call_id") if message.get(name) is not None}
+    )
     content = message.get("content")
     if content is not None:
         proto.content = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
@@ -126,7 +160,11 @@ def sending(field: str, value: object) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, KeyError) as wrong:
-        raise wrong if isinstance(wrong, JengineError) else InvalidArgument(field, value, f"cannot be sent: {wrong}") from None
+        raise (
+            wrong
+            if isinstance(wrong, JengineError)
+            else InvalidArgument(field, value, f"cannot be sent: {wrong}")
+        ) from None
 
 
 # --- outputs --------------------------------------------------------------------------------------
@@ -147,7 +185,9 @@ class OutputReader:
         return self._end(output, [completion.ending for completion in response.completions], response)
 
     def news(self, event: pb.GenerateStreamResponse) -> ServedOutput | None:
-        """New output of one completion, or the final output. None for the message that confirms the request."""
+        """New output of one completion, or the final output. None for the message that confirms the
+        request.
+        """
         match event.WhichOneof("event"):
             case "delta":
                 return self._output([self._completion(event.delta)])
@@ -160,28 +200,44 @@ class OutputReader:
 
     def _output(self, completions: list[CompletionOutput]) -> ServedOutput:
         return ServedOutput(
-            request_id=self._request_id, model=self._model, prompt=self._prompt, prompt_token_ids=self._ids or [], outputs=completions
+            request_id=self._request_id,
+            model=self._model,
+            prompt=self._prompt,
+            prompt_token_ids=self._ids or [],
+            outputs=completions,
         )
 
     def _completion(self, proto: pb.Completion | pb.Delta) -> CompletionOutput:
         logprobs = [_position(entries) for entries in proto.logprobs] or None
-        return CompletionOutput(index=proto.index, text=proto.text, token_ids=list(proto.token_ids), logprobs=logprobs)
+        return CompletionOutput(
+            index=proto.index, text=proto.text, token_ids=list(proto.token_ids), logprobs=logprobs
+        )
 
-    def _end(self, output: ServedOutput, endings: Iterable[pb.Ending], end: pb.GenerateResponse | pb.Finished) -> ServedOutput:
+    def _end(
+        self, output: ServedOutput, endings: Iterable[pb.Ending], end: pb.GenerateResponse | pb.Finished
+    ) -> ServedOutput:
         output.finished = True
-        output.usage = Usage(end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_prompt_tokens)
+        output.usage = Usage(
+            end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_prompt_tokens
+        )
         output.num_cached_tokens = output.usage.cached_prompt_tokens
         times, output.metrics.preemptions = end.timings, end.timings.preemptions
-        output.metrics.first_token = times.first_token_seconds if times.HasField("first_token_seconds") else None
+        output.metrics.first_token = (
+            times.first_token_seconds if times.HasField("first_token_seconds") else None
+        )
         output.metrics.finished = times.total_seconds
         output.prompt_logprobs = [_position(entries) or None for entries in end.prompt_logprobs] or None
         for completion, ending in zip(output.outputs, endings, strict=True):
             completion.finish_reason = FINISH_REASONS.get(ending.finish_reason)
             kind = ending.WhichOneof("stop_reason")
             completion.stop_reason = None if kind is None else getattr(ending, kind)
-            completion.cumulative_logprob = ending.cumulative_logprob if ending.HasField("cumulative_logprob") else None
+            completion.cumulative_logprob = (
+                ending.cumulative_logprob if ending.HasField("cumulative_logprob") else None
+            )
         return output
 
 
 def _position(proto: pb.TokenLogprobs) -> dict[int, Logprob]:
-    return {entry.token_id: Logprob(entry.logprob, entry.rank, entry.decoded_token) for entry in proto.entries}
+    return {
+        entry.token_id: Logprob(entry.logprob, entry.rank, entry.decoded_token) for entry in proto.entries
+    }

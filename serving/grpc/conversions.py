@@ -41,7 +41,8 @@ DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.field
 
 
 def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -> GenerationParams:
-    """Parameters from the set fields; other fields are taken from `default` or SamplingParams(). See also `with_beams`.
+    """Parameters from the set fields; other fields are taken from `default` or SamplingParams(). See also
+    `with_beams`.
 
     Raises:
         InvalidArgument: naming the field.
@@ -83,7 +84,9 @@ def with_beams(given: dict[str, Any], default: SamplingParams) -> GenerationPara
     width = given.pop("n", 1)
     for name, value in given.items():
         if value != DEFAULTS.get(name):
-            raise InvalidArgument(name, value, f"must not be set with use_beam_search; {', '.join(('n', *BEAM_FIELDS))} may")
+            raise InvalidArgument(
+                name, value, f"must not be set with use_beam_search; {', '.join(('n', *BEAM_FIELDS))} may"
+            )
     if penalty is not None:
         fields["length_penalty"] = penalty
     try:
@@ -216,7 +219,10 @@ async def response(output: RequestOutput, model: str, portioned: Portioned) -> p
     )
     for completion in output.outputs:
         part = whole.completions.add(
-            index=completion.index, text=completion.text, token_ids=completion.token_ids, ending=ending(completion)
+            index=completion.index,
+            text=completion.text,
+            token_ids=completion.token_ids,
+            ending=ending(completion),
         )
         await _add_logprobs(part.logprobs, completion.logprobs, portioned)
     await _add_logprobs(whole.prompt_logprobs, output.prompt_logprobs, portioned)
@@ -241,11 +247,15 @@ def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
         news = {"index": completion.index, "text": "" if start else text, "token_ids": ids[start:end]}
         if chosen:
             news["logprobs"] = logprobs(chosen[start:end])
-        yield pb.GenerateStreamResponse(delta=news)  # built around the delta, since passing a pb.Delta would copy it
+        # built around the delta, since passing a pb.Delta would copy it
+        yield pb.GenerateStreamResponse(delta=news)
 
 
 async def finished(
-    output: RequestOutput, completion_tokens: int, prompt_logprobs: list[dict[int, Logprob] | None] | None, portioned: Portioned
+    output: RequestOutput,
+    completion_tokens: int,
+    prompt_logprobs: list[dict[int, Logprob] | None] | None,
+    portioned: Portioned,
 ) -> pb.GenerateStreamResponse:
     """The end of a stream; of its last output, only what is not counted in tokens."""
     end = pb.Finished(
@@ -294,7 +304,11 @@ def load(now: Load, counters: bool) -> pb.GetLoadResponse:
         programs=now.programs,
     )
     if counters:
-        proto.prefix_queries, proto.prefix_hits, proto.evictions = now.prefix_queries, now.prefix_hits, now.evictions
+        proto.prefix_queries, proto.prefix_hits, proto.evictions = (
+            now.prefix_queries,
+            now.prefix_hits,
+            now.evictions,
+        )
         proto.hit_pages.update(zip(now.cache_groups, now.hit_pages, strict=True))
     return proto
 
@@ -306,7 +320,9 @@ def timings(output: RequestOutput) -> pb.Timings:
     return pb.Timings(first_token_seconds=first, total_seconds=total, preemptions=metrics.preemptions)
 
 
-async def _add_logprobs(to: Any, positions: Sequence[dict[int, Logprob] | None] | None, portioned: Portioned) -> None:
+async def _add_logprobs(
+    to: Any, positions: Sequence[dict[int, Logprob] | None] | None, portioned: Portioned
+) -> None:
     """Adds positions in portions, and lets other requests run in between."""
     async for part in portioned.slices(positions or (), width_of(positions or ())):
         to.extend(logprobs(part))
@@ -316,7 +332,12 @@ def logprobs(positions: Iterable[Mapping[int, Logprob] | None] | None) -> list[p
     return [
         pb.TokenLogprobs(
             entries=[
-                pb.Logprob(token_id=token, logprob=entry.logprob, rank=entry.rank, decoded_token=entry.decoded_token or "")
+                pb.Logprob(
+                    token_id=token,
+                    logprob=entry.logprob,
+                    rank=entry.rank,
+                    decoded_token=entry.decoded_token or "",
+                )
                 for token, entry in (position or {}).items()
             ]
         )

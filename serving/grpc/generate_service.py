@@ -57,21 +57,29 @@ class GenerateService(Service, GenerateServiceServicer):
         with self._tracker.track(_method(request, "Stream"), request.request_id, context) as tracked:
             await self._streamed(request, context, tracked)
 
-    async def _whole(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> pb.GenerateResponse:
+    async def _whole(
+        self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
+    ) -> pb.GenerateResponse:
         llm, params = self._admit(request, context)
         with self._admission.place(params.n, context) as place:
             tracked.place = place
             handle = await self._queue(llm, request, params, "final", context, tracked.request_id, place)
             with Answer(handle, tracked) as answer:
-                return await conversions.response(await answer.next(), self._models.info.name, self._shared.portions.answer())
+                return await conversions.response(
+                    await answer.next(), self._models.info.name, self._shared.portions.answer()
+                )
 
-    async def _streamed(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> None:
+    async def _streamed(
+        self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
+    ) -> None:
         llm, params = self._admit(request, context)
         with self._admission.place(params.n, context) as place:
             tracked.place = place
             handle = await self._queue(llm, request, params, "delta", context, tracked.request_id, place)
             with Answer(handle, tracked, self._pace) as answer:
-                write = PatientWriter(context.write, context.peer, self._write_timeout, partial(abandon, handle, place)).write
+                write = PatientWriter(
+                    context.write, context.peer, self._write_timeout, partial(abandon, handle, place)
+                ).write
                 await write(conversions.started(tracked.request_id, self._models.info.name))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
@@ -83,17 +91,25 @@ class GenerateService(Service, GenerateServiceServicer):
                     if output.finished:
                         break
                     output = await answer.next()
-                await write(await conversions.finished(output, tokens, prompt_logprobs, self._shared.portions.answer()))
+                await write(
+                    await conversions.finished(
+                        output, tokens, prompt_logprobs, self._shared.portions.answer()
+                    )
+                )
 
     Chat, ChatStream = Generate, GenerateStream
 
-    def _admit(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, GenerationParams]:
+    def _admit(
+        self, request: Prompted, context: grpc.aio.ServicerContext
+    ) -> tuple[AsyncLLM, GenerationParams]:
         self._admission.stream(context)
         check_model(request.model, self._models)
         if isinstance(request, pb.ChatRequest):
             conversions.check_messages(request.messages)
         llm = self._models.llm
-        params = self._bounds.params(conversions.to_params(request.sampling_params, llm.get_default_sampling_params()))
+        params = self._bounds.params(
+            conversions.to_params(request.sampling_params, llm.get_default_sampling_params())
+        )
         check_priority(request.priority)
         return llm, params
 
@@ -111,7 +127,9 @@ class GenerateService(Service, GenerateServiceServicer):
         prompt: Callable[[], str | list[int] | TokensPrompt] = partial(self._prompt_of, request)
         if isinstance(request, pb.ChatRequest):
             template = request.options.chat_template if request.options.HasField("chat_template") else None
-            rendered = await self._render(llm, partial(_conversation_of, request), template, request.ByteSize(), context)
+            rendered = await self._render(
+                llm, partial(_conversation_of, request), template, request.ByteSize(), context
+            )
             prompt = lambda: rendered  # noqa: E731
         parsed = ParsedRequest(
             params,
@@ -138,7 +156,9 @@ class GenerateService(Service, GenerateServiceServicer):
         return pb.AbortResponse(found=await self._models.llm.abort(scoped(request.request_id)))
 
     @reported
-    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.TokenizeResponse:
         self._admission.stream(context)
         check_model(request.model, self._models)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -147,11 +167,15 @@ class GenerateService(Service, GenerateServiceServicer):
         def tokenize() -> pb.TokenizeResponse:
             return pb.TokenizeResponse(token_ids=tokenizer.encode(request.text, special))
 
-        answer: pb.TokenizeResponse = await self._text_work.run(client_of(context), request.ByteSize(), tokenize)
+        answer: pb.TokenizeResponse = await self._text_work.run(
+            client_of(context), request.ByteSize(), tokenize
+        )
         return answer
 
     @reported
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
         self._admission.stream(context)
         check_model(request.model, self._models)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -161,11 +185,15 @@ class GenerateService(Service, GenerateServiceServicer):
         def detokenize() -> pb.DetokenizeResponse:
             return pb.DetokenizeResponse(text=tokenizer.decode_unlocked(list(request.token_ids), skip))
 
-        answer: pb.DetokenizeResponse = await self._text_work.run(client_of(context), request.ByteSize(), detokenize)
+        answer: pb.DetokenizeResponse = await self._text_work.run(
+            client_of(context), request.ByteSize(), detokenize
+        )
         return answer
 
     @reported
-    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+    async def GetModel(
+        self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelResponse:
         info = self._models.info
         limits, room = info.limits, info.limits.sequence
         return pb.GetModelResponse(
@@ -185,18 +213,24 @@ class GenerateService(Service, GenerateServiceServicer):
         )
 
     @reported
-    async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+    async def GetLoad(
+        self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetLoadResponse:
         return conversions.load(self._models.llm.load, counters=sees_all_clients())
 
     @reported
-    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext) -> pb.ResetPrefixCacheResponse:
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ResetPrefixCacheResponse:
         check_admin(context.peer())
         done = await self._models.llm.reset_prefix_cache()
         log.info("%s has reset the prefix cache", client_of(context))
         return pb.ResetPrefixCacheResponse(done=done)
 
     @reported
-    async def SetStrategy(self, request: pb.SetStrategyRequest, context: grpc.aio.ServicerContext) -> pb.SetStrategyResponse:
+    async def SetStrategy(
+        self, request: pb.SetStrategyRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SetStrategyResponse:
         check_admin(context.peer())
         self._models.llm.set_strategy(request.strategy)
         log.info("%s has set the strategy to %s", client_of(context), request.strategy)
@@ -211,20 +245,25 @@ class GenerateService(Service, GenerateServiceServicer):
         return pb.DoResponse(answer_json=answer.decode())
 
     @reported
-    async def GetTrace(self, request: pb.GetTraceRequest, context: grpc.aio.ServicerContext) -> pb.GetTraceResponse:
+    async def GetTrace(
+        self, request: pb.GetTraceRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetTraceResponse:
         check_admin(context.peer())
         trace = await self._models.llm.trace(request.seconds if request.HasField("seconds") else None)
         trace.readers = self._pace.readers()
         return pb.GetTraceResponse(trace=await asyncio.to_thread(trace.to_json))
 
     @reported
-    async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileResponse:
+    async def Profile(
+        self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ProfileResponse:
         check_admin(context.peer())
         options = ProfileOptions(**{field.name: value for field, value in request.ListFields()})
         log.info("%s takes a profile of %g s", client_of(context), options.seconds)
         ended = threading.Event()
         taking = asyncio.ensure_future(self._profiled(options, ended))
-        taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # there may be no one left to read it
+        # there may be no one left to read it
+        taking.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             profile, jax = await asyncio.shield(taking)
         finally:
@@ -235,11 +274,16 @@ class GenerateService(Service, GenerateServiceServicer):
         """Profiles the engine's process and this one at the same time; this one at most until `ended`."""
         with tempfile.TemporaryDirectory() as name:
             engine, server = Path(name) / "engine", Path(name) / "server"
-            both = self._models.llm.profile(options, engine), asyncio.to_thread(capture_process, "server", options, server, ended.wait)
+            both = (
+                self._models.llm.profile(options, engine),
+                asyncio.to_thread(capture_process, "server", options, server, ended.wait),
+            )
             for failed in await asyncio.gather(*both, return_exceptions=True):
                 if failed is not None:
                     raise failed
-            return await asyncio.to_thread(read_profiles, self._models.info.name, (engine, server), self._pace.readers())
+            return await asyncio.to_thread(
+                read_profiles, self._models.info.name, (engine, server), self._pace.readers()
+            )
 
 
 def _method(request: Prompted, stream: str) -> str:

@@ -1,6 +1,8 @@
-"""The container's health check, `python -m jengine.serving.grpc.health_check`: whether the model answers, by GET /health.
+"""The container's health check, `python -m jengine.serving.grpc.health_check`: whether the model answers, by
+GET /health.
 
-Takes the port and TLS from the JENGINE_* variables, as the server does. A port given as a flag is not known here.
+Takes the port and TLS from the JENGINE_* variables, as the server does. A port given as a flag is not known
+here.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ SECONDS = 10.0
 def main() -> int:
     """Returns the exit code: 0 if the model answers."""
     secured = f"{PREFIX}TLS_CERT" in os.environ
-    url = f"{'https' if secured else 'http'}://127.0.0.1:{os.environ.get(f'{PREFIX}HTTP_PORT', '8000')}/health"
-    context = ssl._create_unverified_context() if secured else None  # the certificate is for another name than 127.0.0.1
+    url = (
+        f"{'https' if secured else 'http'}://127.0.0.1:{os.environ.get(f'{PREFIX}HTTP_PORT', '8000')}/health"
+    )
+    # the certificate is for another name than 127.0.0.1
+    context = ssl._create_unverified_context() if secured else None
     try:
         urllib.request.urlopen(url, timeout=SECONDS, context=context).close()
     except urllib.error.HTTPError as error:
@@ -28,7 +33,8 @@ def main() -> int:
         return 1
     except OSError as error:
         print(f"{url}: {error}")
-        return 0 if isinstance(getattr(error, "reason", error), ssl.SSLError) else 1  # it wants a client's certificate: it runs
+        # it wants a client's certificate: it runs
+        return 0 if isinstance(getattr(error, "reason", error), ssl.SSLError) else 1
     return 0
 
 

@@ -11,8 +11,9 @@ from typing import Any
 def events_of(call: Iterator[Any]) -> Generator[Any]:
     """Yields a gRPC stream's messages on demand. Cancel the call before closing this.
 
-    For the main thread, another thread reads: a KeyboardInterrupt inside gRPC could leave a lock of the channel
-    acquired, and every later call would hang. Waiting on Python's own queue can be interrupted safely.
+    For the main thread, another thread reads: a KeyboardInterrupt inside gRPC could leave a lock of the
+    channel acquired, and every later call would hang. Waiting on Python's own queue can be interrupted
+    safely.
     """
     if threading.current_thread() is not threading.main_thread():
         yield from call
@@ -33,7 +34,11 @@ def events_of(call: Iterator[Any]) -> Generator[Any]:
         wanted.put(False)
 
 
-def _read(call: Iterator[Any], wanted: queue.SimpleQueue[bool], events: queue.SimpleQueue[tuple[Any, BaseException | None]]) -> None:
+def _read(
+    call: Iterator[Any],
+    wanted: queue.SimpleQueue[bool],
+    events: queue.SimpleQueue[tuple[Any, BaseException | None]],
+) -> None:
     error: BaseException | None = None
     while error is None and wanted.get():
         event = None

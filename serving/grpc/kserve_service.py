@@ -1,4 +1,6 @@
-"""inference.GRPCInferenceService: the open inference protocol (KServe v2), for its clients. Text in, text out."""
+"""inference.GRPCInferenceService: the open inference protocol (KServe v2), for its clients. Text in, text
+out.
+"""
 
 from __future__ import annotations
 
@@ -40,24 +42,36 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     # --- what is here -----------------------------------------------------------------------------
 
     @reported
-    async def ServerLive(self, request: pb.ServerLiveRequest, context: grpc.aio.ServicerContext) -> pb.ServerLiveResponse:
+    async def ServerLive(
+        self, request: pb.ServerLiveRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     @reported
-    async def ServerReady(self, request: pb.ServerReadyRequest, context: grpc.aio.ServicerContext) -> pb.ServerReadyResponse:
+    async def ServerReady(
+        self, request: pb.ServerReadyRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ServerReadyResponse:
         return pb.ServerReadyResponse(ready=await self._ready(context))
 
     @reported
-    async def ModelReady(self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext) -> pb.ModelReadyResponse:
+    async def ModelReady(
+        self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ModelReadyResponse:
         ready = await self._ready(context)
-        return pb.ModelReadyResponse(ready=ready and request.name in ("", self._models.info.name) and request.version in ("", VERSION))
+        return pb.ModelReadyResponse(
+            ready=ready and request.name in ("", self._models.info.name) and request.version in ("", VERSION)
+        )
 
     @reported
-    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: grpc.aio.ServicerContext) -> pb.ServerMetadataResponse:
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="jengine", version=__version__)
 
     @reported
-    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: grpc.aio.ServicerContext) -> pb.ModelMetadataResponse:
+    async def ModelMetadata(
+        self, request: pb.ModelMetadataRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ModelMetadataResponse:
         self._check_model(request.name, request.version)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
@@ -71,7 +85,9 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     # --- generation -------------------------------------------------------------------------------
 
     @reported
-    async def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
+    async def ModelInfer(
+        self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ModelInferResponse:
         with self._tracker.track("ModelInfer", request.id, context) as tracked:
             self._admission.stream(context)
             parsed = self._read(request)
@@ -81,10 +97,14 @@ class KserveService(Service, GRPCInferenceServiceServicer):
                 Answer(await self._queue(llm, parsed, "final", context, tracked.place), tracked) as answer,
             ):
                 output = await answer.next()
-                return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
+                return self._response(
+                    request, output, sum(len(completion.token_ids) for completion in output.outputs)
+                )
 
     @reported
-    async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.aio.ServicerContext) -> None:
+    async def ModelStreamInfer(
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.aio.ServicerContext
+    ) -> None:
         self._admission.stream(context)
         stream = _Stream(context.write, context.peer, self._write_timeout)
         try:
@@ -95,7 +115,9 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _answer_in(self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> None:
+    async def _answer_in(
+        self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext
+    ) -> None:
         """Request errors are reported in the stream, which continues."""
         shown_id = "" if isinstance(request, bytes) else request.id
         try:
@@ -104,26 +126,44 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         except (JengineError, Refusal, Busy, SlowReader) as error:
             if stream.stalled:
                 raise
-            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=shown_id[:MAX_REQUEST_ID]))
+            await stream.write(
+                error_message=refusal(error).message,
+                infer_response=pb.ModelInferResponse(id=shown_id[:MAX_REQUEST_ID]),
+            )
         finally:
             stream.sequence.release()
 
     async def _stream_one(
-        self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext, tracked: TrackedRequest
+        self,
+        stream: _Stream,
+        request: pb.ModelInferRequest,
+        context: grpc.aio.ServicerContext,
+        tracked: TrackedRequest,
     ) -> None:
         parsed, llm = self._read(request), self._models.llm
         with self._admission.place(parsed.params.n, context) as tracked.place:
             handle = await self._queue(llm, parsed, "delta", context, tracked.place)
-            with Answer(handle, tracked, self._pace) as answer, stream.freeing(handle.request_id, partial(abandon, handle, tracked.place)):
+            with (
+                Answer(handle, tracked, self._pace) as answer,
+                stream.freeing(handle.request_id, partial(abandon, handle, tracked.place)),
+            ):
                 ended, tokens = False, 0
                 while not ended:
                     output = await answer.next()
-                    ended, tokens = output.finished, tokens + sum(len(completion.token_ids) for completion in output.outputs)
+                    ended, tokens = (
+                        output.finished,
+                        tokens + sum(len(completion.token_ids) for completion in output.outputs),
+                    )
                     if ended or any(completion.text for completion in output.outputs):
                         await stream.write(infer_response=self._response(request, output, tokens))
 
     async def _queue(
-        self, llm: AsyncLLM, read: tensors.TensorRequest, kind: OutputKind, context: grpc.aio.ServicerContext, place: Place
+        self,
+        llm: AsyncLLM,
+        read: tensors.TensorRequest,
+        kind: OutputKind,
+        context: grpc.aio.ServicerContext,
+        place: Place,
     ) -> RequestHandle:
         """Validates and queues a request."""
         more = read.cache_salt, read.priority, read.timeout, read.ttft_ms, read.tpot_ms
@@ -137,9 +177,13 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         check_priority(parsed.priority)
         return parsed._replace(params=self._bounds.params(parsed.params))
 
-    def _response(self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int) -> pb.ModelInferResponse:
+    def _response(
+        self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int
+    ) -> pb.ModelInferResponse:
         """The content of this output; `tokens`: number generated so far."""
-        response = pb.ModelInferResponse(model_name=self._models.info.name, model_version=VERSION, id=request.id)
+        response = pb.ModelInferResponse(
+            model_name=self._models.info.name, model_version=VERSION, id=request.id
+        )
         response.parameters["triton_final_response"].bool_param = output.finished
         if output.finished:
             response.parameters["prompt_tokens"].int64_param = len(output.prompt_token_ids)
@@ -171,7 +215,9 @@ class _Stream:
         stalled: whether the client failed to read in time.
     """
 
-    def __init__(self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], write_timeout: float) -> None:
+    def __init__(
+        self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], write_timeout: float
+    ) -> None:
         self.sequence, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
         self._writer = PatientWriter(write, peer, write_timeout, self._stall)
         self._turn = asyncio.Lock()

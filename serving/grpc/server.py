@@ -71,7 +71,9 @@ async def build_server(
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     metrics = metrics or Metrics()
     calls = ClientCalls(config, metrics)
-    server = grpc.aio.server(interceptors=[*interceptors, CallInterceptor(calls)], options=_options(config, calls.limit))
+    server = grpc.aio.server(
+        interceptors=[*interceptors, CallInterceptor(calls)], options=_options(config, calls.limit)
+    )
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -81,11 +83,19 @@ async def build_server(
         _add(service, servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    address = f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"
+    address = (
+        f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"
+    )
     try:
-        port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        port = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
     except RuntimeError:
-        raise InvalidArgument("port", config.port, f"cannot listen on {address}: {_why_not(config)}") from None
+        raise InvalidArgument(
+            "port", config.port, f"cannot listen on {address}: {_why_not(config)}"
+        ) from None
     return Built(server, state, port, shared.sandbox, shared, calls)
 
 
@@ -115,7 +125,9 @@ def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) 
 def _why_not(config: ServerConfig) -> str:
     """The reason, which gRPC does not report, found by trying to bind again."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(config.host.strip("[]"), config.port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.host.strip("[]"), config.port, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind) as attempt:
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             attempt.bind(address)
@@ -129,10 +141,12 @@ def _options(config: ServerConfig, calls: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # computed results are always sent
-        ("grpc.max_concurrent_streams", 2 * calls),  # per connection; a client's calls above `calls` get an error
+        # per connection; a client's calls above `calls` get an error
+        ("grpc.max_concurrent_streams", 2 * calls),
         ("grpc.max_allowed_incoming_connections", config.max_connections),  # further ones are closed
         ("grpc.so_reuseport", 0),  # a second server on this port must fail rather than share it
-        # Pings detect clients that have vanished. Clients may also ping, to keep idle streams alive through proxies.
+        # Pings detect clients that have vanished. Clients may also ping, to keep idle streams alive through
+        # proxies.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -29,11 +29,13 @@ KINDS = {
 }
 
 
-LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")  # sampling parameters given as tensors of any size
+# sampling parameters given as tensors of any size
+LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 OUTPUTS = ("text_output", "finish_reason")
 WITHOUT_EFFECT = ("triton_enable_empty_final_response",)  # the last response is always marked
 LEVEL = ("priority", "timeout", "cache_salt", "ttft_ms", "tpot_ms")
-KNOWN = {"text_input", "sampling_parameters", *LEVEL, *DEFAULTS, *WITHOUT_EFFECT}  # names of inputs and parameters
+# names of inputs and parameters
+KNOWN = {"text_input", "sampling_parameters", *LEVEL, *DEFAULTS, *WITHOUT_EFFECT}
 NOT_KNOWN = "there is no such input or parameter"
 MAX_RANK = 8  # maximum number of dimensions, since their product is computed
 MAX_TEXTS = 1000  # maximum texts in a tensor: more than any parameter allows
@@ -73,7 +75,9 @@ def read_request(request: pb.ModelInferRequest, default: SamplingParams | None =
         kind = parameter.WhichOneof("parameter_choice")
         _check_known(name, kind)
         if name in given or kind is None:
-            raise InvalidArgument(name, kind, "has no value" if kind is None else "is both a tensor and a parameter")
+            raise InvalidArgument(
+                name, kind, "has no value" if kind is None else "is both a tensor and a parameter"
+            )
         if name not in WITHOUT_EFFECT:
             given[name] = getattr(parameter, kind)
     text = given.pop("text_input", None)
@@ -82,7 +86,10 @@ def read_request(request: pb.ModelInferRequest, default: SamplingParams | None =
     level = {name: given.pop(name, None) for name in LEVEL}
     params = _params(given, SamplingParams() if default is None else default)
     priority, timeout = level["priority"], level.pop("timeout")
-    level |= {"priority": 0 if priority is None else priority, "timeout": None if timeout is None else _seconds(timeout)}
+    level |= {
+        "priority": 0 if priority is None else priority,
+        "timeout": None if timeout is None else _seconds(timeout),
+    }
     return TensorRequest(text=text, params=params, bytes=request.ByteSize(), **level)
 
 
@@ -128,7 +135,9 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[Any]]:
     """
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
-        raise InvalidArgument("raw_input_contents", len(raw), f"must be as many as inputs: {len(request.inputs)}, or none")
+        raise InvalidArgument(
+            "raw_input_contents", len(raw), f"must be as many as inputs: {len(request.inputs)}, or none"
+        )
     out: dict[str, list[Any]] = {}
     for i, tensor in enumerate(request.inputs):
         name = f"inputs[{i}]"
@@ -143,12 +152,18 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[Any]]:
         count = math.prod(tensor.shape)
         held = _count(name, raw[i], form) if raw else len(getattr(tensor.contents, field))
         if any(size < 0 for size in tensor.shape) or count != held:
-            raise InvalidArgument(f"{name}.shape", list(tensor.shape), f"there are {held} elements{' or more' if held > MAX_TEXTS else ''}")
+            raise InvalidArgument(
+                f"{name}.shape",
+                list(tensor.shape),
+                f"there are {held} elements{' or more' if held > MAX_TEXTS else ''}",
+            )
         if tensor.name not in LISTS and count != 1:
             raise InvalidArgument(tensor.name, f"{count} elements", "must have one")
         check_entries(tensor.name, count)  # before they are read
         elements = _unpack(raw[i], form) if raw else list(getattr(tensor.contents, field))
-        out[tensor.name] = [_text(name, element) for element in elements] if tensor.datatype == "BYTES" else elements
+        out[tensor.name] = (
+            [_text(name, element) for element in elements] if tensor.datatype == "BYTES" else elements
+        )
     return out
 
 
@@ -157,7 +172,9 @@ def write_texts(response: pb.ModelInferResponse, name: str, texts: Sequence[str]
     tensor = response.outputs.add(name=name, datatype="BYTES", shape=[len(texts)])
     elements = [text.encode() for text in texts]
     if raw:
-        response.raw_output_contents.append(b"".join(struct.pack("<I", len(element)) + element for element in elements))
+        response.raw_output_contents.append(
+            b"".join(struct.pack("<I", len(element)) + element for element in elements)
+        )
     else:
         tensor.contents.bytes_contents.extend(elements)
 
@@ -173,7 +190,9 @@ def _count(name: str, raw: bytes, form: str | None) -> int:
         at += 4 + int.from_bytes(raw[at : at + 4], "little")
         if at > len(raw):
             raise InvalidArgument(
-                name, f"{len(raw)} bytes", "an element is truncated: each has a length of four bytes, followed by its bytes"
+                name,
+                f"{len(raw)} bytes",
+                "an element is truncated: each has a length of four bytes, followed by its bytes",
             )
         count += 1
     return count

@@ -51,7 +51,8 @@ class Access:
         return None if self.tls is None else self.tls.files.expires.timestamp()
 
     def reload(self) -> None:
-        """Reads the files again. New connections use the new certificates, new calls the new keys; open ones continue.
+        """Reads the files again. New connections use the new certificates, new calls the new keys; open ones
+        continue.
 
         Invalid files change nothing, and the reason is logged.
         """
@@ -73,7 +74,8 @@ class Access:
     def _load_keys(self) -> ApiKeys:
         keys = ApiKeys.of(self._keys_file, self._keys)
         if self._keys_file is not None:
-            warn_of_access("api_keys", self._keys_file, 0o022)  # users with write access could add a key; read access shows only hashes
+            # users with write access could add a key; read access shows only hashes
+            warn_of_access("api_keys", self._keys_file, 0o022)
         return keys
 
 

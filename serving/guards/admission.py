@@ -1,4 +1,6 @@
-"""Admission control: bounds waiting work, in total and per client. Belongs to one event loop; never blocks."""
+"""Admission control: bounds waiting work, in total and per client. Belongs to one event loop; never
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,24 @@ from jengine.serving.guards.security import current_key
 from jengine.serving.guards.token_bucket import TokenBucket
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
-WORK_TOKENS = 1000  # tokens charged for a second of a key's work outside the engine's steps: the compilation of a grammar
+# tokens charged for a second of a key's work outside the engine's steps: the compilation of a grammar
+WORK_TOKENS = 1000
 
 
 class Admission:
-    """Counts running and waiting completions in total and per client, and each client's streams, log probabilities
-    and tokens a minute.
+    """Counts running and waiting completions in total and per client, and each client's streams, log
+    probabilities and tokens a minute.
 
     Attributes:
         taken: number of running and waiting completions.
     """
 
     def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
-        self._models, self._waiting, self._per_client = models, config.max_waiting, config.max_streams_per_client
+        self._models, self._waiting, self._per_client = (
+            models,
+            config.max_waiting,
+            config.max_streams_per_client,
+        )
         self._most_logprobs = config.max_answer_logprobs
         self.taken = 0
         self._streams: Counter[str] = Counter()  # by client
@@ -47,7 +54,9 @@ class Admission:
         """
         client, limit = client_of(call), self._client_limit()
         if self._streams.get(client, 0) >= limit:
-            raise Busy(f"this client has {limit} streams, the maximum", self._retry_seconds(), "client_streams")
+            raise Busy(
+                f"this client has {limit} streams, the maximum", self._retry_seconds(), "client_streams"
+            )
         self._streams[client] += 1
         call.add_done_callback(lambda _: _take(self._streams, client, 1))
 
@@ -59,9 +68,13 @@ class Admission:
         """
         places, limit = self._running + self._waiting, self._client_limit()
         if n > limit:
-            raise InvalidArgument(field, n, f"at most {limit}, the maximum of concurrent completions per client")
+            raise InvalidArgument(
+                field, n, f"at most {limit}, the maximum of concurrent completions per client"
+            )
         if n > places:
-            raise InvalidArgument(field, n, f"at most {places}: {self._running} running and {self._waiting} waiting")
+            raise InvalidArgument(
+                field, n, f"at most {places}: {self._running} running and {self._waiting} waiting"
+            )
 
     def place(self, n: int, call: Call) -> Place:
         """Reserves places for the completions of a request's only prompt. Raises as `places`."""
@@ -74,7 +87,8 @@ class Admission:
             field: the field of the request that holds the prompts.
 
         Raises:
-            Busy: too many completions wait, the client has too many, or its tokens of this minute are used up.
+            Busy: too many completions wait, the client has too many, or its tokens of this minute are used
+                up.
             InvalidArgument: so many completions are never possible.
         """
         count = prompts * n
@@ -86,7 +100,11 @@ class Admission:
             has = f"this client has {self._completions[client]} completions; the maximum is {limit}"
             raise Busy(has, self._retry_seconds(), "client_streams")
         if self.taken + count > places:
-            raise Busy(f"{self._waiting} requests are waiting; the queue is full", self._retry_seconds(), "queue_full")
+            raise Busy(
+                f"{self._waiting} requests are waiting; the queue is full",
+                self._retry_seconds(),
+                "queue_full",
+            )
         self.taken += count
         self._completions[client] += count
         request = _Request()
@@ -98,9 +116,14 @@ class Admission:
         held = request.logprobs + prompt + output
         if held > most:
             field = "prompt_logprobs" if prompt > output else "logprobs"
-            raise InvalidArgument(field, f"{held} values in the answer", f"at most {most} on this server (max_answer_logprobs)")
+            raise InvalidArgument(
+                field, f"{held} values in the answer", f"at most {most} on this server (max_answer_logprobs)"
+            )
         if self._scored.get(client, 0) + prompt > most:
-            has = f"the answers to this client hold {self._scored[client]} log probabilities of prompts; the maximum is {most}"
+            has = (
+                f"the answers to this client hold {self._scored[client]} log probabilities of prompts; the"
+                f" maximum is {most}"
+            )
             raise Busy(has, self._retry_seconds(), "client_logprobs")
         request.logprobs = held
         self._scored[client] += prompt
@@ -113,7 +136,9 @@ class Admission:
         self._seconds += 0.1 * (seconds - self._seconds)
 
     def charge_work(self, client: str, seconds: float) -> None:
-        """Charges the calling client processor time spent outside the engine's steps, as WORK_TOKENS tokens a second."""
+        """Charges the calling client processor time spent outside the engine's steps, as WORK_TOKENS tokens a
+        second.
+        """
         if (bucket := self._bucket(client)) is not None:
             bucket.charge(seconds * WORK_TOKENS, time.monotonic())
 
@@ -133,7 +158,9 @@ class Admission:
         return bucket
 
     def _retry_seconds(self) -> float:
-        """Seconds until about half of the queue has started, so that not all rejected clients find it full again."""
+        """Seconds until about half of the queue has started, so that not all rejected clients find it full
+        again.
+        """
         rounds = max(self.taken - self._running, 0) / self._running
         return min(max(self._seconds * rounds / 2, SHORTEST_RETRY), LONGEST_RETRY)
 
@@ -147,7 +174,9 @@ class _Request:
 class Place:
     """The places of a prompt, returned by `Admission.places`. `release` may be called repeatedly."""
 
-    def __init__(self, admission: Admission, client: str, n: int, bucket: TokenBucket | None, request: _Request) -> None:
+    def __init__(
+        self, admission: Admission, client: str, n: int, bucket: TokenBucket | None, request: _Request
+    ) -> None:
         self._admission, self._client, self._n, self._since = admission, client, n, time.monotonic()
         self._bucket, self._charged, self._reserved, self._request, self._scored = bucket, 0, 0, request, 0
 
@@ -188,7 +217,8 @@ class Place:
             self._bucket.reserved -= tokens
 
     def hold(self, prompt: int, output: int) -> None:
-        """Reserves room in the request's answer for log probabilities of its prompt and of its output, until the release.
+        """Reserves room in the request's answer for log probabilities of its prompt and of its output, until
+        the release.
 
         Raises:
             InvalidArgument: more than an answer may hold.
@@ -214,7 +244,10 @@ def _check_tokens(bucket: TokenBucket | None) -> None:
     """Raises Busy if a client's tokens of this minute are used up, or reserved by its running requests."""
     if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
         how = "its running requests may use the rest" if bucket.reserved else "has used them"
-        limited = f"this client may use {bucket.per_minute} tokens a minute, and {how}; try again in {seconds:.1f} s"
+        limited = (
+            f"this client may use {bucket.per_minute} tokens a minute, and {how}; try again in"
+            f" {seconds:.1f} s"
+        )
         raise Busy(limited, seconds, "tokens_per_minute")
 
 

@@ -50,8 +50,8 @@ class Authenticator:
             return key
         if (raw := self.keys.stored_raw(presented)) is not None:
             self._raw(
-                "the line of %r in the keys file is the key itself, not its hash: replace both, since the file shows it "
-                "(python -m jengine.serving.guards.security NAME)",
+                "the line of %r in the keys file is the key itself, not its hash: replace both, since the"
+                " file shows it (python -m jengine.serving.guards.security NAME)",
                 raw.name,
             )
         return WRONG
@@ -63,7 +63,9 @@ class Authenticator:
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Rejects gRPC calls without a known key in their `authorization: Bearer KEY` metadata, except health checks."""
+    """Rejects gRPC calls without a known key in their `authorization: Bearer KEY` metadata, except health
+    checks.
+    """
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
@@ -91,4 +93,6 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
 
 def _authorization(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    return next((value for name, value in metadata if name == "authorization" and isinstance(value, str)), None)
+    return next(
+        (value for name, value in metadata if name == "authorization" and isinstance(value, str)), None
+    )

@@ -33,7 +33,8 @@ class RequestBounds(NamedTuple):
         return cls(config.max_tokens_limit, config.max_request_seconds, config.max_answer_logprobs)
 
     def params[P: GenerationParams](self, params: P) -> P:
-        """The parameters, with the server's max_tokens if they set none: log probabilities of that many fill at most half an answer.
+        """The parameters, with the server's max_tokens if they set none: log probabilities of that many fill
+        at most half an answer.
 
         Raises:
             InvalidArgument: they exceed the server's limit.
@@ -41,10 +42,16 @@ class RequestBounds(NamedTuple):
         if params.max_tokens is None:
             limits = [] if self.max_tokens is None else [self.max_tokens]
             if isinstance(params, SamplingParams) and params.logprobs is not None:
-                limits.append(max(self.logprobs // 2 // (params.n * (params.logprobs + 1)), params.min_tokens, 1))
+                limits.append(
+                    max(self.logprobs // 2 // (params.n * (params.logprobs + 1)), params.min_tokens, 1)
+                )
             return dataclasses.replace(params, max_tokens=min(limits)) if limits else params
         if self.max_tokens is not None and params.max_tokens > self.max_tokens:
-            raise InvalidArgument("max_tokens", params.max_tokens, f"at most {self.max_tokens} on this server (max_tokens_limit)")
+            raise InvalidArgument(
+                "max_tokens",
+                params.max_tokens,
+                f"at most {self.max_tokens} on this server (max_tokens_limit)",
+            )
         return params
 
     def timeout(self, seconds: float | None) -> float | None:
@@ -56,7 +63,9 @@ class RequestBounds(NamedTuple):
         if self.seconds is None or seconds is None:
             return self.seconds if seconds is None else seconds
         if seconds > self.seconds:
-            raise InvalidArgument("timeout", seconds, f"at most {self.seconds:g} seconds on this server (max_request_seconds)")
+            raise InvalidArgument(
+                "timeout", seconds, f"at most {self.seconds:g} seconds on this server (max_request_seconds)"
+            )
         return seconds
 
 
@@ -64,7 +73,10 @@ def check_priority(priority: int) -> None:
     """Raises Refusal if the key does not allow this priority. Without keys, all priorities are allowed."""
     key = current_key.get()
     if key is not None and type(priority) is int and priority < key.min_priority:
-        message = f"priority={priority}: at least {key.min_priority} with this key (its min_priority; lower runs first)"
+        message = (
+            f"priority={priority}: at least {key.min_priority} with this key (its min_priority; lower runs"
+            " first)"
+        )
         raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="priority")
 
 
@@ -75,7 +87,8 @@ def sees_all_clients() -> bool:
 
 
 def check_admin(peer: str) -> None:
-    """Raises Refusal unless the caller is an administrator: its key has admin=1 or, without keys, it is on this machine.
+    """Raises Refusal unless the caller is an administrator: its key has admin=1 or, without keys, it is on
+    this machine.
 
     Args:
         peer: address of the caller in gRPC's form: "ipv4:127.0.0.1:12345", "ipv6:%5B::1%5D:12345".

@@ -69,7 +69,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         handler = await continuation(call)
         if handler is None:
             return None
-        asks, answers = (("stream" if streams else "unary") for streams in (handler.request_streaming, handler.response_streaming))
+        asks, answers = (
+            ("stream" if streams else "unary")
+            for streams in (handler.request_streaming, handler.response_streaming)
+        )
         return handler._replace(**{f"{asks}_{answers}": self._counted(getattr(handler, f"{asks}_{answers}"))})
 
     def _counted(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +86,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
                     async for message in messages:
                         yield message
 
-        return stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
+        return (
+            stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
+        )
 
     async def _one_more(self, context: grpc.aio.ServicerContext) -> AbstractContextManager[None]:
         """Aborts the call if there are too many."""

@@ -1,4 +1,6 @@
-"""Runs work that could crash, block or exhaust a process in disposable processes, so that it only affects one request."""
+"""Runs work that could crash, block or exhaust a process in disposable processes, so that it only affects one
+request.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ from jengine.serving.processes.turns import Turns
 from jengine.serving.processes.wire import RECEIVE, Done, Frames, Job, frame
 
 WORKERS = 2  # maximum number of processes; each starts when a job finds no idle one
-START_SECONDS, JOB_SECONDS = 120.0, 30.0  # wall-clock limits; CPU_SECONDS usually ends a job earlier, unless its process is stopped
+# wall-clock limits; CPU_SECONDS usually ends a job earlier, unless its process is stopped
+START_SECONDS, JOB_SECONDS = 120.0, 30.0
 MOST_WAITING = 256  # jobs
 RETRY_SECONDS = 1.0
 MOST_VERDICTS = 1024  # maximum number of remembered results
 ATTEMPTS = 3  # processes that may be killed from outside before a job is given up
-FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that no job causes
+# signals that no job causes
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 log = logging.getLogger("jengine.serving")
 
@@ -40,8 +44,9 @@ class Lost(JengineError):
     """A worker ended in the middle of a job, or was killed.
 
     Attributes:
-        cause: "job" if the job is to blame; "outside" if the process was killed by a signal that no job causes; "late"
-            if it was not done in time, though it used little processor time: it is stopped, or the machine is busy.
+        cause: "job" if the job is to blame; "outside" if the process was killed by a signal that no job
+            causes; "late" if it was not done in time, though it used little processor time: it is stopped, or
+            the machine is busy.
         seconds: processor time used.
     """
 
@@ -66,7 +71,8 @@ class Sandbox:
     Args:
         workers: maximum number of processes.
         module: the module that they run.
-        charge: called with the client and the processor seconds of each of its jobs, in the context of the request.
+        charge: called with the client and the processor seconds of each of its jobs, in the context of the
+            request.
     """
 
     def __init__(
@@ -100,7 +106,10 @@ class Sandbox:
         key = hashlib.sha256(arguments.encode(errors="surrogatepass")).digest()
         if (verdict := self._verdicts.get(key)) is None:
             done = await self._run(client, tokenizer, Job("check", "structured_outputs", arguments))
-            verdict = Verdict(InvalidArgument(done.field, done.value or what, done.limit) if done.limit else None, done.seconds)
+            verdict = Verdict(
+                InvalidArgument(done.field, done.value or what, done.limit) if done.limit else None,
+                done.seconds,
+            )
             self._verdicts[key] = verdict
             if len(self._verdicts) > MOST_VERDICTS:
                 self._verdicts.popitem(last=False)
@@ -110,8 +119,12 @@ class Sandbox:
         if (error := verdict.error) is not None:
             raise InvalidArgument(error.field, error.value, error.limit)
 
-    async def render(self, client: str, messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-        """Renders a conversation with the chat template in ChatOptions. Returns token ids. Raises as `check`."""
+    async def render(
+        self, client: str, messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer
+    ) -> list[int]:
+        """Renders a conversation with the chat template in ChatOptions. Returns token ids. Raises as
+        `check`.
+        """
         arguments = json.dumps({"messages": messages, **options})
         done = await self._run(client, tokenizer, Job("render", "chat_template", arguments))
         if done.limit:
@@ -146,7 +159,8 @@ class Sandbox:
             raise
 
         def over(future: asyncio.Future[Done]) -> None:
-            if not future.cancelled() and future.exception() is None:  # an exception is retrieved, even if the client has gone
+            # an exception is retrieved, even if the client has gone
+            if not future.cancelled() and future.exception() is None:
                 self._turns.spend(client, future.result().seconds)
                 self._charge(client, future.result().seconds)
             self._over(client)
@@ -156,7 +170,10 @@ class Sandbox:
         return await asyncio.shield(future)
 
     def _serve_next(self) -> None:
-        while len(self._served) < self._workers and (following := self._turns.take(busy=self._served)) is not None:
+        while (
+            len(self._served) < self._workers
+            and (following := self._turns.take(busy=self._served)) is not None
+        ):
             client, turn = following
             if not turn.cancelled():
                 self._served.add(client)
@@ -190,7 +207,9 @@ class Sandbox:
                     self._running.discard(worker)
                     self._idle.append(worker)
                 return done
-        raise busy("the processes that check grammars and templates are stopped or killed; try again", RETRY_SECONDS)
+        raise busy(
+            "the processes that check grammars and templates are stopped or killed; try again", RETRY_SECONDS
+        )
 
     def _take(self, folder: Path) -> _Worker:
         with self._lock:
@@ -216,7 +235,8 @@ class _Worker:
                 start_new_session=True,  # a terminal's Ctrl-C is for the server
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # the same import path as here
+                    # the same import path as here
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "TOKENIZERS_PARALLELISM": "false",
                 },
             )
@@ -266,5 +286,11 @@ class _Worker:
         code = self._process.wait()
         if code == -signal.SIGPROF:
             raise Lost(f"takes more than {CPU_SECONDS} s of processor time", "job", CPU_SECONDS)
-        how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-        raise Lost(f"is too complex: its process {how}", "outside" if -code in FROM_OUTSIDE else "job", CPU_SECONDS)
+        how = (
+            f"exited with code {code}"
+            if code >= 0
+            else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        )
+        raise Lost(
+            f"is too complex: its process {how}", "outside" if -code in FROM_OUTSIDE else "job", CPU_SECONDS
+        )

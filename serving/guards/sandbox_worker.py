@@ -1,4 +1,5 @@
-"""A disposable process for work that could crash, block or exhaust it: compiling grammars, and rendering chat templates.
+"""A disposable process for work that could crash, block or exhaust it: compiling grammars, and rendering chat
+templates.
 
 Its stdin is a socket to the server; it exits when the server closes that. It has no other descriptors, and
 imports neither jax nor gRPC.
@@ -33,10 +34,16 @@ def do(job: Job, tokenizer: Tokenizer) -> Done:
             return Done()
         ids = chat_prompt(tokenizer, **arguments)["prompt_token_ids"]
         if len(ids) > MOST_TOKENS:
-            raise InvalidArgument("messages", None, f"the chat template renders them as {len(ids)} tokens; at most {MOST_TOKENS}")
+            raise InvalidArgument(
+                "messages",
+                None,
+                f"the chat template renders them as {len(ids)} tokens; at most {MOST_TOKENS}",
+            )
         return Done(ids)
     except InvalidArgument as error:
-        return Done(field=error.field, value=error.value if isinstance(error.value, str) else "", limit=error.limit)
+        return Done(
+            field=error.field, value=error.value if isinstance(error.value, str) else "", limit=error.limit
+        )
     except ModelError as error:
         return Done(field="chat_template", limit=error.reason)
     except MemoryError:
@@ -49,7 +56,8 @@ def main() -> int:
     os.nice(NICENESS)
     server = socket.socket(fileno=0)
     tokenizer = Tokenizer.load(Path(sys.argv[1]))
-    with contextlib.suppress(InvalidArgument):  # a tokenizer that llguidance cannot use can still render templates
+    # a tokenizer that llguidance cannot use can still render templates
+    with contextlib.suppress(InvalidArgument):
         probe_structure(StructuredOutputs(regex="a"), tokenizer)
     _limit_memory()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # crash messages could quote a prompt
@@ -61,7 +69,8 @@ def main() -> int:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             done = do(job, tokenizer)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            done.seconds = min(time.process_time() - began, CPU_SECONDS)  # the timer has whole ticks of the system
+            # the timer has whole ticks of the system
+            done.seconds = min(time.process_time() - began, CPU_SECONDS)
             server.sendall(frame(done))
     return 0
 
@@ -74,7 +83,8 @@ def _end_with_the_server() -> None:
         import ctypes
 
         set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)  # if the server has already died, reading from the socket reports it
+        # if the server has already died, reading from the socket reports it
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 def _limit_memory() -> None:

@@ -1,5 +1,6 @@
-"""API keys, stored as hashes, and the rights of each key. `python -m jengine.serving.guards.security NAME` prints a
-line of a keys file."""
+"""API keys, stored as hashes, and the rights of each key. `python -m jengine.serving.guards.security NAME`
+prints a line of a keys file.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ _SEPARATOR = "\0"  # not printable, so in no key's name: ids of two keys never c
 
 
 def scoped(request_id: str) -> str:
-    """The engine's id for a client's request. Each key has separate ids; without keys, all clients share them."""
+    """The engine's id for a client's request. Each key has separate ids; without keys, all clients share
+    them.
+    """
     key = current_key.get()
     return request_id if key is None else f"{key.name}{_SEPARATOR}{request_id}"
 
@@ -79,9 +82,9 @@ def salted(cache_salt: str | None) -> str | None:
 class ApiKeys:
     """The accepted keys, by SHA-256.
 
-    A fast hash is appropriate here: keys are long and random, so they cannot be guessed from their hashes (slow
-    hashes are for passwords), and a hash is computed for every call. `hash_line` rejects short keys for this
-    reason.
+    A fast hash is appropriate here: keys are long and random, so they cannot be guessed from their hashes
+    (slow hashes are for passwords), and a hash is computed for every call. `hash_line` rejects short keys for
+    this reason.
     """
 
     def __init__(self, keys: dict[bytes, Key]) -> None:
@@ -103,7 +106,8 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: str | Path) -> ApiKeys:
-        """Loads a file with a key per line: its hash in hexadecimal, its name, and settings. # begins a comment.
+        """Loads a file with a key per line: its hash in hexadecimal, its name, and settings. # begins a
+        comment.
 
             5e88...1542 anna b  max_streams=8 tokens_per_minute=20000 min_priority=-1
 
@@ -133,15 +137,19 @@ class ApiKeys:
                 continue
             if not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]):  # not quoted, since it may be a key
                 raise wrong(
-                    f"line {number} does not begin with a SHA-256 in hexadecimal digits; if it is the key itself, replace it by what "
-                    "`python -m jengine.serving.guards.security NAME` prints, which reads the key from stdin"
+                    f"line {number} does not begin with a SHA-256 in hexadecimal digits; if it is the key"
+                    " itself, replace it by what `python -m jengine.serving.guards.security NAME` prints,"
+                    " which reads the key from stdin"
                 )
             try:
                 key = _key_of(words[1:], _default_name(words[0]))
             except ValueError as error:
                 raise wrong(f"line {number}: {error}") from None
             if by_name.setdefault(key.name, key) != key:
-                raise wrong(f"line {number}: {key.name!r} has other settings on an earlier line; keys of one name are one client")
+                raise wrong(
+                    f"line {number}: {key.name!r} has other settings on an earlier line; keys of one name are"
+                    " one client"
+                )
             keys[bytes.fromhex(words[0])] = key
         if not keys:
             raise wrong("has no key: every request would be rejected")
@@ -157,9 +165,12 @@ class ApiKeys:
         return found
 
     def stored_raw(self, presented: str) -> Key | None:
-        """The key whose line contains this key itself instead of its hash: the output of `openssl rand -hex 32`
-        looks like a hash."""
-        return self._keys.get(bytes.fromhex(presented)) if re.fullmatch(r"[0-9a-fA-F]{64}", presented) else None
+        """The key whose line contains this key itself instead of its hash: the output of `openssl rand -hex
+        32` looks like a hash.
+        """
+        return (
+            self._keys.get(bytes.fromhex(presented)) if re.fullmatch(r"[0-9a-fA-F]{64}", presented) else None
+        )
 
 
 def _default_name(digest: str) -> str:
@@ -173,12 +184,18 @@ def _key_of(words: list[str], default_name: str) -> Key:
         name, _, value = words.pop().partition("=")
         if name not in SETTINGS or name in settings:
             raise ValueError(
-                f"{name!r} is given twice" if name in settings else f"unknown setting {name!r}; the settings are {', '.join(SETTINGS)}"
+                f"{name!r} is given twice"
+                if name in settings
+                else f"unknown setting {name!r}; the settings are {', '.join(SETTINGS)}"
             )
         if name == "admin" and value not in ("0", "1"):
             raise ValueError(f"admin={value}: must be 0 or 1")
-        if not re.fullmatch(r"-?\d{1,18}", value) or (int(value) < 1 and name not in ("min_priority", "admin")):
-            raise ValueError(f"{name}={value}: must be a whole number{'' if name == 'min_priority' else ', at least 1'}")
+        if not re.fullmatch(r"-?\d{1,18}", value) or (
+            int(value) < 1 and name not in ("min_priority", "admin")
+        ):
+            raise ValueError(
+                f"{name}={value}: must be a whole number{'' if name == 'min_priority' else ', at least 1'}"
+            )
         settings[name] = int(value)
     name = " ".join(words) or default_name
     if not name.isprintable():
@@ -214,7 +231,9 @@ def main() -> int:
         prog="python -m jengine.serving.guards.security",
         description="Reads an API key from stdin, prints its line for the keys file (--api-keys).",
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="the client's name in logs and metrics")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", default="", help="the client's name in logs and metrics"
+    )
     parser.add_argument("settings", metavar="SETTING=N", nargs="*", help=f"of {', '.join(SETTINGS)}")
     options = parser.parse_args()
     key = getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()

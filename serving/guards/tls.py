@@ -62,7 +62,8 @@ class Tls:
 
 
 def read(config: ServerConfig) -> TlsFiles:
-    """Reads and validates the files. Warns of certificates that expire soon, and of private keys that others can read.
+    """Reads and validates the files. Warns of certificates that expire soon, and of private keys that others
+    can read.
 
     Raises:
         InvalidArgument: a file cannot be read or is not a PEM file of its kind, the key does not match the
@@ -71,11 +72,15 @@ def read(config: ServerConfig) -> TlsFiles:
     assert config.tls_cert is not None and config.tls_key is not None
     cert, key = _bytes("tls_cert", config.tls_cert), _bytes("tls_key", config.tls_key)
     ca = None if config.tls_client_ca is None else _bytes("tls_client_ca", config.tls_client_ca)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)  # reads the files like gRPC, but reports errors immediately
+    # reads the files like gRPC, but reports errors immediately
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key, password="")  # rejects encrypted keys instead of prompting on a terminal
+        # rejects encrypted keys instead of prompting on a terminal
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
     except (ssl.SSLError, ValueError) as wrong:
-        raise InvalidArgument("tls_key", str(config.tls_key), f"no PEM pair with tls_cert={str(config.tls_cert)!r}: {wrong}") from None
+        raise InvalidArgument(
+            "tls_key", str(config.tls_key), f"no PEM pair with tls_cert={str(config.tls_cert)!r}: {wrong}"
+        ) from None
     expires = _check_dates("tls_cert", config.tls_cert, cert, all)
     if ca is not None and config.tls_client_ca is not None:
         _check_dates("tls_client_ca", config.tls_client_ca, ca, any)  # the others still authenticate clients
@@ -88,15 +93,23 @@ def read(config: ServerConfig) -> TlsFiles:
     return TlsFiles(grpc.ssl_server_certificate_configuration(pairs, ca), expires, context)
 
 
-def _check_dates(field: str, path: str | Path, pem: bytes, needed: Callable[[Iterable[bool]], bool]) -> datetime.datetime:
-    """The earliest expiry of these certificates. All or any of them must be valid now, depending on `needed`."""
+def _check_dates(
+    field: str, path: str | Path, pem: bytes, needed: Callable[[Iterable[bool]], bool]
+) -> datetime.datetime:
+    """The earliest expiry of these certificates. All or any of them must be valid now, depending on
+    `needed`.
+    """
     try:
         certificates = x509.load_pem_x509_certificates(pem)
     except ValueError as wrong:
         raise InvalidArgument(field, str(path), f"no PEM certificates: {wrong}") from None
     now = datetime.datetime.now(datetime.UTC)
     wrongs = [_why_not_valid(certificate, now) for certificate in certificates]
-    told = [f"the certificate of {c.subject.rfc4514_string()} {why}" for c, why in zip(certificates, wrongs, strict=True) if why]
+    told = [
+        f"the certificate of {c.subject.rfc4514_string()} {why}"
+        for c, why in zip(certificates, wrongs, strict=True)
+        if why
+    ]
     if not needed(not why for why in wrongs):
         raise InvalidArgument(field, str(path), told[0])
     told += [
@@ -125,15 +138,27 @@ def warn_of_access(field: str, path: str | Path, mode: int) -> None:
     allowed = Path(path).stat().st_mode & 0o777
     if allowed & mode:
         log.warning(
-            "%s=%s: other users may %s it (mode %03o): chmod 600", field, path, "write" if allowed & mode & 0o022 else "read", allowed
+            "%s=%s: other users may %s it (mode %03o): chmod 600",
+            field,
+            path,
+            "write" if allowed & mode & 0o022 else "read",
+            allowed,
         )
 
 
 def warn_of_plaintext(config: ServerConfig) -> None:
     """Warns once, at the start, if the server can be reached from other machines without TLS."""
     if config.tls_cert is None and not _is_loopback(config.host):
-        what = "requests and answers" if config.api_keys is None and not config.api_key else "API keys, requests and answers"
-        log.warning("serving plaintext on %s: the network can read %s; set tls_cert and tls_key to turn TLS on", config.host, what)
+        what = (
+            "requests and answers"
+            if config.api_keys is None and not config.api_key
+            else "API keys, requests and answers"
+        )
+        log.warning(
+            "serving plaintext on %s: the network can read %s; set tls_cert and tls_key to turn TLS on",
+            config.host,
+            what,
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,9 +8,10 @@ ROUNDING = 1e-6  # tokens; a request that arrives exactly at its retry time must
 class TokenBucket:
     """A token bucket with a capacity of `per_minute` tokens, which is refilled at that rate.
 
-    The tokens of a request are known only while it runs. So it reserves what it may use when it starts, and is charged
-    as it proceeds. A request may start while the level, less what running requests have reserved, is positive. The level
-    may become negative, and then must become positive before another request may start.
+    The tokens of a request are known only while it runs. So it reserves what it may use when it starts, and
+    is charged as it proceeds. A request may start while the level, less what running requests have reserved,
+    is positive. The level may become negative, and then must become positive before another request may
+    start.
 
     Times are in seconds of any clock that does not go back.
 

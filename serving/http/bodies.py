@@ -22,10 +22,22 @@ from jengine import InvalidArgument, SamplingParams
 STRICT = ConfigDict(extra="forbid", strict=True)
 # Fields that clients send to all servers, and that do not affect answers.
 IGNORED = frozenset(
-    ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+    (
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
 )
-LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))  # as long as the body
-DOCUMENTS = frozenset(("tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format", "guided_json"))
+# as long as the body
+LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))
+DOCUMENTS = frozenset(
+    ("tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format", "guided_json")
+)
 DOCUMENTS |= {"guided_regex", "guided_choice", "guided_grammar"}
 MAX_DOCUMENT, MAX_VALUE = 2**20, 2**16  # bytes of a value's JSON, in these fields and in all others
 # Values equivalent to leaving the field out.
@@ -135,7 +147,9 @@ def most_bytes(name: str) -> int | None:
 
 
 def validator_of(type: Any) -> SchemaValidator:
-    """A validator that stops at a list's first invalid item: errors for each of a million items would take seconds."""
+    """A validator that stops at a list's first invalid item: errors for each of a million items would take
+    seconds.
+    """
 
     def failing_fast(schema: Any) -> Any:
         if isinstance(schema, list | tuple):
@@ -157,11 +171,15 @@ class Form:
         own: fields that are not sampling parameters, although SamplingParams has a field of that name.
     """
 
-    def __init__(self, type: Any, supported: Iterable[str] = (), own: Iterable[str] = (), sampling: bool = True) -> None:
+    def __init__(
+        self, type: Any, supported: Iterable[str] = (), own: Iterable[str] = (), sampling: bool = True
+    ) -> None:
         self._validator = validator_of(type)
         self._known = frozenset(get_type_hints(type))
         self._supported = frozenset(supported) or self._known
-        self._sampling = frozenset(SamplingParams.__dataclass_fields__).difference(own) if sampling else frozenset()
+        self._sampling = (
+            frozenset(SamplingParams.__dataclass_fields__).difference(own) if sampling else frozenset()
+        )
 
     def read(self, body: Mapping[str, Any]) -> Body:
         """Validates a body. Fields with null count as missing.
@@ -172,7 +190,11 @@ class Form:
         fields: dict[str, Any] = {}
         sampling: dict[str, Any] = {}
         for name, value in body.items():
-            if value is None or (name in IGNORED and name in self._known) or (name in NEUTRAL and NEUTRAL[name] == value):
+            if (
+                value is None
+                or (name in IGNORED and name in self._known)
+                or (name in NEUTRAL and NEUTRAL[name] == value)
+            ):
                 continue
             if name in self._sampling:
                 sampling[name] = value
@@ -204,9 +226,12 @@ def checked(validator: SchemaValidator, value: Any, root: str = "") -> Any:
         return validator.validate_python(value)
     except ValidationError as wrong:
         errors = wrong.errors(include_url=False)
-        error = max(errors, key=lambda error: len(error["loc"]))  # for a union, the error of the type that fits best
+        # for a union, the error of the type that fits best
+        error = max(errors, key=lambda error: len(error["loc"]))
         reasons = dict.fromkeys(other["msg"] for other in errors if len(other["loc"]) == len(error["loc"]))
-        path = root + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"] if _shown(part))
+        path = root + "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"] if _shown(part)
+        )
         raise InvalidArgument(path.lstrip(".") or "body", error["input"], "; ".join(reasons)) from None
     except RecursionError:
         raise InvalidArgument(root or "body", None, "is nested too deeply") from None
@@ -226,12 +251,30 @@ def _unknown(name: str, value: Any) -> None:
 STREAM_OPTIONS, TOOLS = validator_of(StreamOptions), validator_of(list[ChatCompletionFunctionToolParam])
 COMMON = frozenset(("model", "stream", "stream_options", *Extras.__annotations__))
 COMPLETION = Form(
-    CompletionBody, COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"}, own=("logprobs",)
+    CompletionBody,
+    COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"},
+    own=("logprobs",),
 )
 CHAT_ONLY = frozenset(
-    ("messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools", "tool_choice", "parallel_tool_calls")
+    (
+        "messages",
+        "logprobs",
+        "top_logprobs",
+        "max_completion_tokens",
+        "response_format",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+    )
 ) | frozenset(
-    ("reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "include_reasoning")
+    (
+        "reasoning_effort",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "include_reasoning",
+    )
 )
 CHAT = Form(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))
 EMBEDDING = Form(EmbeddingBody, sampling=False)

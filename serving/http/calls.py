@@ -102,8 +102,9 @@ class HttpCall:
         return b"".join(parts)
 
     async def discard(self) -> None:
-        """Reads and drops the rest of the body for a moment, since closing the connection too early would lose
-        the response."""
+        """Reads and drops the rest of the body for a moment, since closing the connection too early would
+        lose the response.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
                 while self.unread:
@@ -127,7 +128,13 @@ class HttpCall:
 
     # --- the answer -------------------------------------------------------------------------------
 
-    async def answer(self, status: int, body: bytes | list[bytes], headers: dict[str, str] | None = None, kind: bytes = JSON) -> None:
+    async def answer(
+        self,
+        status: int,
+        body: bytes | list[bytes],
+        headers: dict[str, str] | None = None,
+        kind: bytes = JSON,
+    ) -> None:
         """Sends a whole response. A body in parts is sent in chunks, as the client reads them."""
         chunks = [body] if isinstance(body, bytes) else chunks_of(body)
         await self._start(status, {"content-length": str(sum(map(len, chunks))), **(headers or {})}, kind)
@@ -152,7 +159,11 @@ class HttpCall:
     async def _start(self, status: int, headers: dict[str, str], kind: bytes) -> None:
         self.status = status
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        message: Message = {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *raw]}
+        message: Message = {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(b"content-type", kind), *raw],
+        }
         await self._send(message)
 
     async def _write(self, body: bytes, more: bool) -> None:

@@ -23,7 +23,8 @@ class Chat(NamedTuple):
     Attributes:
         prompt: the prompt's text, once it has been rendered.
         template_has_tools: whether the chat template shows tools.
-        thinks: whether the model may reason before it answers; False if a grammar applies from the first token on.
+        thinks: whether the model may reason before it answers; False if a grammar applies from the first
+            token on.
     """
 
     body: Body
@@ -71,7 +72,11 @@ class Chat(NamedTuple):
         if completion.logprobs is None or not completion.logprobs:
             return {}
         texts = TokenTexts(self.llm.tokenizer, self.body.get("return_tokens_as_token_ids", False))
-        return {"logprobs": await chat_logprobs(portioned, completion.logprobs, self.body.get("top_logprobs", 0), texts)}
+        return {
+            "logprobs": await chat_logprobs(
+                portioned, completion.logprobs, self.body.get("top_logprobs", 0), texts
+            )
+        }
 
     def ids(self, completion: CompletionOutput) -> dict[str, Parts]:
         """Token ids for a choice's fields."""
@@ -79,7 +84,11 @@ class Chat(NamedTuple):
 
     async def prompt_facts(self, output: RequestOutput, portioned: Portioned) -> dict[str, Parts]:
         """Facts about the prompt for a response's fields."""
-        facts = {"prompt_token_ids": parts.encoded(output.prompt_token_ids)} if self.body.get("return_token_ids") else {}
+        facts = (
+            {"prompt_token_ids": parts.encoded(output.prompt_token_ids)}
+            if self.body.get("return_token_ids")
+            else {}
+        )
         if output.prompt_logprobs is not None:
             facts["prompt_logprobs"] = await replies.prompt_logprobs(portioned, output.prompt_logprobs)
         return facts

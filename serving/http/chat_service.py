@@ -19,7 +19,14 @@ from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.parameters import chat_params
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.plain_tools import shows_tools, with_tools_as_text
-from jengine.serving.http.service import HttpService, check_conversation, level_of, present, stop_reason, tokens_of
+from jengine.serving.http.service import (
+    HttpService,
+    check_conversation,
+    level_of,
+    present,
+    stop_reason,
+    tokens_of,
+)
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
 from jengine.serving.requests.answers import Answer
@@ -65,13 +72,18 @@ class ChatService(HttpService):
         options = {name: body.get(name) for name in OPTIONS if body.get(name) is not None}
         if (effort := body.get("reasoning_effort")) is not None:
             # Clients send it to every model. Templates ignore variables that they do not know.
-            options["chat_template_kwargs"] = {"reasoning_effort": effort, **options.get("chat_template_kwargs", {})}
+            options["chat_template_kwargs"] = {
+                "reasoning_effort": effort,
+                **options.get("chat_template_kwargs", {}),
+            }
         if chat.tools.shown and chat.template_has_tools:
             options["tools"] = chat.tools.shown
 
         def read() -> Conversation:
             plain = chat.tools.shown and not chat.template_has_tools
-            return with_tools_as_text(body.get("messages"), chat.tools) if plain else body.get("messages"), options
+            return with_tools_as_text(body.get("messages"), chat.tools) if plain else body.get(
+                "messages"
+            ), options
 
         prompt = await self._render(chat.llm, read, body.get("chat_template"), size, call)
         chat = chat.rendered(prompt)
@@ -80,7 +92,9 @@ class ChatService(HttpService):
 
     # --- complete ---------------------------------------------------------------------------------
 
-    async def _whole(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place) -> None:
+    async def _whole(
+        self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place
+    ) -> None:
         handle, chat = await self._queue(call, chat, size, "final", tracked.request_id, place)
         with Answer(handle, tracked) as answer:
             output = await answer.next()
@@ -107,7 +121,9 @@ class ChatService(HttpService):
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls = [
-            ChatCompletionMessageFunctionToolCall(id=call_id(), type="function", function=Function(name=name, arguments=arguments[index]))
+            ChatCompletionMessageFunctionToolCall(
+                id=call_id(), type="function", function=Function(name=name, arguments=arguments[index])
+            )
             for index, name in names.items()
             if chat.tools.parallel or not index
         ]
@@ -121,15 +137,21 @@ class ChatService(HttpService):
             finish_reason=reason(completion, bool(calls)),
             **stop_reason(completion),
         )
-        return with_members(parts.of(choice), {**await chat.logprobs(completion, portioned), **chat.ids(completion)})
+        return with_members(
+            parts.of(choice), {**await chat.logprobs(completion, portioned), **chat.ids(completion)}
+        )
 
     # --- streamed ---------------------------------------------------------------------------------
 
-    async def _stream(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place) -> None:
+    async def _stream(
+        self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place
+    ) -> None:
         handle, chat = await self._queue(call, chat, size, "delta", tracked.request_id, place)
         with Answer(handle, tracked, self._pace) as answer:
             await call.start_events(id_headers(tracked.request_id))
-            stream = ChatStream(call, chat, f"chatcmpl-{tracked.request_id}", handle.output, self._shared.portions.answer())
+            stream = ChatStream(
+                call, chat, f"chatcmpl-{tracked.request_id}", handle.output, self._shared.portions.answer()
+            )
             await stream.start()
             while not stream.finished:
                 await stream.show(await answer.next())

@@ -19,8 +19,16 @@ from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reas
 class ChatStream:
     """A streamed answer to a conversation."""
 
-    def __init__(self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput, portioned: Portioned) -> None:
-        self._call, self._chat, self._id, self._usage, self._portioned = call, chat, reply_id, StreamUsage(chat.body), portioned
+    def __init__(
+        self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput, portioned: Portioned
+    ) -> None:
+        self._call, self._chat, self._id, self._usage, self._portioned = (
+            call,
+            chat,
+            reply_id,
+            StreamUsage(chat.body),
+            portioned,
+        )
         self._parsers = [chat.parser() for _ in range(chat.params.n)]
         self._called = [False] * chat.params.n
         self._ended: set[int] = set()
@@ -37,7 +45,9 @@ class ChatStream:
         facts = await self._chat.prompt_facts(output, self._portioned) if not self._tokens else {}
         self._last, self.finished = output, output.finished
         self._tokens += tokens_of(output.outputs)
-        choices = [choice for completion in output.outputs if (choice := await self._choice(completion)) is not None]
+        choices = [
+            choice for completion in output.outputs if (choice := await self._choice(completion)) is not None
+        ]
         if choices or facts:
             await self._send(choices, facts)
 
@@ -52,7 +62,10 @@ class ChatStream:
             self._ended.add(index)
             events = joined([*events, *parser.finish()])
         delta = self._delta(self._chat.shown(events), index)
-        more = {**await self._chat.logprobs(completion, self._portioned), **(self._chat.ids(completion) if completion.token_ids else {})}
+        more = {
+            **await self._chat.logprobs(completion, self._portioned),
+            **(self._chat.ids(completion) if completion.token_ids else {}),
+        }
         if delta is None and not ended and not more:
             return None
         why = reason(completion, self._called[index]) if ended else None
@@ -64,7 +77,9 @@ class ChatStream:
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls = [
-            _call_delta(event) for event in events if isinstance(event, Call | Arguments) and (self._chat.tools.parallel or not event.index)
+            _call_delta(event)
+            for event in events
+            if isinstance(event, Call | Arguments) and (self._chat.tools.parallel or not event.index)
         ]
         self._called[index] = self._called[index] or bool(calls)
         if not (content or reasoning or calls):
@@ -80,7 +95,9 @@ class ChatStream:
         chat = self._chat
         if self._usage.always:
             more = {"usage": replies.usage(self._last, self._tokens), **more}
-        chunk = replies.Chunk(id=self._id, object="chat.completion.chunk", created=chat.created, model=chat.model, **more)
+        chunk = replies.Chunk(
+            id=self._id, object="chat.completion.chunk", created=chat.created, model=chat.model, **more
+        )
         await self._call.event(with_members(parts.of(chunk), {"choices": array(choices), **facts}))
 
 

@@ -44,7 +44,9 @@ class Task(NamedTuple):
     hides_output: bool
 
     def reply(self, choices: Iterable[Parts], **more: Any) -> Parts:
-        reply = replies.Completion(id=self.reply_id, object="text_completion", created=self.created, model=self.model, **more)
+        reply = replies.Completion(
+            id=self.reply_id, object="text_completion", created=self.created, model=self.model, **more
+        )
         return with_members(parts.of(reply), {"choices": array(choices)})
 
 
@@ -58,7 +60,10 @@ class CompletionService(HttpService):
             first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
             task = self._task(call, given, first.request_id)
-            places = [stack.enter_context(place) for place in self._admission.places(len(task.prompts), task.params.n, call)]
+            places = [
+                stack.enter_context(place)
+                for place in self._admission.places(len(task.prompts), task.params.n, call)
+            ]
             tracked = self._track_all(first, places, call, stack)
             if task.body.get("stream"):
                 await self._stream(call, task, size, tracked)
@@ -74,10 +79,18 @@ class CompletionService(HttpService):
                 self._check_ids("prompt", len(prompt))
         params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
-        return Task(body, params, prompts, llm, f"cmpl-{request_id}", int(time.time()), self._models.info.name, hides)
+        return Task(
+            body, params, prompts, llm, f"cmpl-{request_id}", int(time.time()), self._models.info.name, hides
+        )
 
     async def _queue_all(
-        self, call: HttpCall, task: Task, size: int, kind: OutputKind, tracked: list[Tracked], stack: ExitStack
+        self,
+        call: HttpCall,
+        task: Task,
+        size: int,
+        kind: OutputKind,
+        tracked: list[Tracked],
+        stack: ExitStack,
     ) -> list[tuple[Answer, _Pieces]]:
         """Queues all prompts."""
         out = []
@@ -99,7 +112,9 @@ class CompletionService(HttpService):
                 output = await answer.next()
                 choices += await pieces.choices(output)
                 used.append(pieces.usage(output))
-        await call.answer(200, task.reply(choices, usage=replies.usage_sum(used)), id_headers(tracked[0][0].request_id))
+        await call.answer(
+            200, task.reply(choices, usage=replies.usage_sum(used)), id_headers(tracked[0][0].request_id)
+        )
 
     async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
         usage = StreamUsage(task.body)
@@ -148,7 +163,9 @@ class _Pieces:
         found = [await self._choice(output, completion, begins) for completion in output.outputs]
         return [choice for choice in found if choice is not None]
 
-    async def _choice(self, output: RequestOutput, completion: CompletionOutput, begins: bool) -> Parts | None:
+    async def _choice(
+        self, output: RequestOutput, completion: CompletionOutput, begins: bool
+    ) -> Parts | None:
         body, index = self._task.body, completion.index
         hidden = self._task.hides_output
         text, ids = ("", []) if hidden else (completion.text, completion.token_ids)
@@ -174,7 +191,10 @@ class _Pieces:
             self._ended.add(index)
             why = stop_reason(completion)
         choice = replies.CompletionChoice(
-            index=self._first + index, text=text, finish_reason=completion.finish_reason if ended else None, **why
+            index=self._first + index,
+            text=text,
+            finish_reason=completion.finish_reason if ended else None,
+            **why,
         )
         return with_members(parts.of(choice), more)
 
@@ -193,7 +213,9 @@ def listed(name: str, given: Any) -> list[Prompt]:
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         return [given]
     if not isinstance(given, list) or not given:
-        raise InvalidArgument(name, given, "must be text, token ids, or a list of texts or of lists of token ids")
+        raise InvalidArgument(
+            name, given, "must be text, token ids, or a list of texts or of lists of token ids"
+        )
     if len(given) > MOST_PROMPTS:
         raise InvalidArgument(name, f"{len(given)} prompts", f"at most {MOST_PROMPTS}")
     for i, prompt in enumerate(given):

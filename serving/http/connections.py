@@ -12,7 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jengine.serving.http.errors import error_with_status
 
-HEAD_SECONDS = 10.0  # maximum time for a request's headers, from the first byte of the connection or the request
+# maximum time for a request's headers, from the first byte of the connection or the request
+HEAD_SECONDS = 10.0
 
 log = logging.getLogger("jengine.serving")
 REFUSED_SECONDS = 2.0  # maximum time for a first request on a connection beyond the limits
@@ -31,12 +32,17 @@ class Quota:
         self._open: Counter[str] = Counter()
 
     def enter(self, address: str) -> tuple[HTTPStatus, str] | None:
-        """Counts a connection, which `leave` must follow. Beyond a limit, returns a status and a reason instead."""
+        """Counts a connection, which `leave` must follow. Beyond a limit, returns a status and a reason
+        instead.
+        """
         if self._open[address] >= self.most_of_one:
             why = f"this client has {self.most_of_one} connections, the maximum (max_connections_per_client)"
             return HTTPStatus.TOO_MANY_REQUESTS, why
         if self._open.total() >= self.most:
-            return HTTPStatus.SERVICE_UNAVAILABLE, f"the server has {self.most} connections, the maximum (max_connections)"
+            return (
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the server has {self.most} connections, the maximum (max_connections)",
+            )
         self._open[address] += 1
         return None
 
@@ -102,15 +108,22 @@ class Connection(H11Protocol):
             self._stall = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes a connection because no request has arrived. Data that the client has not read by now is dropped."""
+        """Closes a connection because no request has arrived. Data that the client has not read by now is
+        dropped.
+        """
         self._end() if self.transport.get_write_buffer_size() else super().timeout_keep_alive_handler()
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        """Answers the first request with an error, and closes. Clients do not expect an answer before they have sent a request."""
+        """Answers the first request with an error, and closes. Clients do not expect an answer before they
+        have sent a request.
+        """
         if self.transport.is_closing():
             return
         body = error_with_status(status, why).body().encode()
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nContent-Length:"
+            f" {len(body)}\r\n"
+        )
         self.transport.write(f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
@@ -121,7 +134,11 @@ class Connection(H11Protocol):
             self._stall = self.loop.call_later(self.write_timeout, self._stalled)
             return
         client = "{}:{}".format(*self.client) if self.client else "unknown"
-        log.warning("slow reader: %s left an answer unread for %g s; its request is aborted", client, self.write_timeout)
+        log.warning(
+            "slow reader: %s left an answer unread for %g s; its request is aborted",
+            client,
+            self.write_timeout,
+        )
         self._end()
 
     def _end(self) -> None:

@@ -43,9 +43,13 @@ class EmbeddedApi:
         why_not_ready: Callable[[], str | None] = lambda: None,
     ) -> None:
         config, metrics = config or ServerConfig(), metrics or Metrics()
-        models = FixedModel(llm, ModelInfo(name=config.served_model_name or name, limits=llm.backend.limits, dtype=""))
+        models = FixedModel(
+            llm, ModelInfo(name=config.served_model_name or name, limits=llm.backend.limits, dtype="")
+        )
         self._shared = Shared.of(config, models, metrics, None)
-        self._app = application(Parts(config, self._shared, ClientCalls(config, metrics), None, metrics, why_not_ready))
+        self._app = application(
+            Parts(config, self._shared, ClientCalls(config, metrics), None, metrics, why_not_ready)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -56,14 +60,17 @@ class EmbeddedApi:
         sent: list[Message] = []
 
         async def receive() -> Message:
-            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()  # the client does not disconnect
+            # the client does not disconnect
+            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()
 
         async def send(message: Message) -> None:
             sent.append(message)
 
         await self(http_scope("POST", path, {"content-type": "application/json"}), receive, send)
         start, *parts = sent
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]}
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]
+        }
         return Reply(start["status"], headers, b"".join(part.get("body", b"") for part in parts))
 
     @property
@@ -76,7 +83,9 @@ class EmbeddedApi:
         self._shared.sandbox.close()
 
 
-def http_scope(method: str, path: str, headers: dict[str, str], client: tuple[str, int] = ("127.0.0.1", 0)) -> Scope:
+def http_scope(
+    method: str, path: str, headers: dict[str, str], client: tuple[str, int] = ("127.0.0.1", 0)
+) -> Scope:
     """ASGI's scope of a request."""
     return {
         "type": "http",
@@ -88,7 +97,9 @@ def http_scope(method: str, path: str, headers: dict[str, str], client: tuple[st
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
+        "headers": [
+            (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+        ],
         "client": client,
         "server": None,
     }

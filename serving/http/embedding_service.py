@@ -24,7 +24,8 @@ from jengine.serving.http.service import HttpService, level_of
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest
 
-STATUS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}  # keyed by the reason for an abort
+# keyed by the reason for an abort
+STATUS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}
 
 
 class Embeddings(CreateEmbeddingResponse):
@@ -49,12 +50,26 @@ class EmbeddingService(HttpService):
             for prompt in prompts:
                 if isinstance(prompt, list):
                     self._check_ids("input", len(prompt))
-            places = [stack.enter_context(place) for place in self._admission.places(len(prompts), 1, call, "input")]
+            places = [
+                stack.enter_context(place) for place in self._admission.places(len(prompts), 1, call, "input")
+            ]
             answers = []
-            for prompt, (one, place) in zip(prompts, self._track_all(first, places, call, stack), strict=True):
-                handle = await self._submit(llm, _parsed(llm, body, prompt, size), "final", call, one.request_id, place, first=one is first)
+            for prompt, (one, place) in zip(
+                prompts, self._track_all(first, places, call, stack), strict=True
+            ):
+                handle = await self._submit(
+                    llm,
+                    _parsed(llm, body, prompt, size),
+                    "final",
+                    call,
+                    one.request_id,
+                    place,
+                    first=one is first,
+                )
                 answers.append(stack.enter_context(Answer(handle, one, None)))
-            reply = await self._reply([await answer.next() for answer in answers], body.get("encoding_format") == "base64")
+            reply = await self._reply(
+                [await answer.next() for answer in answers], body.get("encoding_format") == "base64"
+            )
         await call.answer(200, reply, id_headers(first.request_id))
 
     async def _reply(self, outputs: list[RequestOutput], as_text: bool) -> Parts:
@@ -65,7 +80,9 @@ class EmbeddingService(HttpService):
                 values = parts.encoded(base64.b64encode(numbers.tobytes()).decode())
             else:
                 values = await long_array(portioned, numbers, convert=lambda part: np.asarray(part).tolist())
-            data.append(with_members(parts.encoded({"object": "embedding", "index": index}), {"embedding": values}))
+            data.append(
+                with_members(parts.encoded({"object": "embedding", "index": index}), {"embedding": values})
+            )
         usage = replies.usage_sum([replies.usage(output, 0) for output in outputs])
         head = Embeddings(model=self._models.info.name, object="list", usage=usage)
         return with_members(parts.of(head), {"data": array(data)})
@@ -73,7 +90,11 @@ class EmbeddingService(HttpService):
 
 def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedRequest:
     special = body.get("add_special_tokens", True)
-    read: Callable[[], Prompt] = partial(llm.tokenizer.encode, prompt, False) if isinstance(prompt, str) and not special else lambda: prompt
+    read: Callable[[], Prompt] = (
+        partial(llm.tokenizer.encode, prompt, False)
+        if isinstance(prompt, str) and not special
+        else lambda: prompt
+    )
     return ParsedRequest(
         params=SamplingParams(),
         prompt=read,
@@ -91,5 +112,9 @@ def _numbers(output: RequestOutput) -> Any:
     """
     if output.embedding is None:
         reason = str(output.outputs[0].stop_reason)
-        raise Refusal(STATUS.get(reason, grpc.StatusCode.INTERNAL), f"the request ended without its embedding: {reason}", cause="abort")
+        raise Refusal(
+            STATUS.get(reason, grpc.StatusCode.INTERNAL),
+            f"the request ended without its embedding: {reason}",
+            cause="abort",
+        )
     return output.embedding.astype("<f4")

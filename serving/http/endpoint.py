@@ -31,7 +31,9 @@ class Gate:
         authenticator: None accepts all requests.
     """
 
-    def __init__(self, models: ModelProvider, calls: ClientCalls, authenticator: Authenticator | None, metrics: Metrics) -> None:
+    def __init__(
+        self, models: ModelProvider, calls: ClientCalls, authenticator: Authenticator | None, metrics: Metrics
+    ) -> None:
         self.models, self.calls, self.authenticator, self.metrics = models, calls, authenticator, metrics
 
     def check_key(self, call: HttpCall) -> None:
@@ -82,7 +84,12 @@ class Endpoint:
     def _shown(self, error: Exception, names: dict[str, str]) -> HttpError:
         shown = http_error(error, self._gate.models.retry_seconds, names)
         if shown.status == 500:  # without its message, which may quote a prompt
-            log.error("%s in %s:\n%s", type(error).__name__, self._path, "".join(traceback.format_tb(error.__traceback__)))
+            log.error(
+                "%s in %s:\n%s",
+                type(error).__name__,
+                self._path,
+                "".join(traceback.format_tb(error.__traceback__)),
+            )
         return shown
 
 

@@ -24,7 +24,8 @@ STATUSES = {
     StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
     StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
 }
-PLACES = {"prompt_token_ids": "prompt"}  # places of jengine's error fields in every body; others have the same place
+# places of jengine's error fields in every body; others have the same place
+PLACES = {"prompt_token_ids": "prompt"}
 QUOTE = ("prompt", "prompt_token_ids", "messages")  # never repeated in a message, which may be logged
 
 
@@ -40,8 +41,9 @@ class HttpError(NamedTuple):
 
 
 def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] | None = None) -> HttpError:
-    """The response for an error. Unexpected errors reveal nothing. retry_seconds: see ModelProvider; names: see
-    HttpCall."""
+    """The response for an error. Unexpected errors reveal nothing. retry_seconds: see ModelProvider; names:
+    see HttpCall.
+    """
     if isinstance(error, BadBody):
         return _error(error.status, "invalid_request_error", str(error))
     refused = refusal(error, retry_seconds)
@@ -50,7 +52,10 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
         return _error(status, kind, *_named(error, names or {}))
     headers = {}
     if refused.retry_seconds is not None:
-        headers = {"retry-after": str(math.ceil(refused.retry_seconds)), "retry-after-ms": str(math.ceil(1e3 * refused.retry_seconds))}
+        headers = {
+            "retry-after": str(math.ceil(refused.retry_seconds)),
+            "retry-after-ms": str(math.ceil(1e3 * refused.retry_seconds)),
+        }
     code, param = _code(refused)
     return _error(status, kind, refused.message, param, code, headers)
 
@@ -81,6 +86,13 @@ def _code(refused: Refusal) -> tuple[str | None, str | None]:
 
 
 def _error(
-    status: int, kind: str, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    kind: str,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> HttpError:
-    return HttpError(status, ErrorObject(message=message, type=kind, param=param, code=code), dict(headers or {}))
+    return HttpError(
+        status, ErrorObject(message=message, type=kind, param=param, code=code), dict(headers or {})
+    )

@@ -37,10 +37,14 @@ class HttpFront:
         port: the port on which it listens.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, option: Literal["http_port", "metrics_port"] = "http_port") -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, option: Literal["http_port", "metrics_port"] = "http_port"
+    ) -> None:
         self._app, self._config, self._option = app, config, option
         quota = Quota(config.max_connections, config.max_connections_per_client)
-        self._protocol = type("BoundedConnection", (Connection,), {"write_timeout": config.write_timeout, "quota": quota})
+        self._protocol = type(
+            "BoundedConnection", (Connection,), {"write_timeout": config.write_timeout, "quota": quota}
+        )
         self._socket: socket.socket | None = None
         self._servers: list[tuple[_Server, asyncio.Task[None]]] = []
         self.port = 0
@@ -56,7 +60,9 @@ class HttpFront:
         await self._serve(tls)
 
     async def reload(self, tls: ssl.SSLContext | None) -> None:
-        """Uses this context for new connections. Open ones are closed after the responses that they wait for."""
+        """Uses this context for new connections. Open ones are closed after the responses that they wait
+        for.
+        """
         if self._socket is not None:
             old = self._servers[-1][0]
             await self._serve(tls)

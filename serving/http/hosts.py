@@ -13,7 +13,10 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-MESSAGE = "use the server's address or a name without a dot: without API keys (--api-keys), web pages under domain names are rejected\n"
+MESSAGE = (
+    "use the server's address or a name without a dot: without API keys (--api-keys), web pages under domain"
+    " names are rejected\n"
+)
 
 
 def is_own(host: str) -> bool:
@@ -31,7 +34,8 @@ class OwnHosts:
 
     Args:
         open_paths: paths that show and change nothing.
-        pages_only: reject only requests that a browser sends for a web page (with `Origin`), so that other clients may use any name.
+        pages_only: reject only requests that a browser sends for a web page (with `Origin`), so that other
+            clients may use any name.
         origins: pages of these may use any name, too.
     """
 
@@ -46,7 +50,11 @@ class OwnHosts:
         self._app, self._open, self._pages_only, self._origins = app, open_paths, pages_only, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open and self._is_foreign(Headers(scope=scope)):
+        if (
+            scope["type"] == "http"
+            and scope["path"] not in self._open
+            and self._is_foreign(Headers(scope=scope))
+        ):
             await PlainTextResponse(MESSAGE, 421)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -24,10 +24,16 @@ class TokenTexts:
     def of(self, token: int, entry: Logprob | None = None) -> str:
         if self._as_ids:
             return f"token_id:{token}"
-        return self._tokenizer.token_text(token) if entry is None or entry.decoded_token is None else entry.decoded_token
+        return (
+            self._tokenizer.token_text(token)
+            if entry is None or entry.decoded_token is None
+            else entry.decoded_token
+        )
 
 
-async def chat_logprobs(portioned: Portioned, positions: Sequence[Position], top: int, texts: TokenTexts) -> Parts:
+async def chat_logprobs(
+    portioned: Portioned, positions: Sequence[Position], top: int, texts: TokenTexts
+) -> Parts:
     """A choice's `logprobs`.
 
     Args:
@@ -46,11 +52,16 @@ async def chat_logprobs(portioned: Portioned, positions: Sequence[Position], top
             out.append({**shown(*entries[0]), "top_logprobs": [shown(*other) for other in likeliest]})
         return out
 
-    return with_members([b'{"refusal":null}'], {"content": await long_array(portioned, positions, width_of(positions), content)})
+    return with_members(
+        [b'{"refusal":null}'],
+        {"content": await long_array(portioned, positions, width_of(positions), content)},
+    )
 
 
 class Chain:
-    """Positions of a prompt and of its output, which are not copied: they may be described when they are read."""
+    """Positions of a prompt and of its output, which are not copied: they may be described when they are
+    read.
+    """
 
     def __init__(self, prompt: Sequence[Position], output: Sequence[Position]) -> None:
         self._prompt, self._output = prompt, output
@@ -74,8 +85,12 @@ class CompletionLogprobs:
     def __init__(self, top: int, texts: TokenTexts) -> None:
         self._top, self._texts, self._offset = top, texts, 0
 
-    async def add(self, portioned: Portioned, token_ids: Sequence[int], positions: Sequence[Position] | Chain) -> Parts:
-        """Adds the next tokens. Returns their `logprobs`, as OpenAI's TextLogprobs with None for a prompt's first token."""
+    async def add(
+        self, portioned: Portioned, token_ids: Sequence[int], positions: Sequence[Position] | Chain
+    ) -> Parts:
+        """Adds the next tokens. Returns their `logprobs`, as OpenAI's TextLogprobs with None for a prompt's
+        first token.
+        """
         columns: tuple[list[Parts], ...] = ([], [], [], [])
         assert len(token_ids) == len(positions)
         async for part in portioned.slices(range(len(token_ids)), width_of(positions)):
@@ -97,7 +112,9 @@ class CompletionLogprobs:
             else:
                 text, value = self._texts.of(token, position[token]), _finite(position[token])
                 best = {
-                    self._texts.of(other, entry): _finite(entry) for other, entry in position.items() if self._listed(other, token, entry)
+                    self._texts.of(other, entry): _finite(entry)
+                    for other, entry in position.items()
+                    if self._listed(other, token, entry)
                 }
             tokens.append(text)
             values.append(value)

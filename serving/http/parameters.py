@@ -8,7 +8,9 @@ from jengine import GenerationParams, InvalidArgument, SamplingParams, Structure
 from jengine.serving.grpc.conversions import with_beams
 from jengine.serving.http.bodies import Body
 
-EXCLUSIVE = "only one of these may constrain the output: tool_choice, response_format, structured_outputs, guided_..."
+EXCLUSIVE = (
+    "only one of these may constrain the output: tool_choice, response_format, structured_outputs, guided_..."
+)
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # vLLM's older names
 
 
@@ -28,7 +30,9 @@ def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
             given.setdefault("prompt_logprobs", logprobs)
     if (structure := _structure(body, given)) is not None:
         given["structured_outputs"] = structure
-    beams: dict[str, Any] = {name: body.get(name) for name in ("use_beam_search", "length_penalty") if name in body.fields}
+    beams: dict[str, Any] = {
+        name: body.get(name) for name in ("use_beam_search", "length_penalty") if name in body.fields
+    }
     return with_beams({**given, **beams}, default)
 
 
@@ -42,7 +46,9 @@ def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
     most = body.get("max_completion_tokens")
     if most is not None:
         if given.get("max_tokens", most) != most:
-            raise InvalidArgument("max_completion_tokens", most, f"differs from max_tokens={given['max_tokens']}")
+            raise InvalidArgument(
+                "max_completion_tokens", most, f"differs from max_tokens={given['max_tokens']}"
+            )
         given["max_tokens"] = most
     if default.max_tokens == SamplingParams().max_tokens:
         given.setdefault("max_tokens", None)  # the default for chats: no limit
@@ -80,7 +86,9 @@ def with_structure(params: SamplingParams, field: str, structure: StructuredOutp
     return params.clone(structured_outputs=structure)
 
 
-def _params(given: dict[str, Any], structure: StructuredOutputs | None, default: SamplingParams) -> SamplingParams:
+def _params(
+    given: dict[str, Any], structure: StructuredOutputs | None, default: SamplingParams
+) -> SamplingParams:
     if structure is not None:
         given["structured_outputs"] = structure
     return default.clone(**given)
@@ -94,7 +102,9 @@ def _structure(body: Body, given: dict[str, Any]) -> StructuredOutputs | None:
             found[name] = StructuredOutputs(**{name.removeprefix("guided_"): value})
     form = body.get("response_format")
     if form is not None and form["type"] != "text":
-        schema = form["json_schema"].get("schema", {}) if form["type"] == "json_schema" else {"type": "object"}
+        schema = (
+            form["json_schema"].get("schema", {}) if form["type"] == "json_schema" else {"type": "object"}
+        )
         found["response_format"] = StructuredOutputs(json=schema)
     if len(found) + ("structured_outputs" in given) > 1:
         field = next(iter(found))

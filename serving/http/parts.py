@@ -42,7 +42,12 @@ def array(items: Iterable[Parts]) -> Parts:
 
 
 async def long_array[T](
-    portioned: Portioned, items: Sequence[T], width: int = 1, convert: Callable[[Sequence[T]], Sequence[Any]] = lambda items: items
+    portioned: Portioned,
+    items: Sequence[T],
+    width: int = 1,
+    convert: Callable[[Sequence[T]], Sequence[Any]] = lambda items: items,
 ) -> Parts:
     """An array of the converted items; `width`: most values in an item."""
-    return array([[msgspec.json.encode(convert(part))[1:-1]] async for part in portioned.slices(items, width)])
+    return array(
+        [[msgspec.json.encode(convert(part))[1:-1]] async for part in portioned.slices(items, width)]
+    )

@@ -1,4 +1,6 @@
-"""Tools for chat templates that have none: definitions, calls and results become plain text. A grammar forces the calls' form."""
+"""Tools for chat templates that have none: definitions, calls and results become plain text. A grammar forces
+the calls' form.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def shows_tools(tokenizer: Tokenizer, template: str | None) -> bool:
     """Whether the chat template shows tools.
 
     Args:
-        template: the client's own; None: the model's. A client's is only searched for the word: it is parsed later, in a sandbox.
+        template: the client's own; None: the model's. A client's is only searched for the word: it is parsed
+            later, in a sandbox.
     """
     if template is not None:
         return "tools" in template
@@ -25,19 +28,30 @@ def shows_tools(tokenizer: Tokenizer, template: str | None) -> bool:
 
 
 def with_tools_as_text(messages: Any, tools: ToolChoice) -> Any:
-    """The conversation with forced tools in its system message, or in a new one. What is no message stays: it is rejected later."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+    """The conversation with forced tools in its system message, or in a new one. What is no message stays: it
+    is rejected later.
+    """
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(message, dict) for message in messages)
+    ):
         return messages
     plain = [_as_text(message) for message in messages]
     if tools.forced is None:
         return plain
     if plain[0].get("role") in ("system", "developer"):
-        return [{**plain[0], "content": [*_parts(plain[0].get("content")), *_parts(_instructions(tools))]}, *plain[1:]]
+        return [
+            {**plain[0], "content": [*_parts(plain[0].get("content")), *_parts(_instructions(tools))]},
+            *plain[1:],
+        ]
     return [{"role": "system", "content": _instructions(tools)}, *plain]
 
 
 def _instructions(tools: ToolChoice) -> str:
-    functions = [tool["function"] for tool in tools.shown if tools.forced in ("required", tool["function"]["name"])]
+    functions = [
+        tool["function"] for tool in tools.shown if tools.forced in ("required", tool["function"]["name"])
+    ]
     listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
     if tools.forced == "required":
         form = 'a JSON array of calls and nothing else: [{"name": "...", "parameters": {...}}]'
@@ -52,14 +66,27 @@ def _as_text(message: Message) -> Message:
     called = message.get("tool_calls")
     if message.get("role") != "assistant" or not isinstance(called, list) or not called:
         return message
-    functions = [call["function"] for call in called if isinstance(call, dict) and isinstance(call.get("function"), dict)]
-    calls = ", ".join(f'{{"name": {json.dumps(f.get("name"))}, "parameters": {_json(f.get("arguments"))}}}' for f in functions)
+    functions = [
+        call["function"]
+        for call in called
+        if isinstance(call, dict) and isinstance(call.get("function"), dict)
+    ]
+    calls = ", ".join(
+        f'{{"name": {json.dumps(f.get("name"))}, "parameters": {_json(f.get("arguments"))}}}'
+        for f in functions
+    )
     return {"role": "assistant", "content": [*_parts(message.get("content") or None), *_parts(f"[{calls}]")]}
 
 
 def _parts(content: Any) -> list[Any]:
     """A message's content as a list of parts."""
-    return content if isinstance(content, list) else [] if content is None else [{"type": "text", "text": content}]
+    return (
+        content
+        if isinstance(content, list)
+        else []
+        if content is None
+        else [{"type": "text", "text": content}]
+    )
 
 
 def _json(arguments: Any) -> str:

@@ -81,8 +81,13 @@ def usage(output: RequestOutput, completion_tokens: int) -> CompletionUsage:
 
 def usage_sum(parts: list[CompletionUsage]) -> CompletionUsage:
     """The sum over several prompts."""
-    prompt, completion = sum(part.prompt_tokens for part in parts), sum(part.completion_tokens for part in parts)
-    cached = sum((part.prompt_tokens_details and part.prompt_tokens_details.cached_tokens) or 0 for part in parts)
+    prompt, completion = (
+        sum(part.prompt_tokens for part in parts),
+        sum(part.completion_tokens for part in parts),
+    )
+    cached = sum(
+        (part.prompt_tokens_details and part.prompt_tokens_details.cached_tokens) or 0 for part in parts
+    )
     return CompletionUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,

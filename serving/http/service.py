@@ -55,7 +55,9 @@ class HttpService(Service):
         if kind != "application/json":
             raise BadBody(415, f"content-type must be application/json, not {kind[:100] or 'missing'}")
         raw = await call.body(self._most_bytes)
-        return await self._text_work.run(client_of(call), len(raw), lambda: json_object(raw, most_bytes)), len(raw)
+        return await self._text_work.run(
+            client_of(call), len(raw), lambda: json_object(raw, most_bytes)
+        ), len(raw)
 
     def _read(self, form: Form, given: dict[str, Any], call: HttpCall) -> Body:
         body = form.read(given)
@@ -83,7 +85,9 @@ class HttpService(Service):
         """Answers a request, whose body has `size` bytes. `request_id`: the client's, or empty."""
         raise NotImplementedError
 
-    def _track_all(self, first: TrackedRequest, places: list[Place], call: HttpCall, stack: ExitStack) -> list[Tracked]:
+    def _track_all(
+        self, first: TrackedRequest, places: list[Place], call: HttpCall, stack: ExitStack
+    ) -> list[Tracked]:
         """Tracks each prompt of an admitted request; the first one is tracked already."""
         first.place = places[0]
         tracked = [(first, places[0])]
@@ -103,7 +107,8 @@ def check_conversation(body: Body) -> None:
     """Limits the parts of a conversation that make templates slow, before it is processed.
 
     Raises:
-        InvalidArgument: more than MAX_MESSAGES messages, or MAX_TOOLS_BYTES of tools or of a template's variables.
+        InvalidArgument: more than MAX_MESSAGES messages, or MAX_TOOLS_BYTES of tools or of a template's
+            variables.
     """
     messages = body.get("messages")
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:

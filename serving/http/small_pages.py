@@ -28,16 +28,22 @@ POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize
 
 
 def api(parts: Parts) -> ASGIApp:
-    """The application of the API's port. Pages of other origins may use it if config.allowed_origins has them."""
+    """The application of the API's port. Pages of other origins may use it if config.allowed_origins has
+    them.
+    """
     app: ASGIApp = application(parts, small_pages(parts))
     origins = parts.config.origins
     if parts.authenticator is None and "*" not in origins:
         app = OwnHosts(app, pages_only=True, origins=frozenset(origins))
-    return CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",)) if origins else app
+    return (
+        CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",)) if origins else app
+    )
 
 
 def small_pages(parts: Parts) -> list[Route]:
-    """The routes. `/` needs no key; `/metrics` needs one with admin=1, or a client on this machine if there are no keys."""
+    """The routes. `/` needs no key; `/metrics` needs one with admin=1, or a client on this machine if there
+    are no keys.
+    """
 
     async def root(call: HttpCall) -> None:
         await call.answer(200, _root(parts.shared.models.info.name).encode(), kind=HTML)
@@ -64,6 +70,6 @@ def small_pages(parts: Parts) -> list[Route]:
 def _root(model: str) -> str:
     links = "".join(f'<li><a href="{path}">{path}</a>: {escape(text)}</li>' for path, text in LINKS.items())
     return (
-        "<!doctype html><meta charset=utf-8><title>jengine</title>"
-        f"<h1>jengine</h1><p>OpenAI's API for <b>{escape(model)}</b>. POST to {', '.join(POSTS)}.</p><ul>{links}</ul>"
+        "<!doctype html><meta charset=utf-8><title>jengine</title><h1>jengine</h1><p>OpenAI's API for"
+        f" <b>{escape(model)}</b>. POST to {', '.join(POSTS)}.</p><ul>{links}</ul>"
     )

@@ -17,7 +17,13 @@ from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.service import HttpService, check_conversation
 
-OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
+OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+)
 STARTED = int(time.time())
 
 
@@ -31,17 +37,25 @@ class TextService(HttpService):
     async def _tokenize(self, call: HttpCall, body: Body, size: int) -> None:
         self._admission.stream(call)
         if ("prompt" in body.fields) == ("messages" in body.fields):
-            raise InvalidArgument("prompt", body.get("prompt"), "exactly one of prompt and messages must be given")
+            raise InvalidArgument(
+                "prompt", body.get("prompt"), "exactly one of prompt and messages must be given"
+            )
         check_conversation(body)
         wrong = ("add_special_tokens",) if "messages" in body.fields else OPTIONS
         for name in wrong:
             if name in body.fields:
-                raise InvalidArgument(name, body.get(name), "is only for prompt" if "messages" in body.fields else "is only for messages")
+                raise InvalidArgument(
+                    name,
+                    body.get(name),
+                    "is only for prompt" if "messages" in body.fields else "is only for messages",
+                )
         llm = self._models.llm
         tokenizer: Tokenizer = llm.tokenizer
         if "messages" in body.fields:
             options = {name: body.get(name) for name in OPTIONS if name in body.fields}
-            prompt = await self._render(llm, lambda: (body.get("messages"), options), body.get("chat_template"), size, call)
+            prompt = await self._render(
+                llm, lambda: (body.get("messages"), options), body.get("chat_template"), size, call
+            )
             ids = prompt["prompt_token_ids"]
         else:
             text, special = body.get("prompt"), body.get("add_special_tokens", True)
@@ -66,7 +80,9 @@ class TextService(HttpService):
         if tokens and not 0 <= min(tokens) <= max(tokens) < 2**32:
             raise InvalidArgument("tokens", tokens, "ids must be in [0, 4294967296)")
         tokenizer = self._models.llm.tokenizer
-        text = await self._text_work.run(client_of(call), size, lambda: tokenizer.decode_unlocked(tokens, False))
+        text = await self._text_work.run(
+            client_of(call), size, lambda: tokenizer.decode_unlocked(tokens, False)
+        )
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def models(self, call: HttpCall) -> None:
@@ -79,5 +95,9 @@ class TextService(HttpService):
 
     def _model(self) -> replies.ServedModel:
         return replies.ServedModel(
-            id=self._models.info.name, created=STARTED, object="model", owned_by="jengine", max_model_len=self._max_model_len
+            id=self._models.info.name,
+            created=STARTED,
+            object="model",
+            owned_by="jengine",
+            max_model_len=self._max_model_len,
         )

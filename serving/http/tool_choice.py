@@ -47,7 +47,12 @@ class ToolChoice(NamedTuple):
             }
             for tool in self.shown
         ]
-        array = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **({} if self.parallel else {"maxItems": 1})}
+        array = {
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": calls},
+            **({} if self.parallel else {"maxItems": 1}),
+        }
         return with_structure(params, "tool_choice", StructuredOutputs(json=array))
 
     def forced_parser(self) -> Parser | None:
@@ -80,10 +85,16 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
         return ToolChoice(tools, [], None, parallel)
     if choice in (None, "auto"):
         if not shown:
-            limit = "the model's chat template has no tools, so the model cannot choose; use required or a tool's name, or none"
+            limit = (
+                "the model's chat template has no tools, so the model cannot choose; use required or a tool's"
+                " name, or none"
+            )
             raise InvalidArgument("tool_choice", choice or "auto", limit)
         if not form.tools:
-            limit = "the format of this model's tool calls is unknown; use required, none or a tool's name (or --tool-call-parser)"
+            limit = (
+                "the format of this model's tool calls is unknown; use required, none or a tool's name (or"
+                " --tool-call-parser)"
+            )
             raise InvalidArgument("tool_choice", choice, limit)
         return ToolChoice(tools, tools, None, parallel)
     if choice == "required":
@@ -92,9 +103,15 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
         raise InvalidArgument("tool_choice.type", choice.get("type"), "must be function")
     name = choice["function"]["name"]
     if name not in names:
-        raise InvalidArgument("tool_choice.function.name", name, f"must be one of the tools: {', '.join(names)[:200]}")
+        raise InvalidArgument(
+            "tool_choice.function.name", name, f"must be one of the tools: {', '.join(names)[:200]}"
+        )
     return ToolChoice(tools, tools, name, parallel)
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    return tool["function"].get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    return tool["function"].get("parameters") or {
+        "type": "object",
+        "properties": {},
+        "additionalProperties": False,
+    }

@@ -1,4 +1,6 @@
-"""The request log: one JSON line per request, written by a thread, so that a full disk or pipe delays no request."""
+"""The request log: one JSON line per request, written by a thread, so that a full disk or pipe delays no
+request.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ class RequestLog:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            self._handler = logging.StreamHandler(sys.stdout) if str(path) == "-" else WatchedFileHandler(path, encoding="utf-8")
+            self._handler = (
+                logging.StreamHandler(sys.stdout)
+                if str(path) == "-"
+                else WatchedFileHandler(path, encoding="utf-8")
+            )
         except OSError as wrong:
             raise InvalidArgument("request_log", str(path), f"cannot be written: {wrong.strerror}") from None
         self._handler.handleError = self._failed  # type: ignore[method-assign]
@@ -45,7 +51,10 @@ class RequestLog:
     def write(self, entry: dict[str, Any]) -> None:
         """Returns immediately."""
         try:
-            cut = {name: value[:MOST_CHARACTERS] if isinstance(value, str) else value for name, value in entry.items()}
+            cut = {
+                name: value[:MOST_CHARACTERS] if isinstance(value, str) else value
+                for name, value in entry.items()
+            }
             self._lines.put_nowait(json.dumps(cut, ensure_ascii=False))
         except queue.Full:
             self._lost("the request log cannot be written fast enough; lines are dropped")

@@ -16,7 +16,9 @@ log = logging.getLogger("jengine.serving")
 
 
 class Watched(Protocol):
-    """What the log is about: a Supervisor. `load` and `totals` raise EngineDead while no engine is running."""
+    """What the log is about: a Supervisor. `load` and `totals` raise EngineDead while no engine is
+    running.
+    """
 
     @property
     def load(self) -> Load: ...

@@ -15,51 +15,109 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
     yield families.gauge("engine_up", "Whether an engine is running", 1)
     yield families.gauge("num_requests_running", "Running requests", load.running)
     yield families.gauge("num_requests_waiting", "Waiting requests", load.waiting)
-    yield families.gauge("kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all", 1 - load.free_pages / max(load.pages, 1))
+    yield families.gauge(
+        "kv_cache_usage_perc",
+        "Share of the cache's pages in use; 1 is all",
+        1 - load.free_pages / max(load.pages, 1),
+    )
     yield families.gauge("kv_cache_pages", "Pages of the cache", load.pages)
     yield families.gauge("kv_cache_free_pages", "Pages of the cache that are free", load.free_pages)
-    yield families.gauge("kv_cache_cached_pages", "Free pages of the cache that a prompt may still find", load.cached_pages)
+    yield families.gauge(
+        "kv_cache_cached_pages", "Free pages of the cache that a prompt may still find", load.cached_pages
+    )
     used = load.pages - load.free_pages
-    states = [(("owned",), used), (("cached",), load.cached_pages), (("free",), load.free_pages - load.cached_pages)]
+    states = [
+        (("owned",), used),
+        (("cached",), load.cached_pages),
+        (("free",), load.free_pages - load.cached_pages),
+    ]
     yield families.gauges("kv_cache_pages_by_state", "Pages of the cache by state", ("state",), states)
-    yield families.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", load.prefix_queries)
+    yield families.counter(
+        "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", load.prefix_queries
+    )
     yield families.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", load.prefix_hits)
     groups = [((group,), count) for group, count in zip(load.cache_groups, load.hit_pages, strict=True)]
-    yield families.counters("prefix_cache_hit_pages", "Pages found in the prefix cache, by cache group", ("group",), groups)
-    yield families.counter("prefix_cache_evictions", "Cached pages that were reused for other tokens", load.evictions)
+    yield families.counters(
+        "prefix_cache_hit_pages", "Pages found in the prefix cache, by cache group", ("group",), groups
+    )
+    yield families.counter(
+        "prefix_cache_evictions", "Cached pages that were reused for other tokens", load.evictions
+    )
     yield from _host(families, load)
     yield families.counter("num_preemptions", "Preemptions of running requests", load.preemptions)
-    kinds = [((kind,), count) for kind, count in zip(("cached", "swap", "recompute"), load.resumptions, strict=True)]
-    text = "Preempted requests that resumed, by the place of their pages: on the device, on the host, or to be recomputed"
+    kinds = [
+        ((kind,), count)
+        for kind, count in zip(("cached", "swap", "recompute"), load.resumptions, strict=True)
+    ]
+    text = (
+        "Preempted requests that resumed, by the place of their pages: on the device, on the host, or to be"
+        " recomputed"
+    )
     yield families.counters("num_preemptions_by_kind", text, ("kind",), kinds)
-    outcomes = [((outcome,), getattr(load, f"targets_{outcome}")) for outcome in ("met", "missed", "rejected")]
-    yield families.counters("request_targets", "Requests with ttft_ms or tpot_ms by how they ended", ("outcome",), outcomes)
+    outcomes = [
+        ((outcome,), getattr(load, f"targets_{outcome}")) for outcome in ("met", "missed", "rejected")
+    ]
+    yield families.counters(
+        "request_targets", "Requests with ttft_ms or tpot_ms by how they ended", ("outcome",), outcomes
+    )
     decisions = [((decision,), count) for decision, count in load.decisions]
-    yield families.counters("step_decisions", "Steps with prompts, by strategy and the reason for their size", ("decision",), decisions)
+    yield families.counters(
+        "step_decisions",
+        "Steps with prompts, by strategy and the reason for their size",
+        ("decision",),
+        decisions,
+    )
     yield families.gauge("programs_ready", "Compiled programs that steps can use", load.programs_ready)
     yield families.gauge("programs", "Programs of the engine's table", load.programs)
-    yield families.counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)
-    yield families.counter("report_faults", "Figures of reports that could not be computed; the log has their causes", load.report_faults)
+    yield families.counter(
+        "compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start
+    )
+    yield families.counter(
+        "report_faults",
+        "Figures of reports that could not be computed; the log has their causes",
+        load.report_faults,
+    )
 
 
 def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     """Totals of steps since the start, at most a second old while the engine runs."""
     programs = [(name.split("+"), count) for name, count in sorted(totals.steps.items())]
-    yield families.counters("engine_steps", "Steps by the rows and prompt tiles of their program", ("rows", "tiles"), programs)
+    yield families.counters(
+        "engine_steps", "Steps by the rows and prompt tiles of their program", ("rows", "tiles"), programs
+    )
     bounds = [*map(str, totals.token_bounds), "+Inf"]
     counts = list(zip(bounds, map(float, accumulate(totals.tokens)), strict=True))
     computed = totals.rows + totals.prompt_tokens
-    yield families.buckets("iteration_tokens_total", "Tokens computed in a step, without padding", counts, computed)
+    yield families.buckets(
+        "iteration_tokens_total", "Tokens computed in a step, without padding", counts, computed
+    )
     rows = [(("used",), totals.rows), (("padding",), totals.padded_rows)]
-    yield families.counters("step_rows", "Decode rows of steps, with and without a sequence", ("state",), rows)
+    yield families.counters(
+        "step_rows", "Decode rows of steps, with and without a sequence", ("state",), rows
+    )
     tokens = [(("used",), totals.prompt_tokens), (("padding",), totals.padded_tokens)]
-    yield families.counters("step_prompt_tokens", "Tokens of prompt tiles of steps, likewise", ("state",), tokens)
+    yield families.counters(
+        "step_prompt_tokens", "Tokens of prompt tiles of steps, likewise", ("state",), tokens
+    )
     stages = [((stage,), seconds) for stage, seconds in totals.seconds.items()]
-    yield families.counters("loop_seconds", "Seconds of the engine's loop, by stage; wait is for the device", ("stage",), stages)
-    yield families.counter("device_seconds", "Seconds of the device, for steps with a known duration", totals.device_seconds)
-    yield families.counter("predicted_device_seconds", "Predicted seconds of the device for the same steps", totals.predicted_seconds)
+    yield families.counters(
+        "loop_seconds", "Seconds of the engine's loop, by stage; wait is for the device", ("stage",), stages
+    )
+    yield families.counter(
+        "device_seconds", "Seconds of the device, for steps with a known duration", totals.device_seconds
+    )
+    yield families.counter(
+        "predicted_device_seconds",
+        "Predicted seconds of the device for the same steps",
+        totals.predicted_seconds,
+    )
     pauses = [((str(generation),), count) for generation, count in enumerate(totals.pauses)]
-    yield families.counters("gc_collections", "Collections of Python's garbage collector in the engine's process", ("generation",), pauses)
+    yield families.counters(
+        "gc_collections",
+        "Collections of Python's garbage collector in the engine's process",
+        ("generation",),
+        pauses,
+    )
     yield families.counter("gc_pause_seconds", "Seconds of garbage collections", totals.pause_seconds)
     yield families.gauge("engine_resident_memory_bytes", "Memory of the engine's process", totals.resident)
 
@@ -69,9 +127,17 @@ def _host(families: Families, load: Load) -> Iterator[Metric]:
     used = load.host_used / max(load.host_pages, 1)
     yield families.gauge("cpu_cache_usage_perc", "Share of the host tier's pages in use; 1 is all", used)
     queries, hits, declined = load.host_queries, load.host_hits, load.host_declined
-    yield families.counter("external_prefix_cache_queries", "Prompt tokens not on the device, looked up on the host", queries)
+    yield families.counter(
+        "external_prefix_cache_queries", "Prompt tokens not on the device, looked up on the host", queries
+    )
     yield families.counter("external_prefix_cache_hits", "Prompt tokens fetched from the host", hits)
-    yield families.counter("external_prefix_cache_declined", "Prompt tokens found on the host but computed, since that is faster", declined)
-    yield families.counter("external_prefix_cache_evictions", "Host pages that were reused for other tokens", load.host_evictions)
+    yield families.counter(
+        "external_prefix_cache_declined",
+        "Prompt tokens found on the host but computed, since that is faster",
+        declined,
+    )
+    yield families.counter(
+        "external_prefix_cache_evictions", "Host pages that were reused for other tokens", load.host_evictions
+    )
     yield families.counter("swapped_out_pages", "Pages copied to the host", load.host_spilled)
     yield families.counter("swapped_in_pages", "Pages copied from the host to the device", load.host_fetched)

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 PREFIX = "jengine:"
-SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))  # a millisecond to about eight minutes
-TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))  # one to half a million
+# a millisecond to about eight minutes
+SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))
+# one to half a million
+TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
 
 
 class Histogram:
@@ -43,14 +45,18 @@ class Families:
     def gauge(self, name: str, help: str, value: float) -> Metric:
         return self.gauges(name, help, (), [((), value)])
 
-    def gauges(self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    def gauges(
+        self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+    ) -> Metric:
         """A gauge for each set of label values."""
         return self._filled(GaugeMetricFamily(PREFIX + name, help, labels=("model_name", *labels)), values)
 
     def counter(self, name: str, help: str, value: float) -> Metric:
         return self.counters(name, help, (), [((), value)])
 
-    def counters(self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    def counters(
+        self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+    ) -> Metric:
         """A counter for each set of label values."""
         return self._filled(CounterMetricFamily(PREFIX + name, help, labels=("model_name", *labels)), values)
 
@@ -63,7 +69,9 @@ class Families:
         family.add_metric((self.model,), cumulative, total)
         return family
 
-    def _filled(self, family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+    def _filled(
+        self, family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[Sequence[str], float]]
+    ) -> Metric:
         for labels, value in values:
             family.add_metric((self.model, *labels), value)
         return family

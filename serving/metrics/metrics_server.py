@@ -47,7 +47,8 @@ Pages = Mapping[str, MakePage]
 
 
 class MetricsServer:
-    """Serves pages by path, for GET and HEAD, until it is closed. Belongs to the event loop in which it is started.
+    """Serves pages by path, for GET and HEAD, until it is closed. Belongs to the event loop in which it is
+    started.
 
     Attributes:
         port: the port on which it listens.
@@ -93,7 +94,9 @@ class MetricsServer:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         except asyncio.LimitOverrunError:
-            await _send(writer, Page(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"the request's head is too large\n"))
+            await _send(
+                writer, Page(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"the request's head is too large\n")
+            )
             return
         method, _, rest = head[0].partition(" ")
         target, _, version = rest.rpartition(" ")
@@ -104,7 +107,9 @@ class MetricsServer:
         elif method not in ("GET", "HEAD"):
             page = Page(HTTPStatus.METHOD_NOT_ALLOWED, b"GET or HEAD\n")
         else:
-            accept = [line.partition(":")[2].strip() for line in head[1:] if line.lower().startswith("accept:")]
+            accept = [
+                line.partition(":")[2].strip() for line in head[1:] if line.lower().startswith("accept:")
+            ]
             page = await _make(handler, ", ".join(accept))
         await _send(writer, page, body=method != "HEAD")
 
@@ -130,8 +135,9 @@ async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> 
 
 
 class Recent:
-    """A text that takes time to make. Concurrent requests share one, and it is kept for KEEP_FACTOR times the processor time that it
-    took. So its cost is bounded, however often it is requested."""
+    """A text that takes time to make. Concurrent requests share one, and it is kept for KEEP_FACTOR times the
+    processor time that it took. So its cost is bounded, however often it is requested.
+    """
 
     def __init__(self, make: Callable[[], bytes]) -> None:
         self._make = make
@@ -155,7 +161,9 @@ class Recent:
 
 
 def pages_of(
-    metrics: PrometheusMetrics, why_not_ready: Callable[[], str | None], retry_seconds: Callable[[], float] = lambda: RESTART_SECONDS
+    metrics: PrometheusMetrics,
+    why_not_ready: Callable[[], str | None],
+    retry_seconds: Callable[[], float] = lambda: RESTART_SECONDS,
 ) -> Pages:
     """The pages of a server.
 
@@ -174,7 +182,9 @@ def pages_of(
         why = why_not_ready()
         if why is None:
             return Page(HTTPStatus.OK, b"ok\n")
-        return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n".encode(), retry_after=math.ceil(retry_seconds()))
+        return Page(
+            HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n".encode(), retry_after=math.ceil(retry_seconds())
+        )
 
     texts: dict[str, Recent] = {}  # by content type, of which there are a few
 

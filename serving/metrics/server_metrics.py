@@ -59,14 +59,18 @@ class Metrics:
         return _BLIND
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
-        """An RPC (`/package.Service/Method`) has ended. Unknown methods are counted together under `unknown`."""
+        """An RPC (`/package.Service/Method`) has ended. Unknown methods are counted together under
+        `unknown`.
+        """
 
     def http_ended(self, method: str, path: str, status: int) -> None:
         """An HTTP request for one of the server's paths has ended; status 0 if the client disconnected before
         the answer."""
 
     def rejected(self, cause: str, key: str = "") -> None:
-        """A call was rejected before it was queued. `cause` is one of a few words, `key` a known key's name."""
+        """A call was rejected before it was queued. `cause` is one of a few words, `key` a known key's
+        name.
+        """
 
     def request_over(self, key: str, status: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request has ended with this status, having used these tokens."""
@@ -88,7 +92,11 @@ class PrometheusMetrics(Metrics, Collector):
     """
 
     def __init__(
-        self, model: str, load: Callable[[], Load], restarts: Callable[[], int], totals: Callable[[], StepTotals] = StepTotals
+        self,
+        model: str,
+        load: Callable[[], Load],
+        restarts: Callable[[], int],
+        totals: Callable[[], StepTotals] = StepTotals,
     ) -> None:
         self.model, self.load, self.restarts, self.totals = model, load, restarts, totals
         self.rpcs: Counter[tuple[str, str]] = Counter()  # RPCs by method and status
@@ -96,8 +104,17 @@ class PrometheusMetrics(Metrics, Collector):
         self.finished: Counter[str] = Counter()  # completions by finish reason
         self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
         self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
-        self.queue_time, self.prefill_time, self.decode_time, self.inference_time = Histogram(), Histogram(), Histogram(), Histogram()
-        self.time_per_token, self.prompt_lengths, self.output_lengths = Histogram(), Histogram(TOKENS), Histogram(TOKENS)
+        self.queue_time, self.prefill_time, self.decode_time, self.inference_time = (
+            Histogram(),
+            Histogram(),
+            Histogram(),
+            Histogram(),
+        )
+        self.time_per_token, self.prompt_lengths, self.output_lengths = (
+            Histogram(),
+            Histogram(TOKENS),
+            Histogram(TOKENS),
+        )
         self.rejections: Counter[tuple[str, str]] = Counter()  # by cause and key
         self.by_key: dict[str, KeyUse] = {}
 
@@ -132,40 +149,74 @@ class PrometheusMetrics(Metrics, Collector):
             yield from step_families(of, totals)
         yield of.counter("engine_restarts", "Restarts of the engine after it died", self.restarts())
         if (expiry := self.certificate_expiry()) is not None:
-            yield of.gauge("certificate_expiry_timestamp_seconds", "When the server's certificate expires", expiry)
+            yield of.gauge(
+                "certificate_expiry_timestamp_seconds", "When the server's certificate expires", expiry
+            )
         yield of.counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
-        yield of.counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens)
+        yield of.counter(
+            "prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens
+        )
         yield of.counter("generation_tokens", "Generated tokens", self.generation_tokens)
         ends = [((reason,), count) for reason, count in list(self.finished.items())]
         yield of.counters("request_success", "Completions by finish reason", ("finished_reason",), ends)
-        rpcs = CounterMetricFamily("grpc_server_handled", "RPCs by outcome", labels=("grpc_service", "grpc_method", "grpc_code"))
+        rpcs = CounterMetricFamily(
+            "grpc_server_handled", "RPCs by outcome", labels=("grpc_service", "grpc_method", "grpc_code")
+        )
         for (method, code), count in list(self.rpcs.items()):
             service, _, name = method.strip("/").rpartition("/")
             rpcs.add_metric((service, name, code), count)
         yield rpcs
-        http = CounterMetricFamily("http_requests", "HTTP requests by outcome", labels=("method", "handler", "status"))
+        http = CounterMetricFamily(
+            "http_requests", "HTTP requests by outcome", labels=("method", "handler", "status")
+        )
         for (verb, path, answered), count in list(self.http.items()):
             http.add_metric((verb, path, str(answered or "")), count)
         yield http
         rejections = list(self.rejections.items())
-        yield of.counters("request_rejections", "Calls rejected before they were queued", ("cause", "api_key"), rejections)
+        yield of.counters(
+            "request_rejections", "Calls rejected before they were queued", ("cause", "api_key"), rejections
+        )
         yield from self._keys(of)
-        yield of.histogram("request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time)
-        yield of.histogram("request_prefill_time_seconds", "From a request's first step to its first token", self.prefill_time)
-        yield of.histogram("request_decode_time_seconds", "From a request's first token to its last", self.decode_time)
-        yield of.histogram("request_inference_time_seconds", "From a request's first step to its last token", self.inference_time)
+        yield of.histogram(
+            "request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time
+        )
+        yield of.histogram(
+            "request_prefill_time_seconds",
+            "From a request's first step to its first token",
+            self.prefill_time,
+        )
+        yield of.histogram(
+            "request_decode_time_seconds", "From a request's first token to its last", self.decode_time
+        )
+        yield of.histogram(
+            "request_inference_time_seconds",
+            "From a request's first step to its last token",
+            self.inference_time,
+        )
         yield of.histogram("request_prompt_tokens", "Prompt tokens of a request", self.prompt_lengths)
-        yield of.histogram("request_generation_tokens", "Generated tokens of a completion", self.output_lengths)
-        yield of.histogram("time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token)
+        yield of.histogram(
+            "request_generation_tokens", "Generated tokens of a completion", self.output_lengths
+        )
+        yield of.histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token
+        )
         yield of.histogram("inter_token_latency_seconds", "Between a completion's tokens", self.inter_token)
-        yield of.histogram("request_time_per_output_token_seconds", "The same, a request's mean", self.time_per_token)
-        yield of.histogram("e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end)
+        yield of.histogram(
+            "request_time_per_output_token_seconds", "The same, a request's mean", self.time_per_token
+        )
+        yield of.histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end
+        )
 
     def _keys(self, of: Families) -> Iterator[Metric]:
         """Metrics by API key."""
         used = list(self.by_key.items())
-        requests = [((key, status), count) for key, use in used for status, count in list(use.requests.items())]
-        yield of.counters("api_key_requests", "Requests by key and gRPC status", ("api_key", "grpc_code"), requests)
+        requests = [
+            ((key, status), count) for key, use in used for status, count in list(use.requests.items())
+        ]
+        yield of.counters(
+            "api_key_requests", "Requests by key and gRPC status", ("api_key", "grpc_code"), requests
+        )
         prompts = [((key,), use.prompt_tokens) for key, use in used]
         yield of.counters("api_key_prompt_tokens", "Prompt tokens by key", ("api_key",), prompts)
         generated = [((key,), use.generation_tokens) for key, use in used]
@@ -238,7 +289,9 @@ class _Watch(RequestWatch):
 
 
 class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Counts RPCs by status. It is a server's first interceptor, so that it also counts rejections by others."""
+    """Counts RPCs by status. It is a server's first interceptor, so that it also counts rejections by
+    others.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -250,8 +303,13 @@ class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         if handler is None:
             self.metrics.rpc_ended("unknown/unknown", grpc.StatusCode.UNIMPLEMENTED)
             return None
-        asks, answers = (("stream" if streams else "unary") for streams in (handler.request_streaming, handler.response_streaming))
-        return handler._replace(**{f"{asks}_{answers}": self._counted(call.method, getattr(handler, f"{asks}_{answers}"))})
+        asks, answers = (
+            ("stream" if streams else "unary")
+            for streams in (handler.request_streaming, handler.response_streaming)
+        )
+        return handler._replace(
+            **{f"{asks}_{answers}": self._counted(call.method, getattr(handler, f"{asks}_{answers}"))}
+        )
 
     def _counted(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Any]:
         async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -264,7 +322,9 @@ class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                     async for message in messages:
                         yield message
 
-        return stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
+        return (
+            stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
+        )
 
     @contextmanager
     def _outcome(self, method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:

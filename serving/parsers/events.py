@@ -109,7 +109,9 @@ def split(text: str, marker: str) -> tuple[str, bool, str]:
     at = text.find(marker)
     if at >= 0:
         return text[:at], True, text[at + len(marker) :]
-    kept = next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
+    kept = next(
+        (size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0
+    )
     return text[: len(text) - kept], False, text[len(text) - kept :]
 
 

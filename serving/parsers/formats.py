@@ -1,4 +1,6 @@
-"""Detects the format of tool calls and reasoning: by options, the tokenizer's response_template, or the chat template."""
+"""Detects the format of tool calls and reasoning: by options, the tokenizer's response_template, or the chat
+template.
+"""
 
 from __future__ import annotations
 
@@ -58,24 +60,37 @@ class AnswerFormat:
         channels: whether answers consist of channels, whose markers are special tokens too.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> None:
         sources = " ".join(template.source for template in tokenizer.chat_templates.values())
-        self._template = _response_template(tokenizer) if (tool_parser, reasoning_parser) == ("auto", "auto") else None
+        self._template = (
+            _response_template(tokenizer) if (tool_parser, reasoning_parser) == ("auto", "auto") else None
+        )
         found = _tool_parser(sources) if tool_parser == "auto" else tool_parser
         self._tool_parser = TOOL_PARSERS.get(found or "none")
         self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
         self.tools = self._template is not None or self._tool_parser is not None
-        self.shows_special_tokens = self._template is not None or found in ("deepseek", "harmony", "kimi_k2", "mistral")
+        self.shows_special_tokens = self._template is not None or found in (
+            "deepseek",
+            "harmony",
+            "kimi_k2",
+            "mistral",
+        )
         self.channels = self._template is None and found == "harmony"
 
     def reasoning(self, prompt: str) -> bool | None:
-        """Whether the answer to this prompt begins within reasoning; None if there is no reasoning, or it is unknown."""
+        """Whether the answer to this prompt begins within reasoning; None if there is no reasoning, or it is
+        unknown.
+        """
         end = prompt.rstrip()
         if self._template is not None or self._reasoning == "none" or end.endswith(END):
             return None
         return self._reasoning == "deepseek_r1" or end.endswith(START)
 
-    def parser(self, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None) -> Parser:
+    def parser(
+        self, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None
+    ) -> Parser:
         """A parser for one completion.
 
         Args:
@@ -94,7 +109,14 @@ class AnswerFormat:
         inside = self.reasoning(prompt) if thinks else None
         return rest if inside is None else Reasons(rest, inside)
 
-    def read(self, text: str, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None) -> list[Event]:
+    def read(
+        self,
+        text: str,
+        prompt: str,
+        tools: list[dict[str, Any]],
+        thinks: bool = True,
+        forced: Parser | None = None,
+    ) -> list[Event]:
         """Parses a whole answer; see `parser`."""
         if self._template is not None and thinks and forced is None:
             return read_whole(self._template, text, prompt, tools)
@@ -130,5 +152,7 @@ def _response_template(tokenizer: Tokenizer) -> dict[str, Any] | None:
 
         load_response_template(template)
     except (ImportError, ValueError) as wrong:  # transformers without support for it, or an invalid template
-        raise ModelError(f"response_template cannot be used: {wrong}; name the parsers (--tool-call-parser)", file=file) from None
+        raise ModelError(
+            f"response_template cannot be used: {wrong}; name the parsers (--tool-call-parser)", file=file
+        ) from None
     return template

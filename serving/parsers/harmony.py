@@ -1,7 +1,7 @@
 """gpt-oss's format, harmony: messages in channels, such as `<|channel|>final<|message|>text<|return|>`.
 
-The channel `analysis` is reasoning. A message to a function, `to=functions.f`, is a call, with the arguments as
-its text.
+The channel `analysis` is reasoning. A message to a function, `to=functions.f`, is a call, with the arguments
+as its text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Harmony(Stepwise):
             self._finish_message(events)
             self._buffer, self._state = self._buffer[at + len(end) :], "header"
             return True
-        kept = max((size for end in ENDS for size in range(1, len(end)) if self._buffer.endswith(end[:size])), default=0)
+        kept = max(
+            (size for end in ENDS for size in range(1, len(end)) if self._buffer.endswith(end[:size])),
+            default=0,
+        )
         shown = len(self._buffer) - kept
         self._emit(self._buffer[:shown], events)
         self._buffer = self._buffer[shown:]

@@ -1,4 +1,6 @@
-"""The format of Hermes and Qwen: text with any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+"""The format of Hermes and Qwen: text with any number of `<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`.
+"""
 
 from __future__ import annotations
 

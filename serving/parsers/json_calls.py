@@ -8,7 +8,8 @@ from collections.abc import Container
 from jengine.serving.parsers.events import Arguments, Call, Event, clean
 
 MORE, LAST, BEFORE = "more", "last", "before"  # whether a character continues a value, ends it, or follows it
-PLAIN = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # characters of JSON outside strings
+# characters of JSON outside strings
+PLAIN = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 SCALAR = PLAIN - frozenset(" \t\r\n,:")
 NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
 OTHERS = ("id", "type")  # further keys that a call may have
@@ -170,7 +171,9 @@ class CallList:
         raw: the text of an object that was not a call.
     """
 
-    def __init__(self, first: int = 0, names: Container[str] | None = None, between: str = ",", array: bool = True) -> None:
+    def __init__(
+        self, first: int = 0, names: Container[str] | None = None, between: str = ",", array: bool = True
+    ) -> None:
         self.count, self.done, self.raw = 0, False, ""
         self._first, self._names, self._between, self._array = first, names, between, array
         self._opened = not array

@@ -1,5 +1,6 @@
-"""Llama 3's format: the whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated by
-semicolons."""
+"""Llama 3's format: the whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated
+by semicolons.
+"""
 
 from __future__ import annotations
 

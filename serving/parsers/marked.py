@@ -41,13 +41,23 @@ def _deepseek_name(head: str) -> str:
 
 def _kimi_name(head: str) -> str:
     """Of `functions.NAME:INDEX<|tool_call_argument_begin|>`."""
-    found = re.fullmatch(r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*", head.partition("<|tool_call_argument_begin|>")[0])
+    found = re.fullmatch(
+        r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*", head.partition("<|tool_call_argument_begin|>")[0]
+    )
     return found[1] if found else ""
 
 
-_BEGIN, _END, _CALL, _CALL_END = (_deepseek(f"tool▁call{part}") for part in ("s▁begin", "s▁end", "▁begin", "▁end"))
+_BEGIN, _END, _CALL, _CALL_END = (
+    _deepseek(f"tool▁call{part}") for part in ("s▁begin", "s▁end", "▁begin", "▁end")
+)
 DEEPSEEK = Marks(_BEGIN, _END, _CALL, _CALL_END, _deepseek_name)
-KIMI = Marks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", _kimi_name)
+KIMI = Marks(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    _kimi_name,
+)
 
 
 class MarkedCalls(Stepwise):

@@ -89,7 +89,10 @@ class Pythonic:
             return
         name, arguments = read
         self._content.call()
-        events += [Call(self._count, name), Arguments(self._count, clean(json.dumps(arguments, ensure_ascii=False)))]
+        events += [
+            Call(self._count, name),
+            Arguments(self._count, clean(json.dumps(arguments, ensure_ascii=False))),
+        ]
         self._count += 1
         self._buffer, self._at = self._buffer[self._at :], 0
 
@@ -131,5 +134,9 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(part) for part in node.elts]
     if isinstance(node, ast.Dict):
-        return {str(_value(key)): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key is not None}
+        return {
+            str(_value(key)): _value(value)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if key is not None
+        }
     return ast.literal_eval(node)

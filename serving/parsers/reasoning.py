@@ -11,7 +11,8 @@ class Reasons:
     """Extracts the reasoning, without surrounding newlines, and passes the rest to another parser.
 
     Args:
-        inside: whether the text begins within the reasoning: the prompt has the opening tag, or the model writes none.
+        inside: whether the text begins within the reasoning: the prompt has the opening tag, or the model
+            writes none.
     """
 
     def __init__(self, rest: Parser, inside: bool) -> None:

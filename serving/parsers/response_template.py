@@ -69,7 +69,10 @@ def read_whole(template: dict[str, Any], text: str, prompt: str, tools: list[dic
         message = parse_response(text, template, prefix=prompt, tools=[*tools])
         thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
         content = message.get("content") or ""
-        events: list[Event] = [*([Reasoning(thought)] if thought else []), *([Content(content)] if content else [])]
+        events: list[Event] = [
+            *([Reasoning(thought)] if thought else []),
+            *([Content(content)] if content else []),
+        ]
         return [*events, *call_events(message.get("tool_calls") or [], 0)]
     except (ValueError, TypeError, KeyError, RecursionError):
         return [Content(text)] if text else []

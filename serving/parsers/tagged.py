@@ -1,4 +1,6 @@
-"""Calls whose parameters are tags: GLM-4.5's format, MiniMax-M2's, and Qwen3-Coder's, which Qwen3.5 and 3.6 also use."""
+"""Calls whose parameters are tags: GLM-4.5's format, MiniMax-M2's, and Qwen3-Coder's, which Qwen3.5 and 3.6
+also use.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class Tags:
 
     Attributes:
         section, section_end: around all calls; empty if the format has none.
-        call, name_end, call_end: before a tool's name, after it, and after its parameters. If name_end is empty, the name ends at
-            the next tag.
+        call, name_end, call_end: before a tool's name, after it, and after its parameters. If name_end is
+            empty, the name ends at the next tag.
         key, key_end: around a parameter's name.
         value, value_end: around its value; value is empty if the value follows key_end.
         newlines: whether a value has a newline before and after it.
@@ -38,16 +40,30 @@ class Tags:
     newlines: bool = False
 
 
-GLM = Tags("", "", "<tool_call>", "", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+GLM = Tags(
+    "", "", "<tool_call>", "", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+)
 MINIMAX = Tags(
     *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', "</invoke>"),
     *('<parameter name="', '">', "", "</parameter>"),
 )
-QWEN_CODER = Tags("<tool_call>", "</tool_call>", "<function=", ">", "</function>", "<parameter=", ">", "", "</parameter>", newlines=True)
+QWEN_CODER = Tags(
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    ">",
+    "</function>",
+    "<parameter=",
+    ">",
+    "",
+    "</parameter>",
+    newlines=True,
+)
 
 
 class TaggedCalls(Stepwise):
-    """A value becomes JSON as the tool's schema says. Strings are emitted as they come, other values when they are complete.
+    """A value becomes JSON as the tool's schema says. Strings are emitted as they come, other values when
+    they are complete.
 
     Text between the tags of a section that is not a call is content, including the tags.
 
@@ -63,7 +79,8 @@ class TaggedCalls(Stepwise):
         self._count, self._name, self._key, self._any = 0, "", "", False
         self._types: frozenset[str] = frozenset()
         self._value: list[str] = []  # pieces of a value that is not a string
-        self._begun, self._newline = False, ""  # whether text of a string was emitted; a newline that may be its last character
+        # whether text of a string was emitted; a newline that may be its last character
+        self._begun, self._newline = False, ""
         ends = (tags.key, tags.call_end, tags.section_end, tags.call)
         self._next = re.compile("|".join(re.escape(tag) for tag in ends if tag))
 
@@ -162,7 +179,12 @@ class TaggedCalls(Stepwise):
         if self._types != STRING:
             self._value.append(text)
             if found:
-                events.append(Arguments(self._count, self._opening() + argument(self._trimmed("".join(self._value)), self._types)))
+                events.append(
+                    Arguments(
+                        self._count,
+                        self._opening() + argument(self._trimmed("".join(self._value)), self._types),
+                    )
+                )
         elif piece := quoted(self._string(text, found)) + ('"' if found else ""):
             events.append(Arguments(self._count, piece))
         self._state = self._between_parameters if found else self._in_value

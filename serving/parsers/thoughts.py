@@ -12,7 +12,8 @@ def after_reasoning(what: StructuredOutputs, inside: bool) -> StructuredOutputs 
     """The same constraint after `</think>`; None for a Lark grammar, which applies from the first token on.
 
     Args:
-        inside: whether the answer begins within the reasoning. Otherwise the model may begin it or leave it out.
+        inside: whether the answer begins within the reasoning. Otherwise the model may begin it or leave it
+            out.
 
     Raises:
         InvalidArgument: the JSON schema is invalid.
@@ -24,7 +25,10 @@ def after_reasoning(what: StructuredOutputs, inside: bool) -> StructuredOutputs 
     if what.json is not None:
         rules.append(rf"answer: /[\r\n]{{0,4}}/ json{chr(10)}json: %json {json.dumps(_schema(what.json))}")
     elif what.choice is not None:
-        rules += [r"answer: /[\r\n]{0,4}/ CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in what.choice)]
+        rules += [
+            r"answer: /[\r\n]{0,4}/ CHOICE",
+            "CHOICE: " + " | ".join(json.dumps(option) for option in what.choice),
+        ]
     else:
         pattern = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", what.regex or "", flags=re.DOTALL)
         rules += [r"answer: /[\r\n]{0,4}/ TEXT", f"TEXT: /{pattern}/"]

@@ -1,4 +1,6 @@
-"""Values of parameters that models write as plain text: JSON, with the types that a tool's schema declares."""
+"""Values of parameters that models write as plain text: JSON, with the types that a tool's schema
+declares.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from typing import Any
 from jengine.serving.parsers.events import clean
 
 STRING = frozenset({"string"})
-TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
 
 
 def declared_types(schema: Any) -> frozenset[str]:
@@ -16,7 +26,13 @@ def declared_types(schema: Any) -> frozenset[str]:
     if not isinstance(schema, dict):
         return frozenset()
     given = schema.get("type")
-    found = {given} if isinstance(given, str) else {kind for kind in given if isinstance(kind, str)} if isinstance(given, list) else set()
+    found = (
+        {given}
+        if isinstance(given, str)
+        else {kind for kind in given if isinstance(kind, str)}
+        if isinstance(given, list)
+        else set()
+    )
     for several in ("anyOf", "oneOf"):
         parts = schema.get(several)
         found = found.union(*(declared_types(part) for part in parts)) if isinstance(parts, list) else found
@@ -27,7 +43,9 @@ def declared_types(schema: Any) -> frozenset[str]:
 
 
 def argument(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value. Text that is not JSON of one of the types is a string, if a string is allowed or it is not JSON."""
+    """The JSON text of a value. Text that is not JSON of one of the types is a string, if a string is allowed
+    or it is not JSON.
+    """
     try:
         value = json.loads(text, parse_constant=_no_constant)
         kind = TYPES[type(value)]

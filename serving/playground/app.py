@@ -1,4 +1,6 @@
-"""The metrics port with the playground: metrics, probes, the page, live records, and OpenAI's API for the chat."""
+"""The metrics port with the playground: metrics, probes, the page, live records, and OpenAI's API for the
+chat.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def playground(parts: Parts, pages: Pages) -> ASGIApp:
 
     async def live(call: HttpCall) -> None:
         if not sees_all_clients():
-            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, "the engine's records need an API key with admin=1", cause="admin")
+            raise Refusal(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "the engine's records need an API key with admin=1",
+                cause="admin",
+            )
         await while_connected(call, _stream(call, feed))
 
     app = application(

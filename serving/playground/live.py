@@ -53,7 +53,9 @@ class LiveFeed:
         why_not_ready: returns None if the model answers.
     """
 
-    def __init__(self, models: ModelProvider, readers: Callable[[], Readers], why_not_ready: Callable[[], str | None]) -> None:
+    def __init__(
+        self, models: ModelProvider, readers: Callable[[], Readers], why_not_ready: Callable[[], str | None]
+    ) -> None:
         self._models, self._readers, self._why_not_ready = models, readers, why_not_ready
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
@@ -67,7 +69,9 @@ class LiveFeed:
     def watch(self) -> Iterator[Viewer]:
         """Raises Busy if too many pages are open."""
         if len(self._viewers) >= MOST_VIEWERS:
-            raise Busy(f"{MOST_VIEWERS} pages already show the engine, the maximum", EXPLAIN_SECONDS, "viewers")
+            raise Busy(
+                f"{MOST_VIEWERS} pages already show the engine, the maximum", EXPLAIN_SECONDS, "viewers"
+            )
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None:
@@ -94,14 +98,22 @@ class LiveFeed:
         event: dict[str, Any] = {"state": "serving" if why is None else "waiting", "why": why}
         try:
             info, llm = self._models.info, self._models.llm
-            event["model"] = {"name": info.name, "chat": info.has_chat_template, "devices": info.devices, "dtype": info.dtype}
+            event["model"] = {
+                "name": info.name,
+                "chat": info.has_chat_template,
+                "devices": info.devices,
+                "dtype": info.dtype,
+            }
             await self._update(llm)
             event |= self._view.event(llm.load)
         except EngineDead as dead:
             return event | {"state": "waiting", "why": why or str(dead), "engine": self._engine}
         except Exception:
             log.exception("the playground cannot read the engine's records")
-            return event | {"state": "waiting", "why": "the engine's records cannot be read; see the server's log"}
+            return event | {
+                "state": "waiting",
+                "why": "the engine's records cannot be read; see the server's log",
+            }
         return event | {"engine": self._engine, "explanation": self._explanation}
 
     async def _update(self, llm: AsyncLLM) -> None:

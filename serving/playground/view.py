@@ -1,4 +1,6 @@
-"""The playground's view of an engine, from its records: counts and times; no texts, tokens, ids or client names."""
+"""The playground's view of an engine, from its records: counts and times; no texts, tokens, ids or client
+names.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ class EngineView:
         self._tile_size = 0
 
     def add(self, trace: Trace) -> None:
-        """Adds recent activity. A step's last times are only known some time later, so a newer record replaces
-        an older one."""
+        """Adds recent activity. A step's last times are only known some time later, so a newer record
+        replaces an older one.
+        """
         self._trace = trace
         self._tile_size = self._tile_size or trace.step_costs.table.tile_size
         self._steps.update({step.number: step for step in trace.steps})
@@ -42,7 +45,9 @@ class EngineView:
         if trace is None:
             return None
         live = [request for request in trace.requests if not request.ended]
-        return msgspec.structs.replace(trace, steps=[*self._steps.values()], requests=[*self._ended.values(), *live]).last(SECONDS)
+        return msgspec.structs.replace(
+            trace, steps=[*self._steps.values()], requests=[*self._ended.values(), *live]
+        ).last(SECONDS)
 
     def event(self, load: Load) -> dict[str, Any]:
         """New data since the last event, and the current state. Times are in milliseconds."""
@@ -72,7 +77,9 @@ class EngineView:
         }
 
     def _pages(self, load: Load) -> dict[str, Any]:
-        """Pages by state and by holder, as (number of the request, pages). A shared page counts for each holder."""
+        """Pages by state and by holder, as (number of the request, pages). A shared page counts for each
+        holder.
+        """
         assert self._trace is not None
         live = [request for request in self._trace.requests if not request.ended and request.pages]
         holders = sorted([(request.number, request.pages) for request in live], key=lambda held: -held[1])
@@ -86,12 +93,16 @@ class EngineView:
 
     def _latency(self, since: float) -> dict[str, Any]:
         """Latencies of the requests that ended since then."""
-        ended = [request for request in self._ended.values() if request.ended >= since and request.first_token]
+        ended = [
+            request for request in self._ended.values() if request.ended >= since and request.first_token
+        ]
         return {
             "requests": len(ended),
             "queue": percentiles([r.scheduled - r.arrival for r in ended]),
             "first_token": percentiles([r.first_token - r.arrival for r in ended]),
-            "per_token": percentiles([(r.ended - r.first_token) / (r.output_tokens - 1) for r in ended if r.output_tokens > 1]),
+            "per_token": percentiles(
+                [(r.ended - r.first_token) / (r.output_tokens - 1) for r in ended if r.output_tokens > 1]
+            ),
             "whole": percentiles([r.ended - r.arrival for r in ended]),
         }
 

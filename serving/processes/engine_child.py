@@ -1,7 +1,7 @@
 """The engine process: only a step loop. Its server is at the other end of an inherited socket.
 
-The main thread steps the engine and sends updates. A second thread reads orders, so that parsing them does not
-delay steps, and the server's death is noticed even during a long compilation; the process then exits
+The main thread steps the engine and sends updates. A second thread reads orders, so that parsing them does
+not delay steps, and the server's death is noticed even during a long compilation; the process then exits
 immediately. A third thread creates token masks, which may take a second, so that other requests can proceed.
 """
 
@@ -77,7 +77,8 @@ class EngineChild:
     def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
         self._server, self._heartbeat = server, heartbeat
         self._frames: Frames[Order] = Frames(Order)
-        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # functions to call in the loop; None ends it
+        # functions to call in the loop; None ends it
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
         self._tokenizer: Tokenizer | None = None
         self._masks = MaskQueue(lambda: self._tokenizer, self._masked)
@@ -116,7 +117,8 @@ class EngineChild:
             self._heartbeat.turn()
             if self._inbox.empty():
                 untold = wait and self._engine.totals().steps != self._totals.steps
-                if untold or self._engine.load != self._told:  # a request was removed, or is waiting: no tokens report this
+                # a request was removed, or is waiting: no tokens report this
+                if untold or self._engine.load != self._told:
                     self._deliver((), totals=untold)
                 if not wait:
                     return True
@@ -154,7 +156,8 @@ class EngineChild:
             self._engine.add(*requests)
         except InvalidArgument as error:
             self._refuse([request.request_id for request in requests], error)
-        except Exception as error:  # a dead engine would end all other requests, and might receive this one again
+        except Exception as error:
+            # a dead engine would end all other requests, and might receive this one again
             traceback.print_exc()
             for request in requests:
                 self._engine.end(request.request_id, "error")
@@ -168,7 +171,8 @@ class EngineChild:
             if error is not None:
                 raise error
             answered = frame(Answered(number, msgspec.json.encode(answer)))
-        except Exception as wrong:  # in the operation; or its answer is too large, or JSON cannot represent it
+        except Exception as wrong:
+            # in the operation; or its answer is too large, or JSON cannot represent it
             if not isinstance(wrong, JengineError):
                 traceback.print_exception(wrong)
             answered = frame(Answered(number, error=failed(wrong)))
@@ -203,7 +207,12 @@ class EngineChild:
                 if not self._masks.end(ended.request_id):
                     self._inbox.put(lambda: self._engine.end(*ended))
             case Do(number, name, arguments):
-                run_operation(self._engine, decode_operation(name, arguments), self._inbox.put, partial(self._answer, number))
+                run_operation(
+                    self._engine,
+                    decode_operation(name, arguments),
+                    self._inbox.put,
+                    partial(self._answer, number),
+                )
             case Quit():
                 self._inbox.put(None)
 

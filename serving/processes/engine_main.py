@@ -1,4 +1,6 @@
-"""Entry point of the engine process, `python -m jengine.serving.processes.engine_main`: setup that must precede slow imports."""
+"""Entry point of the engine process, `python -m jengine.serving.processes.engine_main`: setup that must
+precede slow imports.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ def main(server: int, beats: int, interval: float, parent: int) -> int:
         parent: the server's process id.
     """
     die_with_parent(parent)
-    # The server drains before it stops the engine, even if signals are sent to the whole process group or by a
-    # service manager.
+    # The server drains before it stops the engine, even if signals are sent to the whole process group or by
+    # a service manager.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()

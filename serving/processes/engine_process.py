@@ -1,7 +1,8 @@
-"""An engine in a separate process, for AsyncLLM, so that networking and detokenizing never delay its step loop.
+"""An engine in a separate process, for AsyncLLM, so that networking and detokenizing never delay its step
+loop.
 
-A socket pair connects the two. The child inherits one end, so no other process can connect, and nothing is left
-behind. The end of the stream tells either side immediately that the other has died.
+A socket pair connects the two. The child inherits one end, so no other process can connect, and nothing is
+left behind. The end of the stream tells either side immediately that the other has died.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class EngineProcess:
     Args:
         engine, options: a function that creates an engine, "module:function", and its keyword arguments; see
             serving/processes/engines.py.
-        on_end: called once, in any thread, when a connected child has exited or hangs, with the error that its
-            callers got, or None if it was asked to quit. After a hang, `quit` waits until the child has exited.
+        on_end: called once, in any thread, when a connected child has exited or hangs, with the error that
+            its callers got, or None if it was asked to quit. After a hang, `quit` waits until the child has
+            exited.
         watchdog_seconds: seconds without a sign of life before the child is killed; 0: wait forever. See
             watchdog.Patience.
 
@@ -101,9 +103,11 @@ class EngineProcess:
     ) -> None:
         self._configure = Configure(engine, json.dumps(options, default=str))
         self.on_end, self._watchdog_seconds = on_end, watchdog_seconds
-        self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # data for the writer to send; None ends it
+        # data for the writer to send; None ends it
+        self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
-        self._open: dict[int, tuple[Operation[Any], Done]] = {}  # operations that the child has not answered, by number
+        # operations that the child has not answered, by number
+        self._open: dict[int, tuple[Operation[Any], Done]] = {}
         self._lock = threading.RLock()  # protects the following
         self._child: _Child | None = None
         self._awaited = self._ready = self._connected = self._quitting = False
@@ -118,7 +122,12 @@ class EngineProcess:
         watchdog_seconds: float = WATCHDOG_SECONDS,
     ) -> EngineProcess:
         """An engine process that runs a model."""
-        return cls("jengine.serving.processes.engines:model_engine", dataclasses.asdict(config), on_end, watchdog_seconds)
+        return cls(
+            "jengine.serving.processes.engines:model_engine",
+            dataclasses.asdict(config),
+            on_end,
+            watchdog_seconds,
+        )
 
     @property
     def pid(self) -> int | None:
@@ -139,7 +148,8 @@ class EngineProcess:
                 self._child.send(frame(self._configure))
 
     def start(self) -> None:
-        """Starts the child, unless `spawn` has, and waits until it has warmed up. `quit` in another thread interrupts this.
+        """Starts the child, unless `spawn` has, and waits until it has warmed up. `quit` in another thread
+        interrupts this.
 
         Raises:
             InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine, which runs in the child.
@@ -156,7 +166,12 @@ class EngineProcess:
             with self._lock:
                 if not isinstance(ready, Ready) or self._quitting:
                     raise child.hung or child.end()
-                self.limits, self.load, self.totals, self.info = ready.limits, ready.load, StepTotals(), ready.info
+                self.limits, self.load, self.totals, self.info = (
+                    ready.limits,
+                    ready.load,
+                    StepTotals(),
+                    ready.info,
+                )
                 self._ready = True
             for batch in others:
                 self.load = batch.load
@@ -167,14 +182,18 @@ class EngineProcess:
             raise
 
     def _answer(self, child: _Child) -> tuple[Ready | Failed | None, list[Batch]]:
-        """Waits for the end of the start. Returns the answer, None if the child has ended, and batches that came with it."""
+        """Waits for the end of the start. Returns the answer, None if the child has ended, and batches that
+        came with it.
+        """
         for messages in child.messages():
             for message in messages:
                 if isinstance(message, Starting):
                     self.progress = self.progress.after(message)
             found = [message for message in messages if isinstance(message, Ready | Failed)]
             if found or not all(isinstance(message, Starting) for message in messages):
-                return found[0] if found else None, [message for message in messages if isinstance(message, Batch)]
+                return found[0] if found else None, [
+                    message for message in messages if isinstance(message, Batch)
+                ]
         return None, []
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
@@ -184,7 +203,9 @@ class EngineProcess:
                 fail(EngineDead("the engine process has been told to quit"))
                 return
             self._connected = True
-        threading.Thread(target=self._live, args=(self._child, deliver, fail), name="engine-reader", daemon=True).start()
+        threading.Thread(
+            target=self._live, args=(self._child, deliver, fail), name="engine-reader", daemon=True
+        ).start()
 
     def add(self, *requests: Request) -> None:
         try:
@@ -207,7 +228,9 @@ class EngineProcess:
             self._outbox.put(order)
 
     def quit(self, wait: bool = True) -> None:
-        """Ends the child after its step, or by force after QUIT_SECONDS. Before `connect`, ends it immediately."""
+        """Ends the child after its step, or by force after QUIT_SECONDS. Before `connect`, ends it
+        immediately.
+        """
         with self._lock:
             first, self._quitting = not self._quitting, True
             child = self._child
@@ -220,13 +243,16 @@ class EngineProcess:
                 if self._ready or not self._awaited:  # otherwise `start` is waiting for it
                     child.end()
                     self._gone.set()
-        if wait and not self._gone.wait(QUIT_SECONDS + 2 * EXIT_SECONDS):  # the writer is blocked, too: the child does not read
+        # the writer is blocked, too: the child does not read
+        if wait and not self._gone.wait(QUIT_SECONDS + 2 * EXIT_SECONDS):
             child.process.kill()
             self._gone.wait()
 
     # --- threads, from connect to the child's end ------------------------------------------------
 
-    def _live(self, child: _Child, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
+    def _live(
+        self, child: _Child, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]
+    ) -> None:
         writer = threading.Thread(target=self._write, args=(child,), name="engine-writer", daemon=True)
         writer.start()
         error: EngineDead | None = None
@@ -259,7 +285,13 @@ class EngineProcess:
                 if isinstance(message, Batch):
                     self.load, self.totals = message.load, message.totals or self.totals
                     self.generated += len(message.tokens)
-                    updates += [*message.scores, *message.tokens, *message.pooled, *message.beams, *message.ended]
+                    updates += [
+                        *message.scores,
+                        *message.tokens,
+                        *message.pooled,
+                        *message.beams,
+                        *message.ended,
+                    ]
                 elif isinstance(message, Answered):
                     operation, done = self._open.pop(message.number)
                     if message.error is None:
@@ -333,7 +365,11 @@ class _Child:
         if code is None:
             log.error("the engine process %d cannot be killed, and is left behind", self.process.pid)
             return EngineDead("the engine process cannot be killed")
-        how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        how = (
+            f"exited with code {code}"
+            if code >= 0
+            else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        )
         return EngineDead(f"the engine process {how}")
 
     def _wait(self) -> int | None:
@@ -348,10 +384,17 @@ class _Child:
 def _spawn(its_end: socket.socket, beats: int, interval: float) -> subprocess.Popen[bytes]:
     ours = [its_end.fileno(), beats]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "jengine.serving.processes.engine_main", *map(str, (*ours, interval, os.getpid()))],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "jengine.serving.processes.engine_main",
+            *map(str, (*ours, interval, os.getpid())),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=2,  # library output must not mix with this process's stdout
         pass_fds=ours,
         start_new_session=True,  # a terminal's Ctrl-C is for the server, even before the child ignores it
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},  # the same import path as here
+        # the same import path as here
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
     )

@@ -14,7 +14,9 @@ from jengine.serving.processes.wire import EngineInfo
 
 
 class WarmEngine(NamedTuple):
-    """A warmed-up engine, and the tokenizer for its requests' masks. Without a tokenizer there are no masks."""
+    """A warmed-up engine, and the tokenizer for its requests' masks. Without a tokenizer there are no
+    masks.
+    """
 
     engine: Steps
     tokenizer: Tokenizer | None
@@ -22,7 +24,8 @@ class WarmEngine(NamedTuple):
 
 
 def model_engine(report: Callable[[str, str, int, int], None] | None = None, **options: Any) -> WarmEngine:
-    """An engine with a model; the options are EngineConfig's. Progress bars are shown if stderr is a terminal.
+    """An engine with a model; the options are EngineConfig's. Progress bars are shown if stderr is a
+    terminal.
 
     Args:
         report: gets the start's progress; see jengine.base.progress.Report.
@@ -67,4 +70,8 @@ def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> WarmEngi
     from jengine.serving.processes.mock_engine import MockEngine
 
     tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))
-    return WarmEngine(MockEngine(**options), tokenizer, EngineInfo(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"))
+    return WarmEngine(
+        MockEngine(**options),
+        tokenizer,
+        EngineInfo(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"),
+    )

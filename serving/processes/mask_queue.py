@@ -1,4 +1,6 @@
-"""Creates the token masks of new requests in a thread of the engine's process, since a grammar may take seconds to compile."""
+"""Creates the token masks of new requests in a thread of the engine's process, since a grammar may take
+seconds to compile.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ class MaskQueue:
 
     Args:
         tokenizer: returns the model's.
-        made: called in the thread with the requests of an order, or with their ids and the error; only those that are still wanted.
+        made: called in the thread with the requests of an order, or with their ids and the error; only those
+            that are still wanted.
     """
 
     def __init__(
-        self, tokenizer: Callable[[], Tokenizer | None], made: Callable[[list[Request] | tuple[list[str], Exception]], None]
+        self,
+        tokenizer: Callable[[], Tokenizer | None],
+        made: Callable[[list[Request] | tuple[list[str], Exception]], None],
     ) -> None:
         self._tokenizer, self._made = tokenizer, made
         self._masks = SharedMasks()
@@ -45,7 +50,9 @@ class MaskQueue:
             self._changed.notify()
 
     def end(self, request_id: str) -> bool:
-        """Forgets a request. Returns False if it does not wait here. When all of a prompt's are forgotten, nothing is compiled."""
+        """Forgets a request. Returns False if it does not wait here. When all of a prompt's are forgotten,
+        nothing is compiled.
+        """
         with self._changed:
             waiting = self._waiting.pop(request_id, None)
             if waiting is None:
@@ -90,8 +97,8 @@ class _Waiting:
 class SharedMasks:
     """Makes masks. Equal constraints of a client are compiled once, as long as one of its requests uses them.
 
-    So the prompts of a request share what is compiled. Clients share nothing, since all copies of a grammar have one
-    limit on their states, and fail together if one of them is too slow.
+    So the prompts of a request share what is compiled. Clients share nothing, since all copies of a grammar
+    have one limit on their states, and fail together if one of them is too slow.
     """
 
     def __init__(self) -> None:

@@ -50,11 +50,11 @@ class _Sequence:
 class MockEngine:
     """Repeats each prompt's tokens, beginning at the sample's index: deterministic and immediate.
 
-    Like a real engine, it runs at most `max_num_seqs` requests, each step gives each of them a token, and each
-    owns cache pages for all of its tokens from start to end. It supports only parameters that end a request,
-    and log probabilities, which are artificial. If a prompt has the same beginning and salt as an earlier one,
-    the common whole pages count as cached, up to LOOKED_UP tokens. An embedding contains counts of the prompt's
-    token ids modulo its size.
+    Like a real engine, it runs at most `max_num_seqs` requests, each step gives each of them a token, and
+    each owns cache pages for all of its tokens from start to end. It supports only parameters that end a
+    request, and log probabilities, which are artificial. If a prompt has the same beginning and salt as an
+    earlier one, the common whole pages count as cached, up to LOOKED_UP tokens. An embedding contains counts
+    of the prompt's token ids modulo its size.
 
     Args:
         embedding_size: numbers in an embedding; 0: embeddings are not supported.
@@ -133,7 +133,9 @@ class MockEngine:
                 return
 
     def do(self, operation: Operation[Any]) -> Any:
-        """Operations that concern the model's engine are imitated: a strategy is only reported in the load, and the trace is empty."""
+        """Operations that concern the model's engine are imitated: a strategy is only reported in the load,
+        and the trace is empty.
+        """
         match operation:
             case ResetPrefixCache():
                 self._prefixes.known.clear()
@@ -143,7 +145,13 @@ class MockEngine:
                 return None
             case GetTrace():
                 room = self.limits.sequence
-                facts = EngineFacts(self.limits.max_num_seqs, room.max_model_len, room.max_model_len, room.page_size, room.pages)
+                facts = EngineFacts(
+                    self.limits.max_num_seqs,
+                    room.max_model_len,
+                    room.max_model_len,
+                    room.page_size,
+                    room.pages,
+                )
                 return Trace.empty(facts)
             case _:
                 return operation.run(self)  # type: ignore[arg-type]
@@ -176,7 +184,11 @@ class MockEngine:
 
     def _admit(self) -> list[Update]:
         scores: list[Update] = []
-        while self._waiting and len(self._running) < self.limits.max_num_seqs and self._waiting[0].pages <= self._free_pages:
+        while (
+            self._waiting
+            and len(self._running) < self.limits.max_num_seqs
+            and self._waiting[0].pages <= self._free_pages
+        ):
             sequence = self._waiting.popleft()
             request = sequence.request
             self._running[request.request_id] = sequence
@@ -185,13 +197,19 @@ class MockEngine:
             self._free_pages -= sequence.pages
             if (count := request.params.prompt_logprobs) is not None and len(request.prompt_token_ids) > 1:
                 tokens = request.prompt_token_ids[1:]
-                scores.append(PromptScores(request.request_id, 1, tokens, [_logprobs(token, count) for token in tokens]))
+                scores.append(
+                    PromptScores(request.request_id, 1, tokens, [_logprobs(token, count) for token in tokens])
+                )
         return scores
 
     def _update(self, request_id: str, sequence: _Sequence) -> TokenUpdate | Pooled | BeamsFound:
         if sequence.request.beams is not None:
             return self._beams(request_id, sequence, sequence.request.beams)
-        return self._next(request_id, sequence) if sequence.request.pooling is None else self._embedding(request_id, sequence)
+        return (
+            self._next(request_id, sequence)
+            if sequence.request.pooling is None
+            else self._embedding(request_id, sequence)
+        )
 
     def _beams(self, request_id: str, sequence: _Sequence, params: BeamSearchParams) -> BeamsFound:
         """Beam i equals sample i."""
@@ -217,7 +235,9 @@ class MockEngine:
         if reason is None and len(prompt) + sequence.generated >= sequence.max_len:
             reason = "length"
         logprobs = None if params.logprobs is None else _logprobs(token, params.logprobs)
-        return TokenUpdate(request_id, token, reason, stop_reason, logprobs, 0, sequence.scheduled, sequence.cached)  # type: ignore[arg-type]
+        return TokenUpdate(
+            request_id, token, reason, stop_reason, logprobs, 0, sequence.scheduled, sequence.cached
+        )  # type: ignore[arg-type]
 
     def _embedding(self, request_id: str, sequence: _Sequence) -> Pooled:
         params, size = sequence.request.pooling, self.limits.embedder.size if self.limits.embedder else 0
@@ -233,7 +253,8 @@ class _Prefixes:
     """Pages of earlier prompts, by the preceding pages. The oldest are forgotten if there are too many.
 
     Attributes:
-        known: an id for each page, by the id of the preceding page (or the salt) and its tokens. Ids are unique.
+        known: an id for each page, by the id of the preceding page (or the salt) and its tokens. Ids are
+            unique.
         queries, hits: numbers of tokens.
     """
 
@@ -256,7 +277,9 @@ class _Prefixes:
         while len(self.known) > self._pages:
             self.known.popitem(last=False)
             self.evictions += 1
-        if request.params.prompt_logprobs is not None or (request.pooling is not None and request.pooling.needs_all):
+        if request.params.prompt_logprobs is not None or (
+            request.pooling is not None and request.pooling.needs_all
+        ):
             return 0
         cached = min(found, (len(prompt) - 1) // size * size)
         self.queries, self.hits = self.queries + len(prompt), self.hits + cached

@@ -1,4 +1,6 @@
-"""A server's signals: SIGTERM and SIGINT stop it; SIGHUP reloads it, or stops it if its terminal was closed."""
+"""A server's signals: SIGTERM and SIGINT stop it; SIGHUP reloads it, or stops it if its terminal was
+closed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from collections.abc import Callable
 
 
 def stop_signal(reload: Callable[[], None]) -> asyncio.Future[signal.Signals]:
-    """The first signal that stops the server, as a future of the running event loop. A second SIGINT exits immediately.
+    """The first signal that stops the server, as a future of the running event loop. A second SIGINT exits
+    immediately.
 
     Args:
         reload: called on SIGHUP.

@@ -35,7 +35,9 @@ class StartProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the programs are there, if the remaining ones take as long as those so far; None: unknown."""
+        """Seconds until the programs are there, if the remaining ones take as long as those so far; None:
+        unknown.
+        """
         now = self.now
         if now.unit != PROGRAM or not now.done:
             return None
@@ -48,5 +50,7 @@ class StartProgress:
             return now.work
         if now.unit != PROGRAM:
             return f"{now.work}, {100 * now.done // now.total} %"
-        time_left = ", time left unknown" if left is None else f", about {math.ceil(left)} s left" if left else ""
+        time_left = (
+            ", time left unknown" if left is None else f", about {math.ceil(left)} s left" if left else ""
+        )
         return f"{now.work}, {now.done} of {now.total} programs{time_left}"

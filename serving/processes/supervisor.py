@@ -1,4 +1,6 @@
-"""Keeps a model available: when its engine process dies, another is started, which loads the saved programs."""
+"""Keeps a model available: when its engine process dies, another is started, which loads the saved
+programs.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ class Supervisor:
         self._past_totals = StepTotals()  # likewise
         self._serving = self._retired = False
         self._since = time.monotonic()  # time at which the current engine was ready
-        self._expected: float | None = None  # time at which the next engine should be ready, if none is running
+        # time at which the next engine should be ready, if none is running
+        self._expected: float | None = None
         self._start_seconds = RESTART_SECONDS  # recent duration of a start
         self._keeper: asyncio.Task[None] | None = None
 
@@ -95,7 +98,8 @@ class Supervisor:
 
     @property
     def load(self) -> Load:
-        """The current engine's load, with the counters of all engines, so that they never decrease. Thread-safe.
+        """The current engine's load, with the counters of all engines, so that they never decrease.
+        Thread-safe.
 
         Raises:
             NotReady: no engine is running.
@@ -128,7 +132,11 @@ class Supervisor:
     @property
     def why_not_ready(self) -> str:
         """Why no engine is running, such as "starting: compiling, 12 of 41 programs, about 20 s left"."""
-        return f"starting: {self._progress or StartProgress()}" if self._facts is None else "the engine has ended and is being restarted"
+        return (
+            f"starting: {self._progress or StartProgress()}"
+            if self._facts is None
+            else "the engine has ended and is being restarted"
+        )
 
     @property
     def _progress(self) -> StartProgress | None:
@@ -137,13 +145,16 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether clients should send requests: not before the start, during a restart, or after `retire` or `close`."""
+        """Whether clients should send requests: not before the start, during a restart, or after `retire` or
+        `close`.
+        """
         return self._serving
 
     @property
     def retry_seconds(self) -> float:
-        """Seconds until the next engine should be ready: as its progress shows, or the rest of the delay, and a start.
-        Grows if the engine is overdue."""
+        """Seconds until the next engine should be ready: as its progress shows, or the rest of the delay, and
+        a start. Grows if the engine is overdue.
+        """
         if self._progress is not None and (left := self._progress.seconds_left) is not None:
             return min(max(left, SHORTEST_RETRY), LONGEST_OVERDUE)
         now = time.monotonic()
@@ -161,14 +172,15 @@ class Supervisor:
         """Starts the first engine. Cancelling this ends the engine.
 
         Raises:
-            InvalidArgument, ModelError, OutOfMemory, EngineDead: as EngineProcess.start; the server cannot run.
+            InvalidArgument, ModelError, OutOfMemory, EngineDead: as EngineProcess.start; the server cannot
+                run.
         """
         ended = await self._launch()
         self._keeper = asyncio.create_task(self._keep_running(ended), name="engine-keeper")
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Stops: rejects new requests, gives running ones `drain_seconds` to finish, aborts the rest, then ends
-        the engine process.
+        """Stops: rejects new requests, gives running ones `drain_seconds` to finish, aborts the rest, then
+        ends the engine process.
 
         May be called again, to shorten a drain.
         """
@@ -198,11 +210,16 @@ class Supervisor:
         while True:
             seconds = self._back_off.after(lived)
             self._expected = time.monotonic() + seconds + self._start_seconds
-            logger.error("%s; starting another in %.1f s", error or "the engine was stopped after an error in producing text", seconds)
+            logger.error(
+                "%s; starting another in %.1f s",
+                error or "the engine was stopped after an error in producing text",
+                seconds,
+            )
             await asyncio.sleep(seconds)
             try:
                 return await self._launch()
-            except Exception as wrong:  # perhaps temporary: a device is not free yet, a file is being replaced
+            except Exception as wrong:
+                # perhaps temporary: a device is not free yet, a file is being replaced
                 error, lived = wrong, 0.0
 
     async def _launch(self) -> asyncio.Future[EngineDead | None]:
@@ -246,7 +263,12 @@ class Supervisor:
             mesh=info.mesh,
             has_chat_template=bool(self._tokenizer.chat_templates),
         )
-        return AsyncLLM.over(engine, self._tokenizer, SamplingParams(**info.sampling_defaults), stream_interval=info.stream_interval)
+        return AsyncLLM.over(
+            engine,
+            self._tokenizer,
+            SamplingParams(**info.sampling_defaults),
+            stream_interval=info.stream_interval,
+        )
 
     def _set(self, serving: bool) -> None:
         serving = serving and not self._retired
@@ -258,9 +280,15 @@ class Supervisor:
 def _added(past: Load, load: Load) -> Load:
     """A load whose counters continue from those of `past`."""
     pages = dict(zip(past.cache_groups, past.hit_pages, strict=True))
-    hit_pages = tuple(count + pages.get(group, 0) for group, count in zip(load.cache_groups, load.hit_pages, strict=True))
+    hit_pages = tuple(
+        count + pages.get(group, 0) for group, count in zip(load.cache_groups, load.hit_pages, strict=True)
+    )
     decisions = tuple((Counter(dict(past.decisions)) + Counter(dict(load.decisions))).items())
-    return load._replace(hit_pages=hit_pages, decisions=decisions, **{name: getattr(past, name) + getattr(load, name) for name in COUNTERS})
+    return load._replace(
+        hit_pages=hit_pages,
+        decisions=decisions,
+        **{name: getattr(past, name) + getattr(load, name) for name in COUNTERS},
+    )
 
 
 def _resolve(future: asyncio.Future[EngineDead | None], error: EngineDead | None) -> None:

@@ -1,20 +1,25 @@
-"""Fair turns for slow work, counted in seconds: grammars that are checked or compiled, templates that are rendered."""
+"""Fair turns for slow work, counted in seconds: grammars that are checked or compiled, templates that are
+rendered.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
 
-QUANTUM = 0.25  # seconds; smaller differences do not count, so a client with little work stays ahead of new ones
-REMEMBERED = 4096  # idle clients whose time is kept; beyond that, those that would start at `_now` are forgotten
+# seconds; smaller differences do not count, so a client with little work stays ahead of new ones
+QUANTUM = 0.25
+# idle clients whose time is kept; beyond that, those that would start at `_now` are forgotten
+REMEMBERED = 4096
 
 
 class Turns[T]:
     """Waiting work by client. The client whose work has taken the least time is next.
 
-    A client with nothing waiting starts at the time of the client that was served last, so idle time earns no credit.
-    Among equals the newest is first: when many clients come at once, most of those that have waited long have given up
-    or are one attacker with many addresses, and a client that asks for little is served next.
+    A client with nothing waiting starts at the time of the client that was served last, so idle time earns no
+    credit. Among equals the newest is first: when many clients come at once, most of those that have waited
+    long have given up or are one attacker with many addresses, and a client that asks for little is served
+    next.
     """
 
     def __init__(self) -> None:
@@ -33,7 +38,9 @@ class Turns[T]:
         self._waiting[client].append(work)
 
     def take(self, busy: Collection[str] = ()) -> tuple[str, T] | None:
-        """Removes and returns the next client and its oldest work; None if there is none. Skips clients in `busy`."""
+        """Removes and returns the next client and its oldest work; None if there is none. Skips clients in
+        `busy`.
+        """
         ready = [client for client in reversed(self._waiting) if client not in busy]
         if not ready:
             return None
@@ -61,4 +68,8 @@ class Turns[T]:
 
     def _forget(self) -> None:
         if len(self._spent) - len(self._waiting) > REMEMBERED:
-            self._spent = {client: spent for client, spent in self._spent.items() if client in self._waiting or spent > self._now}
+            self._spent = {
+                client: spent
+                for client, spent in self._spent.items()
+                if client in self._waiting or spent > self._now
+            }

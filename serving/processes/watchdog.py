@@ -1,8 +1,8 @@
 """Detects an engine process that hangs: it is stopped, or its step loop makes no progress.
 
 The process sends heartbeats through a pipe at regular intervals. A separate thread writes them, so missing
-heartbeats mean that the whole process is stopped. Their content comes from the step loop, so a hanging loop is
-detected although heartbeats arrive.
+heartbeats mean that the whole process is stopped. Their content comes from the step loop, so a hanging loop
+is detected although heartbeats arrive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-START_SECONDS = 60.0  # limit during the start, when imports and drivers may hold the interpreter's lock for seconds
+# limit during the start, when imports and drivers may hold the interpreter's lock for seconds
+START_SECONDS = 60.0
 STEP_FACTOR = 5.0  # a step may take this many times the longest known one, in addition to watchdog_seconds
 DUMP_SECONDS = 0.5  # time for the process to write its stacks before it is killed
 LONGEST_INTERVAL = 1.0
@@ -75,7 +76,9 @@ class Heartbeat:
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def ready(self, longest_step: float) -> None:
-        """The engine has started. Call before the first iteration. longest_step: seconds, as measured at warm-up, or 0."""
+        """The engine has started. Call before the first iteration. longest_step: seconds, as measured at
+        warm-up, or 0.
+        """
         self._longest, self._phase = longest_step, IDLE
         self._beat()  # the server must not regard a ready engine as starting
 
@@ -121,7 +124,9 @@ class Patience:
         self._silent = self._stuck = 0.0
 
     def after(self, passed: float, beat: Beat | None) -> str | None:
-        """Records that this many seconds have passed with this heartbeat or none. Returns the reason to give up, if any."""
+        """Records that this many seconds have passed with this heartbeat or none. Returns the reason to give
+        up, if any.
+        """
         self._silent += passed
         self._stuck += passed
         if beat is None:
@@ -152,10 +157,17 @@ class Watchdog:
         Any error raised by `spawn`.
     """
 
-    def __init__(self, seconds: float, spawn: Callable[[int, float], subprocess.Popen[bytes]], on_hang: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        spawn: Callable[[int, float], subprocess.Popen[bytes]],
+        on_hang: Callable[[str], None],
+    ) -> None:
         self._seconds, self._interval, self._on_hang = seconds, interval_of(seconds), on_hang
         spawned: Future[subprocess.Popen[bytes]] = Future()
-        self._thread = threading.Thread(target=self._live, args=(spawn, spawned), name="engine-watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._live, args=(spawn, spawned), name="engine-watchdog", daemon=True
+        )
         self._thread.start()
         self.process = spawned.result()
 
@@ -163,7 +175,9 @@ class Watchdog:
         """Waits for the thread's end, which follows that of the process."""
         self._thread.join(seconds)
 
-    def _live(self, spawn: Callable[[int, float], subprocess.Popen[bytes]], spawned: Future[subprocess.Popen[bytes]]) -> None:
+    def _live(
+        self, spawn: Callable[[int, float], subprocess.Popen[bytes]], spawned: Future[subprocess.Popen[bytes]]
+    ) -> None:
         ours, theirs = os.pipe()
         try:
             try:
@@ -193,7 +207,8 @@ class Watchdog:
                     return None
                 beat = Beat(*_RECORD.unpack(data[-_RECORD.size :]))
             now = time.monotonic()
-            passed, last = min(now - last, 2 * self._interval), now  # excludes time in which the server itself did not run
+            # excludes time in which the server itself did not run
+            passed, last = min(now - last, 2 * self._interval), now
             if self._seconds and (why := patience.after(passed, beat)):
                 return why
 

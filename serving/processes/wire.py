@@ -1,7 +1,7 @@
 """Messages between a server and its engine process, and their framing: a length, then a msgpack array.
 
-Only these two processes hold an end of the socket. Messages are validated all the same, so that a fault cannot
-produce wrong tokens.
+Only these two processes hold an end of the socket. Messages are validated all the same, so that a fault
+cannot produce wrong tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from jengine import (
 MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
 RECEIVE = 1 << 18  # bytes read from the socket at a time
 TOTALS_SECONDS = 1.0  # seconds between two reports of StepTotals; a last report follows when all work is done
-TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")  # used only in the server, which produces text
+# used only in the server, which produces text
+TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 MakeMasks = Callable[[SamplingParams, Tokenizer, int], Sequence[TokenMask | None]]
 _DEFAULTS = SamplingParams()
 _FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in TEXT_FIELDS]
@@ -62,7 +63,8 @@ class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
     """Base class of messages."""
 
 
-# --- from the server to the engine -----------------------------------------------------------------------------
+# --- from the server to the engine
+# -----------------------------------------------------------------------------
 
 
 class Configure(Message):
@@ -84,7 +86,8 @@ class Add(Message):
     """Queues a prompt's requests.
 
     Attributes:
-        params: for all of them, as a JSON object: msgpack integers have 64 bits, but max_tokens may be any number.
+        params: for all of them, as a JSON object: msgpack integers have 64 bits, but max_tokens may be any
+            number.
         arrival: monotonic seconds, on the clock that all processes of a machine share.
         pooling: for embeddings.
         beams: for beam searches, the BeamSearchParams, encoded like `params`.
@@ -110,7 +113,9 @@ class End(Message):
 
 
 class Do(Message):
-    """A jengine.Operation by its name, with its arguments as a JSON object. Answered by Answered, with the same number."""
+    """A jengine.Operation by its name, with its arguments as a JSON object. Answered by Answered, with the
+    same number.
+    """
 
     number: int
     operation: str
@@ -124,7 +129,8 @@ class Quit(Message):
 Order = Configure | Add | End | Do | Quit
 
 
-# --- from the engine to the server -----------------------------------------------------------------------------
+# --- from the engine to the server
+# -----------------------------------------------------------------------------
 
 
 class EngineInfo(msgspec.Struct, array_like=True, gc=False):
@@ -145,7 +151,9 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
 
 
 class Starting(Message):
-    """What the engine does before it is ready; see jengine.base.progress.Report. Sent often, any number of times."""
+    """What the engine does before it is ready; see jengine.base.progress.Report. Sent often, any number of
+    times.
+    """
 
     work: str
     unit: str
@@ -178,7 +186,9 @@ class Batch(Message):
 
 
 class Failed(Message):
-    """The last message: the engine could not start, or has stopped. `arguments` are the error's, as a JSON list."""
+    """The last message: the engine could not start, or has stopped. `arguments` are the error's, as a JSON
+    list.
+    """
 
     kind: str
     arguments: str

@@ -1,4 +1,6 @@
-"""Handling of a request in all services: queue it, receive its outputs, write them to a client that may not read them."""
+"""Handling of a request in all services: queue it, receive its outputs, write them to a client that may not
+read them.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ class PatientWriter:
     """
 
     def __init__(
-        self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], seconds: float, abandon: Callable[[], object]
+        self,
+        write: Callable[[Any], Awaitable[object]],
+        peer: Callable[[], str],
+        seconds: float,
+        abandon: Callable[[], object],
     ) -> None:
         self._write, self._peer, self._seconds, self._abandon = write, peer, seconds, abandon
         self._call_later = asyncio.get_running_loop().call_later
@@ -86,7 +92,11 @@ class PatientWriter:
 
     def _stall(self) -> None:
         self._stalled = True
-        log.warning("slow reader: %s left a message unread for %g s; its request is aborted", self._peer(), self._seconds)
+        log.warning(
+            "slow reader: %s left a message unread for %g s; its request is aborted",
+            self._peer(),
+            self._seconds,
+        )
         self._abandon()
 
 

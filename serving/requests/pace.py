@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from jengine import Readers
 
 MESSAGE_SECONDS = 100e-6  # the event loop's time for a message
-CORES_SHARE = 0.04  # share of all cores' time for the messages of all streams, since the engine may need the cores
+# share of all cores' time for the messages of all streams, since the engine may need the cores
+CORES_SHARE = 0.04
 LOOP_SHARE = 0.5  # maximum share of the event loop's time
 LONGEST = 0.1  # seconds
 WAITING = 0.5  # seconds after which a write counts as waiting for its client
@@ -19,9 +20,9 @@ WAITING = 0.5  # seconds after which a write counts as waiting for its client
 class Pace:
     """Bounds the share of CPU time used by streams.
 
-    A message costs the server and its client much more than a token in it. With few streams, each token is sent
-    immediately. With many, a stream waits between two messages, and tokens that arrive meanwhile are sent
-    together. The first and the last message of a stream are never delayed.
+    A message costs the server and its client much more than a token in it. With few streams, each token is
+    sent immediately. With many, a stream waits between two messages, and tokens that arrive meanwhile are
+    sent together. The first and the last message of a stream are never delayed.
 
     Args:
         cores: number of cores that this process may use; None: detected.

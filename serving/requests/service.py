@@ -114,7 +114,12 @@ class Service:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._models, self._admission, self._tracker, self._bounds = shared.models, shared.admission, shared.tracker, shared.bounds
+        self._models, self._admission, self._tracker, self._bounds = (
+            shared.models,
+            shared.admission,
+            shared.tracker,
+            shared.bounds,
+        )
         self._sandbox, self._text_work, self._pace, self._write_timeout = (
             shared.sandbox,
             shared.text_work,
@@ -123,9 +128,18 @@ class Service:
         )
 
     async def _submit(
-        self, llm: AsyncLLM, parsed: ParsedRequest, kind: OutputKind, call: Call, request_id: str, place: Place, *, first: bool = True
+        self,
+        llm: AsyncLLM,
+        parsed: ParsedRequest,
+        kind: OutputKind,
+        call: Call,
+        request_id: str,
+        place: Place,
+        *,
+        first: bool = True,
     ) -> RequestHandle:
-        """Validates and queues a prompt. Slow work runs in threads, dangerous work in the sandbox's processes.
+        """Validates and queues a prompt. Slow work runs in threads, dangerous work in the sandbox's
+        processes.
 
         Args:
             first: whether this is the request's first prompt; its grammar is checked once.
@@ -142,7 +156,11 @@ class Service:
             if not isinstance(given, dict):
                 given = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
             prompt: Any = {**given, "cache_salt": salt}
-            return llm.prepare(prompt, params) if parsed.embedding is None else llm.prepare_embedding(prompt, **parsed.embedding)
+            return (
+                llm.prepare(prompt, params)
+                if parsed.embedding is None
+                else llm.prepare_embedding(prompt, **parsed.embedding)
+            )
 
         prepared = await self._text_work.run(client, parsed.bytes, prepare)
         prompt_tokens = len(prepared.requests[0].prompt_token_ids)
@@ -163,7 +181,9 @@ class Service:
         except InvalidArgument as wrong:
             raise wrong if wrong.field != "request_id" else in_use(request_id, wrong.limit) from None
 
-    async def _render(self, llm: AsyncLLM, read: Callable[[], Conversation], template: str | None, size: int, call: Call) -> TokensPrompt:
+    async def _render(
+        self, llm: AsyncLLM, read: Callable[[], Conversation], template: str | None, size: int, call: Call
+    ) -> TokensPrompt:
         """Renders a conversation's prompt.
 
         Args:
@@ -175,7 +195,9 @@ class Service:
         if template is None:
             return await work(partial(self._render_here, llm, read))
         if not self._shared.client_chat_templates:
-            raise InvalidArgument("chat_template", template, "this server does not accept templates from clients")
+            raise InvalidArgument(
+                "chat_template", template, "this server does not accept templates from clients"
+            )
         messages, options = await work(read)
         return {"prompt_token_ids": await self._sandbox.render(client, messages, options, llm.tokenizer)}
 
@@ -200,11 +222,15 @@ def _output_tokens(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int
 
 
 def _logprobs(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> tuple[int, int]:
-    """The most log probabilities of the prompt and of the output in the answer. A repeated prompt token counts as one."""
+    """The most log probabilities of the prompt and of the output in the answer. A repeated prompt token
+    counts as one.
+    """
     params = parsed.params
     if parsed.embedding is not None or not isinstance(params, SamplingParams):
         return 0, 0
     each = parsed.repeats + (0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs)
     room = max_model_len - prompt_tokens
-    tokens = 0 if params.logprobs is None else room if params.max_tokens is None else min(params.max_tokens, room)
+    tokens = (
+        0 if params.logprobs is None else room if params.max_tokens is None else min(params.max_tokens, room)
+    )
     return params.n * each * prompt_tokens, params.n * tokens * (1 + (params.logprobs or 0))

@@ -1,5 +1,6 @@
-"""An OpenTelemetry span for each request, as a child of its client's span, with the times of its stages. Names
-follow vLLM."""
+"""An OpenTelemetry span for each request, as a child of its client's span, with the times of its stages.
+Names follow vLLM.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ class Spans:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._model = model
-        self._provider = TracerProvider(resource=Resource.create({"service.name": "jengine"}), shutdown_on_exit=False)
-        self._provider.add_span_processor(SimpleSpanProcessor(exporter) if at_once else BatchSpanProcessor(exporter))
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "jengine"}), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(
+            SimpleSpanProcessor(exporter) if at_once else BatchSpanProcessor(exporter)
+        )
         self._tracer = self._provider.get_tracer("jengine")
         self._propagator = TraceContextTextMapPropagator()
 
@@ -49,7 +54,9 @@ class Spans:
             InvalidArgument: it is not a URL, or OpenTelemetry is not installed.
         """
         if urlsplit(endpoint).scheme not in ("http", "https"):
-            raise InvalidArgument("otlp_traces_endpoint", endpoint, "must be a URL such as http://127.0.0.1:4318/v1/traces")
+            raise InvalidArgument(
+                "otlp_traces_endpoint", endpoint, "must be a URL such as http://127.0.0.1:4318/v1/traces"
+            )
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
@@ -58,10 +65,16 @@ class Spans:
             raise InvalidArgument.needs_extra("otlp_traces_endpoint", endpoint, "otel", missing) from None
 
     def over(self, request: TrackedRequest, status: str, call: Call) -> None:
-        """A request has ended with this gRPC status. The parent is its client's span (`traceparent`), if given."""
+        """A request has ended with this gRPC status. The parent is its client's span (`traceparent`), if
+        given.
+        """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        carrier = {str(name): str(value) for name, value in call.invocation_metadata() or () if name in ("traceparent", "tracestate")}
+        carrier = {
+            str(name): str(value)
+            for name, value in call.invocation_metadata() or ()
+            if name in ("traceparent", "tracestate")
+        }
         offset, end = time.time_ns() - time.monotonic_ns(), time.monotonic()
 
         def at(seconds: float) -> int:
@@ -82,7 +95,10 @@ class Spans:
         if output is not None:
             times = output.metrics
             marks = [times.arrival, times.scheduled, times.first_token, times.finished or end]
-            for name, mark in (("time_in_queue", times.scheduled), ("time_to_first_token", times.first_token)):
+            for name, mark in (
+                ("time_in_queue", times.scheduled),
+                ("time_to_first_token", times.first_token),
+            ):
                 if mark is not None:
                     attributes[f"gen_ai.latency.{name}"] = mark - times.arrival
         span = self._tracer.start_span(

@@ -1,4 +1,6 @@
-"""Processes long text (tokenizing, chat templates) in threads, so that the event loop continues. Clients take turns."""
+"""Processes long text (tokenizing, chat templates) in threads, so that the event loop continues. Clients take
+turns.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from dataclasses import dataclass, field
 
 from jengine.serving.calls.overload import Busy
 
-LONG_TEXT = 10_000  # minimum bytes for using a thread: the work takes milliseconds, and would delay other requests
+# minimum bytes for using a thread: the work takes milliseconds, and would delay other requests
+LONG_TEXT = 10_000
 THREADS = 2  # for all clients; they compete with the event loop and the engine for CPU time
 MAX_BYTES = 2**28  # maximum total size of waiting and running requests
 MAX_CLIENT_BYTES = 2**26  # the same per client
@@ -22,7 +25,8 @@ class _Client:
 
 
 class TextWork:
-    """Runs at most THREADS tasks at a time, and one per client, so that clients take turns. Belongs to one event loop.
+    """Runs at most THREADS tasks at a time, and one per client, so that clients take turns. Belongs to one
+    event loop.
 
     A thread cannot be interrupted. If a client disconnects, its task keeps its place until it is done. So the
     number of busy threads is bounded, whatever clients cancel.
@@ -43,7 +47,11 @@ class TextWork:
             return work()
         mine = self._clients.get(client) or _Client()
         if mine.bytes + size > MAX_CLIENT_BYTES or self._bytes + size > MAX_BYTES:
-            raise Busy(f"{mine.bytes} bytes of this client's text wait to be processed, {self._bytes} in all", RETRY_SECONDS, "text_work")
+            raise Busy(
+                f"{mine.bytes} bytes of this client's text wait to be processed, {self._bytes} in all",
+                RETRY_SECONDS,
+                "text_work",
+            )
         self._clients[client] = mine
         mine.bytes += size
         self._bytes += size

@@ -64,7 +64,9 @@ class TrackedRequest:
     @property
     def output_tokens(self) -> int:
         """Tokens generated so far, in all completions."""
-        return 0 if self.output is None else sum(len(completion.token_ids) for completion in self.output.outputs)
+        return (
+            0 if self.output is None else sum(len(completion.token_ids) for completion in self.output.outputs)
+        )
 
     def _charge(self) -> None:
         if self.place is not None and self.place.limited:
@@ -84,10 +86,16 @@ class TrackedRequest:
             "prompt_tokens": self.prompt_tokens,
             "cached_prompt_tokens": 0 if output is None else output.num_cached_tokens or 0,
             "output_tokens": self.output_tokens,
-            "queue_seconds": None if times is None or times.scheduled is None else round(times.scheduled - self.began, 6),
-            "first_token_seconds": None if times is None or times.first_token is None else round(times.first_token - self.began, 6),
+            "queue_seconds": None
+            if times is None or times.scheduled is None
+            else round(times.scheduled - self.began, 6),
+            "first_token_seconds": None
+            if times is None or times.first_token is None
+            else round(times.first_token - self.began, 6),
             "total_seconds": round(time.monotonic() - self.began, 6),
-            "finish_reasons": [] if output is None else [completion.finish_reason for completion in output.outputs],
+            "finish_reasons": []
+            if output is None
+            else [completion.finish_reason for completion in output.outputs],
         }
         return entry
 

@@ -17,20 +17,36 @@ from jengine.capacity.bench.drive import drive
 from jengine.capacity.bench.endpoints import JengineEndpoint, OpenAIEndpoint
 from jengine.capacity.bench.result import ClientRecord, Result
 from jengine.capacity.bench.sweep import command_with, read_params, sweep
-from jengine.capacity.bench.workload import BenchRequest, random_requests, sharegpt_requests, sharegpt_turns, trace_requests, with_arrivals
+from jengine.capacity.bench.workload import (
+    BenchRequest,
+    random_requests,
+    sharegpt_requests,
+    sharegpt_turns,
+    trace_requests,
+    with_arrivals,
+)
 
 # --- what is asked for ------------------------------------------------------------------------------
 
 
 def test_random_requests() -> None:
     requests = random_requests(200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3)
-    assert requests == random_requests(200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3)
+    assert requests == random_requests(
+        200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3
+    )
     lengths = [len(request.prompt) - 7 for request in requests]
     assert (
-        50 <= min(lengths) < 60 and 140 < max(lengths) <= 150 and {10, 30} <= {request.output for request in requests} <= {*range(10, 31)}
+        50 <= min(lengths) < 60
+        and 140 < max(lengths) <= 150
+        and {10, 30} <= {request.output for request in requests} <= {*range(10, 31)}
     )
-    assert len({tuple(request.prompt[:7]) for request in requests}) == 1 and len({tuple(request.prompt) for request in requests}) == 200
-    assert {(len(request.prompt), request.output) for request in random_requests(5, input_len=9, output_len=4)} == {(9, 4)}
+    assert (
+        len({tuple(request.prompt[:7]) for request in requests}) == 1
+        and len({tuple(request.prompt) for request in requests}) == 200
+    )
+    assert {
+        (len(request.prompt), request.output) for request in random_requests(5, input_len=9, output_len=4)
+    } == {(9, 4)}
     for bad in ({"input_len": 0}, {"output_len": 0}, {"prefix_len": -1}, {"range_ratio": 1.0}):
         with pytest.raises(InvalidArgument, match=next(iter(bad))):
             random_requests(1, **{"input_len": 5, "output_len": 5, **bad})  # type: ignore[arg-type]
@@ -42,11 +58,15 @@ def test_arrivals(burstiness: float) -> None:
     pauses = np.diff([request.at for request in requests])  # type: ignore[arg-type]
     assert requests[0].at == 0.0 and pauses.min() >= 0.0
     assert pauses.mean() == pytest.approx(1 / 50, rel=0.1)
-    assert (pauses.std() / pauses.mean()) ** 2 == pytest.approx(1 / burstiness, rel=0.15), "gamma: the less, the burstier"
+    assert (pauses.std() / pauses.mean()) ** 2 == pytest.approx(1 / burstiness, rel=0.15), (
+        "gamma: the less, the burstier"
+    )
 
 
 def test_arrivals_at_once() -> None:
-    assert {request.at for request in with_arrivals([BenchRequest([1], 1, 5.0)] * 3, rate=float("inf"))} == {None}
+    assert {request.at for request in with_arrivals([BenchRequest([1], 1, 5.0)] * 3, rate=float("inf"))} == {
+        None
+    }
     for bad in ({"rate": 0.0}, {"rate": -1.0}, {"rate": 1.0, "burstiness": 0.0}):
         with pytest.raises(InvalidArgument, match="must be above 0"):
             with_arrivals([BenchRequest([1], 1)], **bad)
@@ -54,16 +74,26 @@ def test_arrivals_at_once() -> None:
 
 def test_sharegpt(tmp_path: Path) -> None:
     file = tmp_path / "sharegpt.json"
-    turns = [("a b c d e", "f g h i"), ("too short", "a b c d"), ("a b c d", "no"), ("b c d e f g", "h i j k l")]
-    file.write_text(json.dumps([{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in turns]
-                               + [{"conversations": [{"from": "human", "value": "alone in here it is"}]}]))  # fmt: skip
+    turns = [
+        ("a b c d e", "f g h i"),
+        ("too short", "a b c d"),
+        ("a b c d", "no"),
+        ("b c d e f g", "h i j k l"),
+    ]
+    file.write_text(json.dumps([{"conversations": [{"from": "human", "value": q},
+        {"from": "gpt", "value": a}]} for q, a in turns]
+                               + [{"conversations": [{"from": "human",
+                                   "value": "alone in here it is"}]}]))  # fmt: skip
 
     def tokens(text: str) -> int:
         return len(text.split())
 
     found = sharegpt_turns(file, 10)
     assert sorted(found) == sorted(turns)
-    assert {(request.prompt, request.output) for request in sharegpt_requests(found, 5, tokens)} == {("a b c d e", 4), ("b c d e f g", 5)}
+    assert {(request.prompt, request.output) for request in sharegpt_requests(found, 5, tokens)} == {
+        ("a b c d e", 4),
+        ("b c d e f g", 5),
+    }
     assert len(sharegpt_requests(found, 5, tokens)) == 5
     assert {request.output for request in sharegpt_requests(found, 5, tokens, output_len=2)} == {2}
     with pytest.raises(InvalidArgument, match="no conversation"):
@@ -75,9 +105,15 @@ def test_sharegpt(tmp_path: Path) -> None:
 
 def test_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    rows = [{"timestamp": 1000 * i, "input_length": 5 + i, "output_length": 2 + i, "hash_ids": [i]} for i in range(3)]
+    rows = [
+        {"timestamp": 1000 * i, "input_length": 5 + i, "output_length": 2 + i, "hash_ids": [i]}
+        for i in range(3)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [(len(request.prompt), request.output, request.at) for request in trace_requests(file, 2)] == [(5, 2, 0.0), (6, 3, 1.0)]
+    assert [(len(request.prompt), request.output, request.at) for request in trace_requests(file, 2)] == [
+        (5, 2, 0.0),
+        (6, 3, 1.0),
+    ]
 
 
 # --- what is measured -------------------------------------------------------------------------------
@@ -89,16 +125,33 @@ def test_latencies() -> None:
     assert one.tpot == pytest.approx(0.5 / 3) and one.itl == pytest.approx([0.1, 0.2, 0.2])
     single = ClientRecord(0.0, [0.25], [1], prompt_tokens=3)
     assert single.tpot is None and single.itl == []
-    result = Result([one, single, ClientRecord(0.0, error="gone")], 2.0, {"ttft": 300.0, "tpot": 100.0}, (50, 99), ("ttft", "tpot", "e2el"))
+    result = Result(
+        [one, single, ClientRecord(0.0, error="gone")],
+        2.0,
+        {"ttft": 300.0, "tpot": 100.0},
+        (50, 99),
+        ("ttft", "tpot", "e2el"),
+    )
     facts = result.to_dict()
-    assert (facts["completed"], facts["failed"], facts["total_input_tokens"], facts["total_output_tokens"]) == (2, 1, 13, 5)
-    assert (facts["request_throughput"], facts["output_throughput"], facts["request_goodput"]) == (1.0, 2.5, 0.5)
+    assert (
+        facts["completed"],
+        facts["failed"],
+        facts["total_input_tokens"],
+        facts["total_output_tokens"],
+    ) == (2, 1, 13, 5)
+    assert (facts["request_throughput"], facts["output_throughput"], facts["request_goodput"]) == (
+        1.0,
+        2.5,
+        0.5,
+    )
     assert (
         facts["mean_ttft_ms"] == 375.0
         and facts["p99_ttft_ms"] == pytest.approx(497.5)
         and facts["median_tpot_ms"] == pytest.approx(500 / 3)
     )
-    assert "mean_itl_ms" not in facts and "P99 E2EL (ms):" in str(result) and "Failed requests:" in str(result)
+    assert (
+        "mean_itl_ms" not in facts and "P99 E2EL (ms):" in str(result) and "Failed requests:" in str(result)
+    )
 
 
 def test_a_plot(tmp_path: Path) -> None:
@@ -139,9 +192,13 @@ def test_driving() -> None:
     requests = [BenchRequest([i, 5], 2) for i in range(20)]
     answers, seconds = asyncio.run(drive(endpoint, requests, max_concurrency=4, done=lambda: ended.append(1)))
     assert endpoint.most == 4 and len(ended) == 20 and endpoint.running == 0
-    assert [bool(answer.error) for answer in answers] == [i == 13 for i in range(20)] and "refused" in answers[13].error
+    assert [bool(answer.error) for answer in answers] == [
+        i == 13 for i in range(20)
+    ] and "refused" in answers[13].error
     assert all(
-        answer.tokens == [1, 1] and answer.prompt_tokens == 2 and answer.times[-1] <= seconds for answer in answers if not answer.error
+        answer.tokens == [1, 1] and answer.prompt_tokens == 2 and answer.times[-1] <= seconds
+        for answer in answers
+        if not answer.error
     )
     timed, _ = asyncio.run(drive(Counting(), [BenchRequest([1], 1, 0.0), BenchRequest([1], 1, 0.05)]))
     assert [answer.due for answer in timed] == [0.0, 0.05] and timed[1].times[0] > 0.05
@@ -150,7 +207,9 @@ def test_driving() -> None:
 # --- servers ----------------------------------------------------------------------------------------
 
 
-def test_a_server_by_each_protocol(make_server: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_server_by_each_protocol(
+    make_server: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with make_server(server={"http_port": 0}) as server:
         url = server.http.removesuffix("/v1")
         for arguments in (
@@ -158,16 +217,44 @@ def test_a_server_by_each_protocol(make_server: Any, capsys: pytest.CaptureFixtu
             ["--base-url", url, "--backend", "openai-chat"],
             ["--base-url", server.address, "--backend", "jengine"],
         ):
-            more = ["--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "5", "--request-rate", "500"]
+            more = [
+                "--num-prompts",
+                "6",
+                "--random-input-len",
+                "20",
+                "--random-output-len",
+                "5",
+                "--request-rate",
+                "500",
+            ]
             files = ["--save-result", "--result-dir", str(tmp_path), "--goodput", "ttft:60000"]
             assert cli.main(["bench", "serve", *arguments, *more, *files, "--json", "--disable-tqdm"]) == 0
             facts = json.loads(capsys.readouterr().out)
-            assert (facts["completed"], facts["failed"], facts["total_output_tokens"]) == (6, 0, 30), arguments
+            assert (facts["completed"], facts["failed"], facts["total_output_tokens"]) == (
+                6,
+                0,
+                30,
+            ), arguments
             assert facts["request_goodput"] == facts["request_throughput"] > 0.0
             assert json.loads((tmp_path / "bench_serve.json").read_text()) == facts
             if "openai-chat" not in arguments:
                 assert facts["total_input_tokens"] == 120
-        assert cli.main(["bench", "serve", "--base-url", url, "--num-prompts", "2", "--model", "other", "--disable-tqdm"]) == 1
+        assert (
+            cli.main(
+                [
+                    "bench",
+                    "serve",
+                    "--base-url",
+                    url,
+                    "--num-prompts",
+                    "2",
+                    "--model",
+                    "other",
+                    "--disable-tqdm",
+                ]
+            )
+            == 1
+        )
         shown = capsys.readouterr()
         assert "Failed requests:" in shown.out and "404" in shown.err
 
@@ -206,7 +293,9 @@ def test_a_server_by_each_protocol(make_server: Any, capsys: pytest.CaptureFixtu
         (["sweep", "--serve-cmd", "x", "--serve-params", "/nowhere"], "serve_params="),
     ],
 )
-def test_what_cannot_be_measured(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -215,7 +304,9 @@ def test_what_cannot_be_measured(arguments: list[str], message: str, capsys: pyt
 
 
 def test_commands_with_options() -> None:
-    words = command_with("serve 'a b'", {"max_num_seqs": 8, "overlap": False, "tls": True, "dtype": "float32"})
+    words = command_with(
+        "serve 'a b'", {"max_num_seqs": 8, "overlap": False, "tls": True, "dtype": "float32"}
+    )
     assert words == ["serve", "a b", "--max-num-seqs", "8", "--no-overlap", "--tls", "--dtype", "float32"]
 
 
@@ -242,7 +333,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 assert sys.argv[2] == "--places", sys.argv
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-BENCH = 'import sys, json; print("a table"); print(json.dumps({"given": sys.argv[1:], "output_throughput": 5.0}))'
+BENCH = (
+    'import sys, json; print("a table"); print(json.dumps({"given": sys.argv[1:], "output_throughput": 5.0}))'
+)
 
 
 def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,8 +347,22 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "client.json").write_text('[{"rate": 3}]')
     port = free_port()
     serve, bench = (f"{sys.executable} {tmp_path / name}" for name in ("server.py", "bench.py"))
-    arguments = ["--serve-cmd", f"{serve} {port}", "--bench-cmd", bench, "--serve-params", str(tmp_path / "serve.json")]
-    arguments += ["--bench-params", str(tmp_path / "client.json"), "--num-runs", "2", "--ready-url", f"http://127.0.0.1:{port}/"]
+    arguments = [
+        "--serve-cmd",
+        f"{serve} {port}",
+        "--bench-cmd",
+        bench,
+        "--serve-params",
+        str(tmp_path / "serve.json"),
+    ]
+    arguments += [
+        "--bench-params",
+        str(tmp_path / "client.json"),
+        "--num-runs",
+        "2",
+        "--ready-url",
+        f"http://127.0.0.1:{port}/",
+    ]
     assert cli.main(["bench", "sweep", *arguments, "--output", str(tmp_path / "out.jsonl")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(line["serve"]["places"], line["bench"], line["run"]) for line in lines] == [
@@ -263,7 +370,15 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert lines[0]["given"] == ["--rate", "3"] and "5.0 output tokens/s" in capsys.readouterr().err
     with pytest.raises(JengineError, match="has ended with"):
-        list(sweep(f"{sys.executable} -c 1/0", bench, [{}], [{}], runs=1, ready_url=f"http://127.0.0.1:{port}/"))
-    for commands in ((f"{serve} {port}", f"{sys.executable} -c 1/0"), (f"{serve} {port}", "/nowhere"), ("/nowhere", bench)):
+        list(
+            sweep(
+                f"{sys.executable} -c 1/0", bench, [{}], [{}], runs=1, ready_url=f"http://127.0.0.1:{port}/"
+            )
+        )
+    for commands in (
+        (f"{serve} {port}", f"{sys.executable} -c 1/0"),
+        (f"{serve} {port}", "/nowhere"),
+        ("/nowhere", bench),
+    ):
         with pytest.raises(JengineError, match=r"has failed|cannot be started"):
             list(sweep(*commands, [{"places": 1}], [{}], runs=1, ready_url=f"http://127.0.0.1:{port}/"))

@@ -18,7 +18,10 @@ VOCABULARY = 1000
 
 
 def facts(**medians: float) -> dict[str, Any]:
-    measured = {name.replace("_", " "): {"median": value, "min": value, "max": value, "runs": 1} for name, value in medians.items()}
+    measured = {
+        name.replace("_", " "): {"median": value, "min": value, "max": value, "runs": 1}
+        for name, value in medians.items()
+    }
     return {"measured": measured, "failed": {}}
 
 
@@ -30,11 +33,21 @@ def test_the_workload_is_the_same_for_all_and_within_its_limits() -> None:
     assert all(PROMPT[0] <= len(prompt) <= PROMPT[1] for prompt in batch["prompts"])
     assert all(OUTPUT[0] <= tokens <= OUTPUT[1] for tokens in batch["outputs"])
     stream, prefill = work["measures"]["stream"], work["measures"]["prefill"]
-    prompts = [work["first"], *work["check"]["prompts"], *batch["prompts"], *stream["prompts"], *prefill["prompts"]]
+    prompts = [
+        work["first"],
+        *work["check"]["prompts"],
+        *batch["prompts"],
+        *stream["prompts"],
+        *prefill["prompts"],
+    ]
     assert all(2 <= token < VOCABULARY for prompt in prompts for token in prompt)
-    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)  # none could be answered from another's cache
+    # none could be answered from another's cache
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
     assert all(len(prompt) < MAX_MODEL_LEN for prompt in prompts)
-    assert all(len(prompt) + tokens <= MAX_MODEL_LEN for prompt, tokens in zip(batch["prompts"], batch["outputs"], strict=True))
+    assert all(
+        len(prompt) + tokens <= MAX_MODEL_LEN
+        for prompt, tokens in zip(batch["prompts"], batch["outputs"], strict=True)
+    )
 
 
 def test_a_scaled_workload_asks_for_less() -> None:
@@ -74,7 +87,10 @@ def test_a_cell_tells_the_spread_of_several_runs() -> None:
 
 
 def test_the_table_marks_the_best_of_each_column() -> None:
-    arms = {"jengine float32": facts(stream=50, later_start=2), "vllm bfloat16": facts(stream=40, later_start=60)}
+    arms = {
+        "jengine float32": facts(stream=50, later_start=2),
+        "vllm bfloat16": facts(stream=40, later_start=60),
+    }
     arms["vllm bfloat16"]["agreement"] = {"tokens_before": 5, "tokens": 9}
     rows = table(arms).splitlines()
     assert len(rows) == 4
@@ -100,7 +116,8 @@ def test_goals_compare_like_with_like() -> None:
         "ahead of OpenVINO at float32: 32 at once": (1.5, "jengine float32", "openvino float32"),
         "w8a8 against OpenVINO's int8: one stream": (0.75, "jengine w8a8", "openvino int8+bfloat16"),
         "w8a8 against OpenVINO's int8: 32 at once": (0.86, "jengine w8a8", "openvino int8+bfloat16"),
-        "ahead of vLLM at bfloat16: start": (20, "jengine bfloat16", "vllm bfloat16"),  # seconds: less is better
+        # seconds: less is better
+        "ahead of vLLM at bfloat16: start": (20, "jengine bfloat16", "vllm bfloat16"),
         "each at its best: one stream": (0.75, "jengine w8a8", "openvino int8+bfloat16"),
         "each at its best: 32 at once": (0.86, "jengine w8a8", "openvino int8+bfloat16"),
     }, "prompts were not measured"
@@ -109,7 +126,13 @@ def test_goals_compare_like_with_like() -> None:
 
 def test_chosen_arms_alternate_with_jengine() -> None:
     names = [arm.name for arm in compare.chosen(["vllm:bfloat16", "openvino"], ["float32", "bfloat16"])]
-    assert names == ["jengine float32", "openvino float32", "jengine bfloat16", "vllm bfloat16", "openvino bfloat16"]
+    assert names == [
+        "jengine float32",
+        "openvino float32",
+        "jengine bfloat16",
+        "vllm bfloat16",
+        "openvino bfloat16",
+    ]
 
 
 def test_every_peer_names_what_there_is() -> None:
@@ -125,7 +148,10 @@ class Counting:
     """Counts up from each prompt's last token. The answer to a prompt of one token is too short."""
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
-        return [list(range(prompt[-1], prompt[-1] + tokens))[len(prompt) == 1 :] for prompt, tokens in zip(prompts, outputs, strict=True)]
+        return [
+            list(range(prompt[-1], prompt[-1] + tokens))[len(prompt) == 1 :]
+            for prompt, tokens in zip(prompts, outputs, strict=True)
+        ]
 
 
 def test_measures_refuse_answers_of_another_length() -> None:
@@ -140,17 +166,23 @@ def test_expected_seconds_come_from_the_last_result(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     arms = compare.chosen([], ["float32", "bfloat16"])
     assert set(compare.expected(arms).values()) == {PEERS["jengine"].seconds}
-    (tmp_path / f"{compare.result_name()}.json").write_text(json.dumps({"arms": {"jengine float32": {"seconds": [90.0, 20.0, 21.0]}}}))
+    (tmp_path / f"{compare.result_name()}.json").write_text(
+        json.dumps({"arms": {"jengine float32": {"seconds": [90.0, 20.0, 21.0]}}})
+    )
     assert compare.expected(arms)["jengine float32"] == (90.0, 21.0)
 
 
-def test_a_run_saves_what_was_measured_and_why_the_rest_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_saves_what_was_measured_and_why_the_rest_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everything except the processes: ctranslate2 produces no first token, llama.cpp answers one of its
     sequences differently."""
     calls: list[str] = []
     saved: dict[str, Any] = {}
 
-    def run(arm: compare.Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict[str, Any]) -> dict[str, Any]:
+    def run(
+        arm: compare.Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict[str, Any]
+    ) -> dict[str, Any]:
         calls.append(arm.peer)
         arm.seconds.append(1.0)
         if arm.peer == "ctranslate2":

@@ -13,10 +13,15 @@ from jengine.capacity.planning.hlo import parse
 from jengine.execution.memory import ProgramMemory
 from jengine.table.program_table import TrunkKey
 
-TEXT = "HloModule one\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"
+TEXT = (
+    "HloModule one\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n  ROOT %y ="
+    " f32[4]{0} negate(%x)\n}\n"
+)
 
 
-def test_programs_are_kept_for_as_long_as_sources_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_kept_for_as_long_as_sources_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
 
     def compiled(spec: Any, keys: list[Any], *, threads: int, progress: bool) -> list[Compiled]:

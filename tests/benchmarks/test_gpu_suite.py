@@ -28,12 +28,14 @@ HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0
 
 
 def test_bytes_and_operations_by_hand() -> None:
-    # 16 sequences of 1024 tokens, 8 kv heads of 128 numbers of two bytes, keys and values; 32 query heads in and out
+    # 16 sequences of 1024 tokens, 8 kv heads of 128 numbers of two bytes, keys and values; 32 query heads in
+    # and out
     assert decode_bytes(LLAMA, 16 * [1024]) == 2 * 16 * 1024 * 8 * 128 * 2 + 2 * 16 * 32 * 128 * 2
     assert decode_bytes(LLAMA, 16 * [1024], 1, 4) == 2 * 16 * 1024 * 8 * (128 + 4) + 2 * 16 * 32 * 128 * 2
     # padding reads nothing, and has results
     assert decode_bytes(LLAMA, [1024, 512, 0, 0]) == 2 * 1536 * 8 * 128 * 2 + (2 + 4) * 32 * 128 * 2
-    # three tokens see 1 + 2 + 3 keys; a product has two operations for each of head_dim numbers, and there are two products
+    # three tokens see 1 + 2 + 3 keys; a product has two operations for each of head_dim numbers, and there
+    # are two products
     assert prefill_operations(Shape(1, 2, 64, 16), sequences=5, tokens=3) == 5 * 2 * 6 * 64 * 2 * 2
 
 
@@ -60,7 +62,9 @@ def test_tables_of_ragged_rows_have_the_null_page_after_their_own() -> None:
     assert timing.one_long(4, 100, 10, 30) == [100, 10, 20, 30]
 
 
-def test_decode_times_padding_and_ragged_batches_by_the_bytes_of_live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_times_padding_and_ragged_batches_by_the_bytes_of_live_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     full = {batch.name: batch.lengths for batch in decode.batches(small=False)}
     assert full["one row of 32768 in a bucket of 8"] == [32768, 0, 0, 0, 0, 0, 0, 0]
     ragged = full["batch 64, one row of 32768, others of 256 to 1024"]
@@ -69,7 +73,9 @@ def test_decode_times_padding_and_ragged_batches_by_the_bytes_of_live_rows(monke
     monkeypatch.setattr(decode, "KINDS", (None,))
     monkeypatch.setattr(decode, "ceilings", lambda small: Ceilings(1e9, 1.0))
     _, other, *found = list(decode.measure(small=True))
-    assert (other.case, other.outcome) == ("bfloat16 cache, FlashInfer", "skipped") and other.why.startswith("device=cpu")
+    assert (other.case, other.outcome) == ("bfloat16 cache, FlashInfer", "skipped") and other.why.startswith(
+        "device=cpu"
+    )
     assert [row.outcome for row in found] == 3 * [""] and len({row.case for row in found}) == 3
     alone = next(row for row in found if row.case == "bfloat16 cache, one row of 128 in a bucket of 8")
     moved = 2 * 128 * 2 * 64 * 2 + (1 + 8) * 4 * 64 * 2
@@ -80,7 +86,11 @@ def test_flashinfer_stands_beside_each_row_that_it_takes(monkeypatch: pytest.Mon
     monkeypatch.setattr(decode, "KINDS", (None,))
     monkeypatch.setattr(decode, "ceilings", lambda small: Ceilings(1e12, 1.0))
     monkeypatch.setattr(dispatch, "why_flashinfer_unsupported", lambda *args, **how: None)
-    monkeypatch.setattr(decode, "large", lambda shape, pages, *kinds: 2 * (jax.ShapeDtypeStruct((pages + 1, 2, 16, 64), jnp.bfloat16),))
+    monkeypatch.setattr(
+        decode,
+        "large",
+        lambda shape, pages, *kinds: 2 * (jax.ShapeDtypeStruct((pages + 1, 2, 16, 64), jnp.bfloat16),),
+    )
     asked = []
 
     def seconds_of(shape: Shape, k: Any, v: Any, batch: decode.Batch, impl: str) -> float:
@@ -93,7 +103,8 @@ def test_flashinfer_stands_beside_each_row_that_it_takes(monkeypatch: pytest.Mon
     _, *found = list(decode.measure(small=True))
     assert asked == 3 * ["xla", "flashinfer"]
     assert [row.case.endswith(", FlashInfer") for row in found] == 3 * [False, True]
-    assert [row.outcome for row in found if row.why] == ["skipped"]  # another library's failure is none of ours
+    # another library's failure is none of ours
+    assert [row.outcome for row in found if row.why] == ["skipped"]
 
 
 def test_what_no_sequence_covers_is_nan() -> None:
@@ -128,17 +139,25 @@ def test_the_table_judges_by_the_goal() -> None:
 def test_results_are_kept_by_part(tmp_path: Path) -> None:
     file, machine = tmp_path / "new" / "results.json", {"devices": ["NVIDIA H200"]}
     assert rows.read(file) == {} and not rows.checked({})
-    first = rows.merged(rows.read(file), "correctness", machine, [Row("a", outcome="ok"), rows.failed("b", "why")], None)
+    first = rows.merged(
+        rows.read(file), "correctness", machine, [Row("a", outcome="ok"), rows.failed("b", "why")], None
+    )
     rows.write(file, first)
     rows.write(file, rows.merged(rows.read(file), "decode", machine, [Row("old")], "its time was over"))
     rows.write(file, rows.merged(rows.read(file), "decode", machine, [Row("new")], None))
     kept = rows.read(file)
-    assert kept["correctness"] == first["correctness"] and kept["decode"]["rows"] == [{"case": "new"}] and "stopped" not in kept["decode"]
+    assert (
+        kept["correctness"] == first["correctness"]
+        and kept["decode"]["rows"] == [{"case": "new"}]
+        and "stopped" not in kept["decode"]
+    )
     assert rows.failures(kept, "correctness") == 1 and rows.failures(kept, "decode") == 0
     assert rows.checked(kept)
     kept["correctness"]["sources"] = "of other kernels"
     assert not rows.checked(kept)
-    assert not rows.checked(rows.merged({}, "correctness", {"devices": ["cpu"]}, [Row("a", outcome="ok")], None))
+    assert not rows.checked(
+        rows.merged({}, "correctness", {"devices": ["cpu"]}, [Row("a", outcome="ok")], None)
+    )
 
 
 def test_a_part_that_raises_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +174,9 @@ def test_a_part_that_raises_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.M
     assert rows.failures(kept, "decode") == 1
 
 
-def test_a_part_that_is_killed_leaves_what_it_has_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_killed_leaves_what_it_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measure(part: str, small: bool, programs: Path | None) -> Any:
         yield Row("first", outcome="ok")
         yield Row("second", outcome="ok")
@@ -192,7 +213,9 @@ def test_killed_in_the_middle_it_leaves_rows_that_can_be_read(tmp_path: Path) ->
     """Of a real process, whose part has many rows on a CPU, too."""
     file = tmp_path / "results.json"
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "experts", "--here", "--out", str(file)]
-    child = subprocess.Popen(command, cwd=rows.ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command, cwd=rows.ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL
+    )
     try:
         while child.poll() is None and not rows.read(file).get("experts", {}).get("rows"):
             time.sleep(0.05)
@@ -210,13 +233,20 @@ def test_killed_in_the_middle_it_leaves_rows_that_can_be_read(tmp_path: Path) ->
 def test_every_part_runs_without_a_gpu(part: str, tmp_path: Path) -> None:
     """At the smallest sizes; results are kept in the file that is named."""
     file = tmp_path / "results.json"
-    first = rows.merged({}, "correctness", {"devices": ["NVIDIA H200"]}, [Row("a", outcome="ok")], None)  # or it would run first
+    # or it would run first
+    first = rows.merged({}, "correctness", {"devices": ["NVIDIA H200"]}, [Row("a", outcome="ok")], None)
     rows.write(file, first)
     command = [sys.executable, "-m", "benchmarks.gpu_suite", part, "--out", str(file)]
-    done = subprocess.run(command, cwd=rows.ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=rows.ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     entry = rows.read(file)[part]
-    assert entry["rows"] and "stopped" not in entry and {row.get("outcome", "") for row in entry["rows"]} <= {"ok", "skipped", ""}
+    assert (
+        entry["rows"]
+        and "stopped" not in entry
+        and {row.get("outcome", "") for row in entry["rows"]} <= {"ok", "skipped", ""}
+    )
 
 
 def test_a_median_waits_for_what_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +274,10 @@ def test_a_chain_feeds_results_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(timing, "median", once)
     each = jnp.arange(timing.CHAIN)
-    assert timing.chained(lambda x, one, factor: x * factor + one, jnp.int32(1), each, jnp.int32(2)) == 16.0 / timing.CHAIN
+    assert (
+        timing.chained(lambda x, one, factor: x * factor + one, jnp.int32(1), each, jnp.int32(2))
+        == 16.0 / timing.CHAIN
+    )
     want = 1
     for i in range(timing.CHAIN):
         want = want * 2 + i
@@ -255,10 +288,21 @@ def test_cases_meet_every_value_of_every_option() -> None:
     made = correctness.cases(small=False)
     assert len(set(map(str, made))) == len(made)
     others = [case for case in made if case.function == "flashinfer"]
-    assert {(case.ways.get("window"), "sinks" in case.ways) for case in others} == {(None, False), (None, True), (70, False), (33, True)}
+    assert {(case.ways.get("window"), "sinks" in case.ways) for case in others} == {
+        (None, False),
+        (None, True),
+        (70, False),
+        (33, True),
+    }
     latent = [case for case in made if case.function == "latent"]
-    assert {case.shape.heads for case in latent} == {16, 20, 64, 128} and {case.dtype for case in latent} == {"bfloat16", "float16"}
-    assert {case.shape.head_dim for case in others} == {64, 128, 256} and {case.dtype for case in others} == {"bfloat16", "float16"}
+    assert {case.shape.heads for case in latent} == {16, 20, 64, 128} and {case.dtype for case in latent} == {
+        "bfloat16",
+        "float16",
+    }
+    assert {case.shape.head_dim for case in others} == {64, 128, 256} and {case.dtype for case in others} == {
+        "bfloat16",
+        "float16",
+    }
     for function in ("decode", "prefill"):
         mine = [case for case in made if case.function == function]
         for kind in inputs.KINDS:
@@ -267,29 +311,47 @@ def test_cases_meet_every_value_of_every_option() -> None:
             assert {case.shape.page_size for case in of_kind} == {16, 64, 128}
             assert {case.shape.group for case in of_kind} == {1, 4, 8}
             assert {case.dtype for case in of_kind} == {"bfloat16", "float16"}
-            named = [tuple(ways.get(name) for name in ("window", "soft_cap", "sinks")) for ways in correctness.WAYS]
-            assert {tuple(case.ways.get(name) for name in ("window", "soft_cap", "sinks")) for case in of_kind} == set(named)
+            named = [
+                tuple(ways.get(name) for name in ("window", "soft_cap", "sinks")) for ways in correctness.WAYS
+            ]
+            assert {
+                tuple(case.ways.get(name) for name in ("window", "soft_cap", "sinks")) for case in of_kind
+            } == set(named)
     written = [case for case in made if case.function == "kv_write"]
-    assert {(case.kind, bool(case.pairs)) for case in written} == {(kind, turned) for kind in inputs.KINDS for turned in (True, False)}
-    assert {(case.shape.group, bool(case.ways)) for case in written} == {(group, normed) for group in (1, 4) for normed in (True, False)}
+    assert {(case.kind, bool(case.pairs)) for case in written} == {
+        (kind, turned) for kind in inputs.KINDS for turned in (True, False)
+    }
+    assert {(case.shape.group, bool(case.ways)) for case in written} == {
+        (group, normed) for group in (1, 4) for normed in (True, False)
+    }
 
 
 def test_every_kernel_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     right = list(correctness.measure(small=True))
     assert [row.outcome for row in right] == ["ok"] * 4 and len({row.case for row in right}) == 4
     shifted = dispatch.paged_attention_decode
-    monkeypatch.setattr(dispatch, "paged_attention_decode", lambda *args, **ways: shifted(*args, **ways) + 0.05)
-    monkeypatch.setattr(dispatch, "kv_write", lambda k, v, qkv, *args, rows, **ways: ((qkv.split().q[:rows], qkv.split().q[rows:]), (k, v)))
+    monkeypatch.setattr(
+        dispatch, "paged_attention_decode", lambda *args, **ways: shifted(*args, **ways) + 0.05
+    )
+    monkeypatch.setattr(
+        dispatch,
+        "kv_write",
+        lambda k, v, qkv, *args, rows, **ways: ((qkv.split().q[:rows], qkv.split().q[rows:]), (k, v)),
+    )
     monkeypatch.setattr(dispatch, "copy_pages", lambda k, v, *args, **ways: (k, v))
     wrong = {row.case.split(":")[0]: row.outcome for row in correctness.measure(small=True)}
     assert wrong == {"decode": "failed", "prefill": "ok", "kv_write": "failed", "copy_pages": "failed"}
 
 
-def test_latent_attention_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_meets_the_reference_and_a_wrong_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = correctness.Case("latent", Shape(1, 2, 128, 16), "bfloat16", longest=100)
     assert correctness.check(case, "xla", 0).outcome == "ok"
     right = latent_dispatch.latent_attention_decode
-    monkeypatch.setattr(latent_dispatch, "latent_attention_decode", lambda *args, **ways: right(*args, **ways) + 0.05)
+    monkeypatch.setattr(
+        latent_dispatch, "latent_attention_decode", lambda *args, **ways: right(*args, **ways) + 0.05
+    )
     assert correctness.check(case, "xla", 0).outcome == "failed"
 
 
@@ -321,7 +383,9 @@ def test_products_of_experts_are_checked_before_they_are_timed(monkeypatch: pyte
     monkeypatch.setattr(experts, "ceilings", lambda small: Ceilings(1e9, 1e9))
     assert [row.outcome for row in experts.measure(small=True)] == 8 * ["ok"]
     product = product_dispatch.grouped_product
-    monkeypatch.setattr(product_dispatch, "grouped_product", lambda *args, **how: product(*args, **how) * 1.05)
+    monkeypatch.setattr(
+        product_dispatch, "grouped_product", lambda *args, **how: product(*args, **how) * 1.05
+    )
     assert [row.outcome for row in experts.measure(small=True)] == 8 * ["failed"]
 
 
@@ -331,5 +395,7 @@ def test_quantized_products_are_checked_before_they_are_timed(monkeypatch: pytes
     monkeypatch.setattr(products, "ceilings", lambda small: Ceilings(1e9, 1e9))
     assert [row.outcome for row in products.measure(small=True)] == 10 * ["ok"]
     product = product_dispatch.quantized_product
-    monkeypatch.setattr(product_dispatch, "quantized_product", lambda *args, **how: product(*args, **how) * 1.05)
+    monkeypatch.setattr(
+        product_dispatch, "quantized_product", lambda *args, **how: product(*args, **how) * 1.05
+    )
     assert [row.outcome for row in products.measure(small=True)] == 10 * ["failed"]

@@ -6,7 +6,9 @@ from benchmarks import admission, host_cost, page_use
 def test_every_part_of_a_step_is_measured_and_methods_are_given_back():
     schedule = host_cost.Scheduler.schedule
     records = host_cost.measure(sequences=4, steps=2)
-    assert len(records) == 2 and all(part in record for record in records for part in host_cost.summary(records))
+    assert len(records) == 2 and all(
+        part in record for record in records for part in host_cost.summary(records)
+    )
     assert host_cost.Scheduler.schedule is schedule
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from tests.golden.weights import VARIANTS, weights
 
-Kinds = Mapping[str, str]  # by the end of a tensor's name in Hugging Face's checkpoints; "" is of the other matrices
+# by the end of a tensor's name in Hugging Face's checkpoints; "" is of the other matrices
+Kinds = Mapping[str, str]
 
 
 def write_gguf(
@@ -47,7 +48,10 @@ def write_gguf(
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    for name, value in {**{f"tokenizer.{key}": value for key, value in (tokenizer or {}).items()}, **(fields or {})}.items():
+    for name, value in {
+        **{f"tokenizer.{key}": value for key, value in (tokenizer or {}).items()},
+        **(fields or {}),
+    }.items():
         add(writer, name, value)
     arch_number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(arch_number, config["num_hidden_layers"])
@@ -74,5 +78,11 @@ def write_gguf(
 
 
 def add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
-    kinds = {bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    kinds = {
+        bool: writer.add_bool,
+        str: writer.add_string,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
     kinds[type(value)](name, value)

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 Fields = Mapping[str, Any]
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
 KV = {"num_key_value_heads": 2}
 
 
@@ -38,20 +44,43 @@ def llama(**changes: Any) -> dict[str, Any]:
 
 
 def qwen2(**changes: Any) -> dict[str, Any]:
-    fields = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-06, "rope_theta": 1000000.0}
+    fields = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+    }
     windows = {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False}
-    return without(llama(**fields, **windows), "attention_bias", "mlp_bias", "pretraining_tp", "rope_scaling") | changes
+    return (
+        without(llama(**fields, **windows), "attention_bias", "mlp_bias", "pretraining_tp", "rope_scaling")
+        | changes
+    )
 
 
 def qwen3(**changes: Any) -> dict[str, Any]:
-    fields = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64, "max_window_layers": 28}
+    fields = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 64,
+        "max_window_layers": 28,
+    }
     return (
-        without(llama(**fields, rope_theta=1000000, sliding_window=None, use_sliding_window=False), "mlp_bias", "pretraining_tp") | changes
+        without(
+            llama(**fields, rope_theta=1000000, sliding_window=None, use_sliding_window=False),
+            "mlp_bias",
+            "pretraining_tp",
+        )
+        | changes
     )
 
 
 def mistral(**changes: Any) -> dict[str, Any]:
-    fields = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0}
+    fields = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": None,
+        "rope_theta": 1000000.0,
+    }
     return without(llama(**fields), "attention_bias", "mlp_bias", "pretraining_tp", "rope_scaling") | changes
 
 
@@ -80,8 +109,17 @@ def gemma(model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
 
 
 def phi3(**changes: Any) -> dict[str, Any]:
-    auto = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
-    fields = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "auto_map": auto, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    auto = {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    }
+    fields = {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "auto_map": auto,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
     window = {"original_max_position_embeddings": 2048, "sliding_window": 2047}
     return without(llama(**fields, **window), "mlp_bias", "pretraining_tp") | changes
 
@@ -111,12 +149,25 @@ def gptq(**changes: Any) -> dict[str, Any]:
 
 
 def awq(**changes: Any) -> dict[str, Any]:
-    fields = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "version": "gemm", "zero_point": True}
+    fields = {
+        "bits": 4,
+        "group_size": 128,
+        "modules_to_not_convert": None,
+        "version": "gemm",
+        "zero_point": True,
+    }
     return {"quant_method": "awq", **fields, **changes}
 
 
 def compressed(form: str, weights: Fields, inputs: Fields | None, **changes: Any) -> dict[str, Any]:
-    common = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "observer": "minmax", "observer_kwargs": {}}
+    common = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
     group = {
         "input_activations": inputs,
         "output_activations": None,
@@ -134,7 +185,12 @@ def compressed(form: str, weights: Fields, inputs: Fields | None, **changes: Any
 
 
 def bitsandbytes(**changes: Any) -> dict[str, Any]:
-    fields = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
+    fields = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    }
     return {"quant_method": "bitsandbytes", **fields, **changes}
 
 
@@ -155,8 +211,19 @@ NEOX_MASKS: dict[str, tuple[int, ...]] = {
     **{f"gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq": (4,) for layer in range(2)},
 }
 BLOOM = {
-    **{"architectures": ["BloomModel"], "model_type": "bloom", "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0},
-    **{"attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0},
+    **{
+        "architectures": ["BloomModel"],
+        "model_type": "bloom",
+        "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": 0.0,
+    },
+    **{
+        "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_dropout": 0.0,
+    },
     **{
         "initializer_range": 0.02,
         "layer_norm_epsilon": 1e-05,
@@ -165,12 +232,31 @@ BLOOM = {
         "n_inner": None,
         "n_layer": 2,
     },
-    **{"num_attention_heads": 4, "offset_alibi": 100, "pad_token_id": 3, "pretraining_tp": 1, "skip_bias_add": True, "vocab_size": 512},
+    **{
+        "num_attention_heads": 4,
+        "offset_alibi": 100,
+        "pad_token_id": 3,
+        "pretraining_tp": 1,
+        "skip_bias_add": True,
+        "vocab_size": 512,
+    },
     **{"skip_bias_add_qkv": False, "transformers_version": "4.20.0", "unk_token_id": 0, "use_cache": True},
 }
 GPTJ = {
-    **{"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "activation_function": "gelu_new", "attn_pdrop": 0.0, "bos_token_id": 0},
-    **{"embd_pdrop": 0.0, "eos_token_id": 0, "gradient_checkpointing": False, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05},
+    **{
+        "architectures": ["GPTJForCausalLM"],
+        "model_type": "gptj",
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+    },
+    **{
+        "embd_pdrop": 0.0,
+        "eos_token_id": 0,
+        "gradient_checkpointing": False,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+    },
     **{
         "n_embd": 128,
         "n_head": 4,
@@ -246,11 +332,30 @@ FALCON = {
     "torch_dtype": "bfloat16",
     "vocab_size": 512,
 }
-GEMMA3_TEXT = {**gemma("gemma3_text", "Gemma3ForCausalLM", query_pre_attn_scalar=256, rope_theta=1e6, rope_local_base_freq=10000.0)}
-GEMMA3_TEXT |= {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None, "sliding_window": 512}
+GEMMA3_TEXT = {
+    **gemma(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        query_pre_attn_scalar=256,
+        rope_theta=1e6,
+        rope_local_base_freq=10000.0,
+    )
+}
+GEMMA3_TEXT |= {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_scaling": None,
+    "sliding_window": 512,
+}
 GEMMA3_TEXT |= {"sliding_window_pattern": 6, "cache_implementation": "hybrid"}
 VISION = {"hidden_size": 32, "model_type": "siglip_vision_model", "num_hidden_layers": 2}
-MIXTRAL = {**mistral(), "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 4}
+MIXTRAL = {
+    **mistral(),
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+}
 MIXTRAL |= {"output_router_logits": False, "router_aux_loss_coef": 0.02}
 QWEN3_MOE = {
     **qwen3(),
@@ -266,10 +371,24 @@ QWEN3_MOE |= {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.001,
 }
-GLM4 = {**llama(attention_bias=True, head_dim=32, partial_rotary_factor=0.5, eos_token_id=[1, 2, 3]), "model_type": "glm4"}
+GLM4 = {
+    **llama(attention_bias=True, head_dim=32, partial_rotary_factor=0.5, eos_token_id=[1, 2, 3]),
+    "model_type": "glm4",
+}
 GLM4 = without(GLM4, "mlp_bias", "pretraining_tp", "rope_scaling") | {"architectures": ["Glm4ForCausalLM"]}
-STABLELM = {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "layer_norm_eps": 1e-05, "partial_rotary_factor": 0.25}
-STABLELM |= {**SIZES, "num_key_value_heads": 4, "hidden_act": "silu", "max_position_embeddings": 4096, "rope_theta": 10000}
+STABLELM = {
+    "architectures": ["StableLmForCausalLM"],
+    "model_type": "stablelm",
+    "layer_norm_eps": 1e-05,
+    "partial_rotary_factor": 0.25,
+}
+STABLELM |= {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000,
+}
 STABLELM |= {
     "qk_layernorm": False,
     "use_parallel_residual": False,
@@ -277,8 +396,20 @@ STABLELM |= {
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }
-PHI2 = {"architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_act": "gelu_new", "layer_norm_eps": 1e-05, **SIZES}
-PHI2 |= {"num_key_value_heads": 4, "partial_rotary_factor": 0.4, "qk_layernorm": False, "rope_theta": 10000.0, "rope_scaling": None}
+PHI2 = {
+    "architectures": ["PhiForCausalLM"],
+    "model_type": "phi",
+    "hidden_act": "gelu_new",
+    "layer_norm_eps": 1e-05,
+    **SIZES,
+}
+PHI2 |= {
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.4,
+    "qk_layernorm": False,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+}
 PHI2 |= {
     "max_position_embeddings": 2048,
     "num_attention_heads": 4,
@@ -286,7 +417,13 @@ PHI2 |= {
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }
-STARCODER2 = {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh", **SIZES, **KV}
+STARCODER2 = {
+    "architectures": ["Starcoder2ForCausalLM"],
+    "model_type": "starcoder2",
+    "hidden_act": "gelu_pytorch_tanh",
+    **SIZES,
+    **KV,
+}
 STARCODER2 |= {
     "max_position_embeddings": 16384,
     "mlp_type": "default",
@@ -295,10 +432,26 @@ STARCODER2 |= {
     "rope_theta": 999999.44,
 }
 STARCODER2 |= {"sliding_window": 4096, "use_bias": True}
-OLMO2 = {**without(llama(rope_theta=500000, rms_norm_eps=1e-06), "mlp_bias", "pretraining_tp"), "model_type": "olmo2"}
-GRANITE = {**llama(tie_word_embeddings=True, rope_theta=5000000.0), "model_type": "granite", "architectures": ["GraniteForCausalLM"]}
-GRANITE |= {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
-SMOLLM3 = {**llama(tie_word_embeddings=True, rope_theta=5000000.0), "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"]}
+OLMO2 = {
+    **without(llama(rope_theta=500000, rms_norm_eps=1e-06), "mlp_bias", "pretraining_tp"),
+    "model_type": "olmo2",
+}
+GRANITE = {
+    **llama(tie_word_embeddings=True, rope_theta=5000000.0),
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+}
+GRANITE |= {
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+}
+SMOLLM3 = {
+    **llama(tie_word_embeddings=True, rope_theta=5000000.0),
+    "model_type": "smollm3",
+    "architectures": ["SmolLM3ForCausalLM"],
+}
 SMOLLM3 |= {
     "no_rope_layer_interval": 4,
     "no_rope_layers": [1, 0],

@@ -15,16 +15,23 @@ from jengine.checkpoints.safetensors import READABLE
 from tests.golden.weights import VARIANTS, weights
 
 Tensors = dict[str, np.ndarray]
-Quantizer = Callable[[np.ndarray], tuple[Tensors, np.ndarray]]  # a weight to the tensors of its module, and to what they stand for
+# a weight to the tensors of its module, and to what they stand for
+Quantizer = Callable[[np.ndarray], tuple[Tensors, np.ndarray]]
 VARIANT, EVEN = "llama_gqa", {"intermediate_size": 128}
 LINEAR = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 CODES = {dtype: code for code, dtype in READABLE.items()}
 
 
 def write_quantized(
-    folder: Path, quantization: dict[str, Any], quantizer: Quantizer, plain: tuple[str, ...] = (), **fields: Any
+    folder: Path,
+    quantization: dict[str, Any],
+    quantizer: Quantizer,
+    plain: tuple[str, ...] = (),
+    **fields: Any,
 ) -> Tensors:
-    """Writes a model. Returns the unquantized values of every weight. plain: suffixes of names that stay unquantized."""
+    """Writes a model. Returns the unquantized values of every weight. plain: suffixes of names that stay
+    unquantized.
+    """
     config = {**VARIANTS[VARIANT], **EVEN, **fields, "quantization_config": quantization}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -43,13 +50,19 @@ def write_safetensors(file: Path, tensors: Tensors) -> None:
     """Writes safetensors with bfloat16 and float8, which the numpy part of the package does not support."""
     header, body = {}, b""
     for name, array in tensors.items():
-        header[name] = {"dtype": CODES[array.dtype], "shape": list(array.shape), "data_offsets": [len(body), len(body) + array.nbytes]}
+        header[name] = {
+            "dtype": CODES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [len(body), len(body) + array.nbytes],
+        }
         body += array.tobytes()
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + body)
 
 
-def grouped(weight: np.ndarray, group: int, levels: int, *, symmetric: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def grouped(
+    weight: np.ndarray, group: int, levels: int, *, symmetric: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Unsigned numbers [out, in], float16 scales and zero points [out, groups]."""
     rows = weight.reshape(weight.shape[0], -1, group)
     low, high = rows.min(-1), rows.max(-1)
@@ -85,7 +98,11 @@ def awq(group: int) -> Quantizer:
     def quantizer(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
         numbers, scale, zero = grouped(weight, group, 16, symmetric=False)
         order = (0, 2, 4, 6, 1, 3, 5, 7)
-        parts = {"qweight": packed(numbers.T, 4, 1, order), "qzeros": packed(zero.T, 4, 1, order), "scales": np.ascontiguousarray(scale.T)}
+        parts = {
+            "qweight": packed(numbers.T, 4, 1, order),
+            "qzeros": packed(zero.T, 4, 1, order),
+            "scales": np.ascontiguousarray(scale.T),
+        }
         return parts, dense(numbers, scale, zero)
 
     return quantizer
@@ -143,10 +160,16 @@ def fp8(scales: str, name: str = "weight_scale", block: int = 48) -> Quantizer:
         rows, columns = weight.shape
         if scales == "blocks":
             starts = [range(0, size, block) for size in (rows, columns)]
-            scale = np.array([[np.abs(weight[i : i + block, j : j + block]).max() for j in starts[1]] for i in starts[0]])
+            scale = np.array(
+                [[np.abs(weight[i : i + block, j : j + block]).max() for j in starts[1]] for i in starts[0]]
+            )
             wide = np.repeat(np.repeat(scale, block, 0), block, 1)[:rows, :columns]
         else:
-            scale = np.abs(weight).max(1, keepdims=True) if scales == "outputs" else np.abs(weight).max().reshape(1)
+            scale = (
+                np.abs(weight).max(1, keepdims=True)
+                if scales == "outputs"
+                else np.abs(weight).max().reshape(1)
+            )
             wide = np.broadcast_to(scale.reshape(-1, 1), weight.shape)
         scale, wide = (scale / 448).astype(np.float32), (wide / 448).astype(np.float32)
         values = (weight / wide).astype(ml_dtypes.float8_e4m3fn)

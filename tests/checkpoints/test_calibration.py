@@ -32,7 +32,9 @@ from tests.text.conftest import byte_level, write
 def inputs(rows: int, size: int) -> jax.Array:
     """Correlated inputs, like activations."""
     mixed = jax.random.normal(jax.random.key(0), (size // 4, size))
-    return jax.random.normal(jax.random.key(1), (rows, size // 4)) @ mixed + 0.1 * jax.random.normal(jax.random.key(2), (rows, size))
+    return jax.random.normal(jax.random.key(1), (rows, size // 4)) @ mixed + 0.1 * jax.random.normal(
+        jax.random.key(2), (rows, size)
+    )
 
 
 @pytest.mark.full
@@ -49,11 +51,19 @@ def test_products_with_such_inputs_are_nearer(size: int, group: int) -> None:
 
 
 def test_columns_are_rounded_one_after_the_other() -> None:
-    """The same numbers as the method's definition gives in float64. The columns fill a group and a half of a second."""
-    x, weight = np.asarray(inputs(512, 96), np.float64), np.random.default_rng(0).normal(size=(16, 96)).astype(np.float32)
+    """The same numbers as the method's definition gives in float64. The columns fill a group and a half of a
+    second.
+    """
+    x, weight = (
+        np.asarray(inputs(512, 96), np.float64),
+        np.random.default_rng(0).normal(size=(16, 96)).astype(np.float32),
+    )
     moments = x.T @ x
-    numbers, scale, offset = (np.asarray(part) for part in gptq(jnp.asarray(weight), jnp.asarray(moments, jnp.float32), 64))
-    damped = moments + DAMPING[0] * np.diagonal(moments).sum() / 128 * np.eye(96)  # the mean over the padded columns, too
+    numbers, scale, offset = (
+        np.asarray(part) for part in gptq(jnp.asarray(weight), jnp.asarray(moments, jnp.float32), 64)
+    )
+    # the mean over the padded columns, too
+    damped = moments + DAMPING[0] * np.diagonal(moments).sum() / 128 * np.eye(96)
     upper = np.linalg.cholesky(np.linalg.inv(damped)).T
     rest, want = weight.astype(np.float64), np.zeros((16, 96))
     for i in range(96):
@@ -70,7 +80,9 @@ def test_few_inputs_mislead_little() -> None:
     seen, unseen = x[:130], x[130:]
     numbers, scale, offset = gptq(weight, seen.T @ seen, 128)
     nearest = dequantize_int4(quantize_int4(weight, group=128))
-    errors = [float(jnp.square(unseen @ (weight - made).T).mean()) for made in (numbers * scale + offset, nearest)]
+    errors = [
+        float(jnp.square(unseen @ (weight - made).T).mean()) for made in (numbers * scale + offset, nearest)
+    ]
     assert errors[0] < 1.7 * errors[1]  # 2.1 with a tenth of the damping
 
 
@@ -89,23 +101,33 @@ def test_moments_without_an_inverse() -> None:
 
 @pytest.mark.parametrize("variant", ["llama_tied", pytest.param("mixtral", marks=pytest.mark.full)])
 def test_a_calibrated_model_is_nearer_on_such_text(variant: str, tmp_path: Path) -> None:
-    """Nearer than one rounded to nearest. Matrices have four bits, the vocabulary eight; experts' matrices are
-    rounded to nearest."""
+    """Nearer than one rounded to nearest. Matrices have four bits, the vocabulary eight; experts' matrices
+    are rounded to nearest.
+    """
     write_model(tmp_path, variant)
     config, mesh = read_config(tmp_path), make_mesh(1)
     text = np.random.default_rng(0).integers(0, config.vocab_size, (6, 48)).astype(np.int32)
-    plain, calibrated = (build(config, "float32", max_model_len(variant), kind, calibrated=kind == "int4") for kind in ("none", "int4"))
+    plain, calibrated = (
+        build(config, "float32", max_model_len(variant), kind, calibrated=kind == "int4")
+        for kind in ("none", "int4")
+    )
     want = logits(plain, load(tmp_path, plain, mesh, progress=False), text[0])
     params = load_calibrated(tmp_path, calibrated, mesh, text, progress=False)
     rounded = load(tmp_path, calibrated, mesh, progress=False)
     assert jax.tree.structure(params) == jax.tree.structure(calibrated.params)
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves) and isinstance(params["embed"], Quantized)
-    errors = [np.abs(logits(*of, text[0]) - want).mean() for of in ((calibrated, params), (calibrated, rounded))]
+    assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves) and isinstance(
+        params["embed"], Quantized
+    )
+    errors = [
+        np.abs(logits(*of, text[0]) - want).mean() for of in ((calibrated, params), (calibrated, rounded))
+    ]
     assert errors[0] < (1.0 if variant == "mixtral" else 0.9) * errors[1]
 
 
-def test_calibrated_parameters_are_as_calibrated_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrated_parameters_are_as_calibrated_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "model"
     write_model(folder, VARIANT)
     config = read_config(folder)
@@ -113,14 +135,19 @@ def test_calibrated_parameters_are_as_calibrated_at_the_start(tmp_path: Path, mo
     monkeypatch.setattr(conversion, "read_text", lambda file, tokenizer: tokens)
     monkeypatch.setattr(conversion, "Tokenizer", SimpleNamespace(load=lambda folder: None))
     out = tmp_path / "out"
-    cli.main(["convert", str(folder), str(out), "--quantization", "int4", "--calibration-data", "text", "--quiet"])
+    cli.main(
+        ["convert", str(folder), str(out), "--quantization", "int4", "--calibration-data", "text", "--quiet"]
+    )
     model = declared(config, quantization="int4", calibrated=True)
     params = restored(out)
     same(params, load_calibrated(folder, model, make_mesh(1), tokens, progress=False))
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves)
     loaded, direct = declared(read_config(out)), model
-    assert (loaded.weights, loaded.params) == (direct.weights, direct.params) and loaded.weights == "int4, groups of 128, calibrated"
+    assert (loaded.weights, loaded.params) == (
+        direct.weights,
+        direct.params,
+    ) and loaded.weights == "int4, groups of 128, calibrated"
 
 
 def test_transformed_weights_stand_for_what_they_did() -> None:
@@ -146,7 +173,10 @@ def test_options_that_it_needs() -> None:
     with pytest.raises(InvalidArgument, match=r"calibration_data='a': needs quantization=int4 or int4_mixed"):
         EngineConfig.of("demo", {"calibration_data": "a", "quantization": "int8"})
     model = read_config(resolve("demo"))
-    config, plain = (EngineConfig.of("demo", {**options, "quantization": "int4"}) for options in ({"calibration_data": "a"}, {}))
+    config, plain = (
+        EngineConfig.of("demo", {**options, "quantization": "int4"})
+        for options in ({"calibration_data": "a"}, {})
+    )
     one, other = (describe(each, model, make_mesh(1), Path()) for each in (config, plain))
     assert one.fingerprint() != other.fingerprint(), "programs of the one would be loaded for the other"
     with pytest.raises(InvalidArgument, match=r"tensor_parallel_size=2: must be 1 with calibration_data"):

@@ -42,8 +42,20 @@ def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         got.update(filter_repo_objects(files, **patterns))
         return str(tmp_path)
 
-    wanted = {"config.json", "model.safetensors", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"}
-    files = [*wanted, "original/consolidated.safetensors", "consolidated.safetensors", "onnx/config.json", "README.md", "pytorch_model.bin"]
+    wanted = {
+        "config.json",
+        "model.safetensors",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    }
+    files = [
+        *wanted,
+        "original/consolidated.safetensors",
+        "consolidated.safetensors",
+        "onnx/config.json",
+        "README.md",
+        "pytorch_model.bin",
+    ]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("someone/model", "v2") == tmp_path
     assert got == {*wanted, "pytorch_model.bin"}, "there are no safetensors in the folder"
@@ -62,7 +74,9 @@ def test_hub_failure_is_one_line(failure: Exception, monkeypatch: pytest.MonkeyP
         raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelError, match=r"^someone/model: there is no such folder, and the hub has no such model: .+$") as caught:
+    with pytest.raises(
+        ModelError, match=r"^someone/model: there is no such folder, and the hub has no such model: .+$"
+    ) as caught:
         resolve("someone/model")
     assert "\n" not in str(caught.value)
 
@@ -77,7 +91,10 @@ def test_no_such_folder(model: str) -> None:
     ("model", "message"),
     [
         ("gpt2", "gpt2: there is no such folder; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"),
-        ("nosuch.gguf", "nosuch.gguf: there is no such file; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"),
+        (
+            "nosuch.gguf",
+            "nosuch.gguf: there is no such file; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B",
+        ),
         ("./nosuch.gguf", "nosuch.gguf: there is no such file"),
     ],
 )
@@ -95,29 +112,64 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 def test_configuration(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, eos_token_id=7))
-    assert (config.family, config.num_heads, config.num_kv_heads, config.group, config.head_dim) == ("llama", 8, 2, 4, 8)
-    assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (96, 64, 112, 2)
-    assert (config.max_position, config.norm_eps, config.rope_theta, config.rope_scaling) == (256, 1e-5, 10000.0, None)
+    assert (config.family, config.num_heads, config.num_kv_heads, config.group, config.head_dim) == (
+        "llama",
+        8,
+        2,
+        4,
+        8,
+    )
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (
+        96,
+        64,
+        112,
+        2,
+    )
+    assert (config.max_position, config.norm_eps, config.rope_theta, config.rope_scaling) == (
+        256,
+        1e-5,
+        10000.0,
+        None,
+    )
     assert config.eos_token_ids == (7,)
 
 
 def test_fields_that_may_be_left_out(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, num_key_value_heads=..., rms_norm_eps=..., rope_theta=..., eos_token_id=...))
-    assert (config.num_kv_heads, config.norm_eps, config.rope_theta, config.eos_token_ids) == (8, 1e-6, 10000.0, ())
+    config = read_config(
+        write(tmp_path, num_key_value_heads=..., rms_norm_eps=..., rope_theta=..., eos_token_id=...)
+    )
+    assert (config.num_kv_heads, config.norm_eps, config.rope_theta, config.eos_token_ids) == (
+        8,
+        1e-6,
+        10000.0,
+        (),
+    )
 
 
 def test_rope_scaling_old_and_new_spelling(tmp_path: Path) -> None:
     old = read_config(write(tmp_path, rope_scaling={"type": "linear", "factor": 2}, rope_theta=5e5))
-    new = read_config(write(tmp_path, rope_theta=..., rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 5e5}))
+    new = read_config(
+        write(
+            tmp_path, rope_theta=..., rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 5e5}
+        )
+    )
     assert old == new
     assert old.rope_scaling == RopeScaling(kind="linear", factor=2.0, original_max_position=256)
 
 
 @pytest.mark.parametrize(
     ("generation", "expected"),
-    [({"eos_token_id": 3}, (3,)), ({"eos_token_id": [3, 4]}, (3, 4)), ({"eos_token_id": None}, (7,)), ({}, (7,)), (None, (7,))],
+    [
+        ({"eos_token_id": 3}, (3,)),
+        ({"eos_token_id": [3, 4]}, (3, 4)),
+        ({"eos_token_id": None}, (7,)),
+        ({}, (7,)),
+        (None, (7,)),
+    ],
 )
-def test_generation_config_names_the_end_of_sequence(tmp_path: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+def test_generation_config_names_the_end_of_sequence(
+    tmp_path: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
     write(tmp_path, eos_token_id=7)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
@@ -128,14 +180,27 @@ def test_generation_config_names_the_end_of_sequence(tmp_path: Path, generation:
 def test_generation_config_with_a_wrong_end_of_sequence(tmp_path: Path, eos: object) -> None:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id=.* is neither a token id nor a list of them"):
+    with pytest.raises(
+        ModelError, match=r"generation_config\.json: eos_token_id=.* is neither a token id nor a list of them"
+    ):
         read_config(tmp_path)
 
 
 def test_generation_config_recommends_sampling_parameters(tmp_path: Path) -> None:
     assert read_sampling_defaults(tmp_path) == SamplingParams()
     file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "max_new_tokens": 99, "min_p": None, "do_sample": True, "num_beams": 1}))
+    file.write_text(
+        json.dumps(
+            {
+                "temperature": 0.6,
+                "top_k": 20,
+                "max_new_tokens": 99,
+                "min_p": None,
+                "do_sample": True,
+                "num_beams": 1,
+            }
+        )
+    )
     assert read_sampling_defaults(tmp_path) == SamplingParams(temperature=0.6, top_k=20, max_tokens=99)
     file.write_text(json.dumps({"top_p": 7}))
     with pytest.raises(ModelError, match=r"generation_config\.json: top_p=7: must be in \(0, 1\]"):
@@ -151,13 +216,22 @@ def test_generation_config_recommends_sampling_parameters(tmp_path: Path) -> Non
         ({"rope_scaling": "yarn"}, "a field has the wrong type or value"),
         ({"num_attention_heads": 0}, "a field has the wrong type or value"),
         ({"num_hidden_layers": 0}, "num_layers=0 must be at least 1"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads=6 is not a multiple of num_key_value_heads=4"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 4},
+            "num_attention_heads=6 is not a multiple of num_key_value_heads=4",
+        ),
         ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, "rope scaling 'ntk' is not supported; linear, dynamic"),
+        (
+            {"rope_scaling": {"rope_type": "ntk", "factor": 2}},
+            "rope scaling 'ntk' is not supported; linear, dynamic",
+        ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "field 'short_factor' is missing"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "field 'factor' is missing"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),
-        ({"quantization_config": {"quant_method": "nvfp4"}}, "quantization_config.quant_method .nvfp4. is not supported"),
+        (
+            {"quantization_config": {"quant_method": "nvfp4"}},
+            "quantization_config.quant_method .nvfp4. is not supported",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ],
 )
@@ -166,7 +240,9 @@ def test_wrong_configuration(tmp_path: Path, changes: dict[str, Any], match: str
         read_config(write(tmp_path, **changes))
 
 
-@pytest.mark.parametrize(("content", "match"), [(None, "is missing"), ("{", "is not valid JSON"), ("[]", "is not a JSON object")])
+@pytest.mark.parametrize(
+    ("content", "match"), [(None, "is missing"), ("{", "is not valid JSON"), ("[]", "is not a JSON object")]
+)
 def test_unreadable_configuration(tmp_path: Path, content: str | None, match: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)

@@ -46,7 +46,11 @@ def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
 def scaling(variant: str) -> dict[str, Any]:
     if variant != "rope_linear":
         return {}
-    return {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0, "llama.rope.scaling.original_context_length": 256}
+    return {
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 256,
+    }
 
 
 def test_frequencies_of_llama_3_1_are_a_tensor(tmp_path: Path) -> None:
@@ -68,7 +72,9 @@ def test_four_bits_stay_four_bits(tmp_path: Path) -> None:
     layer = params["layers"][1]
     assert isinstance(layer["mlp"]["down"], Int4) and layer["mlp"]["down"].group == 32
     assert layer["mlp"]["down"].values.nbytes == stored["model.layers.1.mlp.down_proj.weight"].size // 2
-    np.testing.assert_allclose(dequantize(layer["mlp"]["down"]), stored["model.layers.1.mlp.down_proj.weight"], atol=1e-6)
+    np.testing.assert_allclose(
+        dequantize(layer["mlp"]["down"]), stored["model.layers.1.mlp.down_proj.weight"], atol=1e-6
+    )
     gate_up = np.asarray(dequantize(layer["mlp"]["gate_up"]))
     np.testing.assert_allclose(gate_up[:, 1], stored["model.layers.1.mlp.up_proj.weight"], atol=1e-6)
     assert not is_quantized(layer["attention"]["qkv"]) and isinstance(layer["attention"]["o"], Int4)
@@ -84,7 +90,9 @@ def test_nothing_is_compiled_to_pack_matrices(tmp_path: Path) -> None:
     assert compile_count() == before
 
 
-def test_large_tensors_are_converted_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_converted_a_few_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a whole, a vocabulary of a large model takes gigabytes as float32."""
     stored = write_gguf(tmp_path / "m.gguf", "llama_tied", {"": "Q8_0"}, **EVEN)
     rows: list[int] = []
@@ -107,7 +115,9 @@ def test_logits_of_four_bits(tmp_path: Path) -> None:
     tokens = Golden.read("llama_gqa").cases[3].prompt
     plain, params = loaded(tmp_path / "m.gguf", quantization="none")
     assert not any(is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantized))
-    np.testing.assert_allclose(logits(*loaded(tmp_path / "m.gguf"), tokens), logits(plain, params, tokens), atol=1e-4)
+    np.testing.assert_allclose(
+        logits(*loaded(tmp_path / "m.gguf"), tokens), logits(plain, params, tokens), atol=1e-4
+    )
 
 
 def test_other_quantizations_start_from_the_dequantized(tmp_path: Path) -> None:
@@ -126,7 +136,8 @@ def test_blocks_stand_for_what_gguf_says(kind: str) -> None:
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 2, each), np.uint8)
     halves = rng.uniform(-1, 1, (3, 2, 2)).astype(np.float16).view(np.uint8)
-    blocks[..., : min(4, each - size // 2)] = halves[..., : min(4, each - size // 2)]  # scales that are no NaN
+    # scales that are no NaN
+    blocks[..., : min(4, each - size // 2)] = halves[..., : min(4, each - size // 2)]
     rows = blocks.reshape(3, -1)
     groups = _four_bits(rows, kind)
     assert groups.values.min() >= -8 and groups.values.max() <= 7 and groups.block == (1, 32)
@@ -137,7 +148,9 @@ def test_blocks_stand_for_what_gguf_says(kind: str) -> None:
 def test_other_kinds_become_dtype(kind: str, tmp_path: Path) -> None:
     stored = write_gguf(tmp_path / "m.gguf", "llama_tied", {"": kind}, **EVEN)
     _, params = loaded(tmp_path / "m.gguf")
-    np.testing.assert_array_equal(params["layers"][0]["mlp"]["down"], stored["model.layers.0.mlp.down_proj.weight"])
+    np.testing.assert_array_equal(
+        params["layers"][0]["mlp"]["down"], stored["model.layers.0.mlp.down_proj.weight"]
+    )
 
 
 def test_configuration(tmp_path: Path) -> None:
@@ -148,12 +161,18 @@ def test_configuration(tmp_path: Path) -> None:
     wanted = model_config({**VARIANTS["llama_gqa"], **EVEN})
     assert dataclasses.replace(found, stored=None, eos_token_ids=(), dtype="float32", norm_eps=1e-5) == wanted
     assert found.eos_token_ids == (5, 7) and found.dtype == "bfloat16" and abs(found.norm_eps - 1e-5) < 1e-10
-    assert found.stored is not None and (found.stored.form, found.stored.group, found.stored.offset) == ("int4", 32, True)
+    assert found.stored is not None and (found.stored.form, found.stored.group, found.stored.offset) == (
+        "int4",
+        32,
+        True,
+    )
     write_gguf(tmp_path / "q4_0.gguf", "llama_gqa", {"": "Q4_0"}, **EVEN)
     symmetric = read_config(tmp_path / "q4_0.gguf").stored
     assert symmetric is not None and not symmetric.offset
     write_gguf(tmp_path / "plain.gguf", "llama_gqa")
-    assert read_config(tmp_path / "plain.gguf").stored is None and has_output_head(tmp_path / "plain.gguf", wanted)
+    assert read_config(tmp_path / "plain.gguf").stored is None and has_output_head(
+        tmp_path / "plain.gguf", wanted
+    )
 
 
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
@@ -172,7 +191,10 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
         ({"llama.expert_count": 4}, "experts are not supported"),
         ({"llama.attention.scale": 0.5}, r"field llama\.attention\.scale is not supported"),
         ({"llama.attention.sliding_window": 64}, "sliding_window is not supported"),
-        ({"llama.rope.scaling.type": "odd", "llama.rope.scaling.factor": 2.0}, "rope scaling 'odd' is not supported"),
+        (
+            {"llama.rope.scaling.type": "odd", "llama.rope.scaling.factor": 2.0},
+            "rope scaling 'odd' is not supported",
+        ),
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -201,8 +223,14 @@ def test_a_converted_file_is_the_same_model(kinds: dict[str, str], tmp_path: Pat
     file = tmp_path / "m.gguf"
     write_gguf(file, "llama_gqa", kinds, **EVEN)
     folder = convert(str(file), tmp_path / "out", progress=False)
-    (model, params), (again, restored) = loaded(file, read_config(file).dtype), loaded(folder, read_config(file).dtype)
-    assert (again.quantized, dataclasses.replace(again.config, converted=None)) == (model.quantized, model.config)
+    (model, params), (again, restored) = (
+        loaded(file, read_config(file).dtype),
+        loaded(folder, read_config(file).dtype),
+    )
+    assert (again.quantized, dataclasses.replace(again.config, converted=None)) == (
+        model.quantized,
+        model.config,
+    )
     leaves, others = (jax.tree.leaves(tree) for tree in (params, restored))
     assert jax.tree.structure(params) == jax.tree.structure(restored)
     for leaf, other in zip(leaves, others, strict=True):
@@ -212,20 +240,28 @@ def test_a_converted_file_is_the_same_model(kinds: dict[str, str], tmp_path: Pat
 def test_conversions_of_a_file_with_options(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama_gqa", MIXED, **EVEN)
     source = str(tmp_path / "m.gguf")
-    _, dense = loaded(convert(source, tmp_path / "dense", dtype="float32", quantization="none", progress=False))
+    _, dense = loaded(
+        convert(source, tmp_path / "dense", dtype="float32", quantization="none", progress=False)
+    )
     assert not any(is_quantized(leaf) for leaf in jax.tree.leaves(dense, is_leaf=is_quantized))
     eight, params = loaded(convert(source, tmp_path / "int8", quantization="int8", progress=False))
     assert eight.quantized == "int8" and isinstance(params["layers"][0]["mlp"]["down"], Quantized)
     kept = convert(source, tmp_path / "kept", progress=False)
     for quantization in ("int8", "none"):
-        with pytest.raises(InvalidArgument, match=r"quantization=.*: must be None: the folder keeps its file's quantization"):
+        with pytest.raises(
+            InvalidArgument, match=r"quantization=.*: must be None: the folder keeps its file's quantization"
+        ):
             loaded(kept, quantization=quantization)
 
 
 def test_a_field_with_a_wrong_length_is_refused(tmp_path: Path) -> None:
     """Lengths are checked before anything of this length is read, wherever the file is damaged."""
     file = tmp_path / "m.gguf"
-    write_gguf(file, "llama_tied", tokenizer={"ggml.tokens": ["a", "b"], "ggml.scores": [0.5, 1.0], "ggml.model": "gpt2"})
+    write_gguf(
+        file,
+        "llama_tied",
+        tokenizer={"ggml.tokens": ["a", "b"], "ggml.scores": [0.5, 1.0], "ggml.model": "gpt2"},
+    )
     data = file.read_bytes()
     head = data.index(b"output_norm.weight") + 64
     refused = 0
@@ -243,16 +279,28 @@ def test_a_field_with_a_wrong_length_is_refused(tmp_path: Path) -> None:
 
 def test_what_the_package_gguf_reads(tmp_path: Path) -> None:
     """Fields and tensors of a file with every type of field, as the package that wrote it reads them."""
-    fields = {"general.name": "ünïcode", "general.tags": ["a", "bc", ""], "general.numbers": [1, -2, 3], "general.floats": [0.5, 2.0]}
+    fields = {
+        "general.name": "ünïcode",
+        "general.tags": ["a", "bc", ""],
+        "general.numbers": [1, -2, 3],
+        "general.floats": [0.5, 2.0],
+    }
     write_gguf(
-        tmp_path / "m.gguf", "llama_gqa", MIXED, fields={**fields, "general.flag": True, "general.count": 7, "general.rate": 0.25}, **EVEN
+        tmp_path / "m.gguf",
+        "llama_gqa",
+        MIXED,
+        fields={**fields, "general.flag": True, "general.count": 7, "general.rate": 0.25},
+        **EVEN,
     )
     ours, theirs = GgufFile(tmp_path / "m.gguf"), gguf.GGUFReader(tmp_path / "m.gguf")
     read = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     assert {name: ours[name] for name in read} == read and sorted(ours.names("")) == sorted(read)
     for tensor in theirs.tensors:
         mine = ours.tensors[tensor.name]
-        assert (mine.kind, mine.shape) == (tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape)))
+        assert (mine.kind, mine.shape) == (
+            tensor.tensor_type.name,
+            tuple(int(n) for n in reversed(tensor.shape)),
+        )
         np.testing.assert_array_equal(mine.data, tensor.data)
 
 
@@ -283,7 +331,9 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="architecture 'mamba' is not supported; GGUF files of llama, qwen2, qwen3 are"):
+    with pytest.raises(
+        ModelError, match="architecture 'mamba' is not supported; GGUF files of llama, qwen2, qwen3 are"
+    ):
         read_config(tmp_path / "m.gguf")
 
 

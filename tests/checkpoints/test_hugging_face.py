@@ -18,7 +18,9 @@ from tests.golden.weights import VARIANTS
 
 def read(variant: str, **changes: Any) -> ModelConfig:
     """Reads a configuration with changed fields; one changed to ... is left out."""
-    return model_config({name: value for name, value in {**VARIANTS[variant], **changes}.items() if value is not ...})
+    return model_config(
+        {name: value for name, value in {**VARIANTS[variant], **changes}.items() if value is not ...}
+    )
 
 
 def test_every_family_has_a_golden_test() -> None:
@@ -26,7 +28,9 @@ def test_every_family_has_a_golden_test() -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(ModelError, match=r"config\.json: model_type 'unheard_of' is not supported; .*llama.* are"):
+    with pytest.raises(
+        ModelError, match=r"config\.json: model_type 'unheard_of' is not supported; .*llama.* are"
+    ):
         read("llama_gqa", model_type="unheard_of")
 
 
@@ -49,7 +53,9 @@ def test_layer_types_may_say_what_a_family_does() -> None:
 def test_qwen2_windows_are_used_when_asked_for() -> None:
     assert read("qwen2_untied", sliding_window=32, max_window_layers=0).windows == ()
     assert read("qwen2_window").windows == (None, 70, 70)
-    assert read("qwen2_window", layer_types=["sliding_attention", "full_attention", "full_attention"]).windows == (70, None, None)
+    assert read(
+        "qwen2_window", layer_types=["sliding_attention", "full_attention", "full_attention"]
+    ).windows == (70, None, None)
     assert (read("qwen2_untied").qkv_bias, read("qwen2_untied").output_bias) == (True, False)
 
 
@@ -57,18 +63,37 @@ def test_phi3_rotates_a_share_of_a_head() -> None:
     config = read("phi3_longrope_beyond")
     assert (config.head_dim, config.rotary_dim) == (16, 12)
     assert config.rope_scaling is not None
-    assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_scaling.original_max_position) == ("longrope", 4.0, 64)
+    assert (
+        config.rope_scaling.kind,
+        config.rope_scaling.factor,
+        config.rope_scaling.original_max_position,
+    ) == ("longrope", 4.0, 64)
     old = {**VARIANTS["phi3_longrope_beyond"]["rope_scaling"], "type": "su"}
     assert read("phi3_longrope_beyond", rope_scaling=old) == config
 
 
 def test_gemma_takes_transformers_defaults() -> None:
-    absent = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "tie_word_embeddings")
+    absent = (
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "sliding_window",
+        "tie_word_embeddings",
+    )
     config = read("gemma2", **dict.fromkeys(absent, ...))
     assert (config.attention_scale, config.attention_soft_cap, config.logit_soft_cap) == (1 / 16, 50.0, 30.0)
     assert (config.windows, config.tie_embeddings, config.norm_offset) == ((4096, None, 4096), True, 1.0)
-    config = read("gemma3", **dict.fromkeys((*absent, "sliding_window_pattern", "rope_theta", "rope_local_base_freq", "rope_scaling"), ...))
-    assert (config.attention_soft_cap, config.logit_soft_cap, config.windows) == (None, None, (4096, 4096, 4096))
+    config = read(
+        "gemma3",
+        **dict.fromkeys(
+            (*absent, "sliding_window_pattern", "rope_theta", "rope_local_base_freq", "rope_scaling"), ...
+        ),
+    )
+    assert (config.attention_soft_cap, config.logit_soft_cap, config.windows) == (
+        None,
+        None,
+        (4096, 4096, 4096),
+    )
     assert (config.rope_theta, config.local_rope_theta, config.rope_scaling) == (1e6, 10000.0, None)
 
 
@@ -83,7 +108,12 @@ def test_gemma3_old_and_new_spelling_of_rope() -> None:
 
 def test_experts() -> None:
     config = read("mixtral")
-    assert (config.expert_layers, config.num_experts, config.experts_per_token, config.expert_size) == ((0, 1), 4, 2, 48)
+    assert (config.expert_layers, config.num_experts, config.experts_per_token, config.expert_size) == (
+        (0, 1),
+        4,
+        2,
+        48,
+    )
     assert config.normalize_experts
     assert read("qwen3_moe_mixed").expert_layers == (0, 2)
     assert read("qwen3_moe_mixed", mlp_only_layers=[], decoder_sparse_step=2).expert_layers == (1,)
@@ -102,22 +132,49 @@ def test_olmo3_stretches_only_layers_without_a_window() -> None:
     assert config.windows == (30, 30, 30, None)
     assert (config.rope_theta, config.local_rope_theta) == (5e5, 5e5)
     assert config.rope_scaling is not None and config.rope_scaling.attention_factor == 1.1
-    new = {"full_attention": {**VARIANTS["olmo3"]["rope_scaling"], "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e5}}
+    new = {
+        "full_attention": {**VARIANTS["olmo3"]["rope_scaling"], "rope_theta": 5e5},
+        "sliding_attention": {"rope_theta": 5e5},
+    }
     assert read("olmo3", rope_scaling=..., rope_theta=..., rope_parameters=new) == config
 
 
 def test_granites_multipliers() -> None:
     config = read("granite")
-    assert (config.attention_scale, config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) == (0.3, 3.0, 0.6, 2.5)
-    absent = read("granite", **dict.fromkeys([f"{x}_multiplier" for x in ("attention", "embedding", "residual")], ...))
-    assert (absent.attention_scale, absent.embedding_multiplier, absent.residual_multiplier) == (1.0, 1.0, 1.0)
+    assert (
+        config.attention_scale,
+        config.embedding_multiplier,
+        config.residual_multiplier,
+        config.logits_scaling,
+    ) == (0.3, 3.0, 0.6, 2.5)
+    absent = read(
+        "granite", **dict.fromkeys([f"{x}_multiplier" for x in ("attention", "embedding", "residual")], ...)
+    )
+    assert (absent.attention_scale, absent.embedding_multiplier, absent.residual_multiplier) == (
+        1.0,
+        1.0,
+        1.0,
+    )
 
 
 def test_families_with_routed_experts() -> None:
     config = read("glm4_moe")
-    assert (config.rotary_dim, config.qkv_bias, config.output_bias, config.qk_norm, config.expert_layers) == (10, True, False, True, (1, 2))
-    assert (config.expert_groups, config.expert_groups_kept, config.shared_expert_size, config.router) == (4, 2, 24, "sigmoid")
-    assert read("ernie4_5_moe").expert_layers == (1, 2) and read("ernie4_5_moe", moe_layer_interval=2).expert_layers == (1,)
+    assert (config.rotary_dim, config.qkv_bias, config.output_bias, config.qk_norm, config.expert_layers) == (
+        10,
+        True,
+        False,
+        True,
+        (1, 2),
+    )
+    assert (config.expert_groups, config.expert_groups_kept, config.shared_expert_size, config.router) == (
+        4,
+        2,
+        24,
+        "sigmoid",
+    )
+    assert read("ernie4_5_moe").expert_layers == (1, 2) and read(
+        "ernie4_5_moe", moe_layer_interval=2
+    ).expert_layers == (1,)
     assert (read("minimax_m2").rotary_dim, read("minimax_m2", rotary_dim=...).rotary_dim) == (8, None)
 
 
@@ -130,8 +187,13 @@ def test_llama4_ends_with_a_chunk() -> None:
 def test_lfm2_adjusts_its_intermediate_size() -> None:
     config = read("lfm2")
     assert config.linear is not None and config.linear.layers == (0, 2)
-    assert (config.intermediate_size, read("lfm2", block_auto_adjust_ff_dim=False).intermediate_size) == (96, 112)
-    assert read("lfm2", layer_types=..., full_attn_idxs=[1, 2]).linear == dataclasses.replace(config.linear, layers=(0, 3))
+    assert (config.intermediate_size, read("lfm2", block_auto_adjust_ff_dim=False).intermediate_size) == (
+        96,
+        112,
+    )
+    assert read("lfm2", layer_types=..., full_attn_idxs=[1, 2]).linear == dataclasses.replace(
+        config.linear, layers=(0, 3)
+    )
     assert not read("lfm2", tie_embedding=False).tie_embeddings
 
 
@@ -143,17 +205,32 @@ def test_exaone4_rotates_layers_with_a_window_if_there_are_any() -> None:
 
 def test_cohere2_rotates_only_layers_with_a_window() -> None:
     config = read("cohere2")
-    assert (config.windows, config.unrotated_layers, config.logits_scaling) == ((30, 30, 30, None), (3,), 1 / 0.3)
+    assert (config.windows, config.unrotated_layers, config.logits_scaling) == (
+        (30, 30, 30, None),
+        (3,),
+        1 / 0.3,
+    )
     assert read("cohere2", sliding_window_pattern=...) == config
     wide = read("cohere2_wide")
     assert (wide.windows, wide.unrotated_layers) == ((None, 250), (0,))
-    absent = read("cohere", **dict.fromkeys(("logit_scale", "layer_norm_eps", "rope_theta", "tie_word_embeddings"), ...))
-    assert (absent.logits_scaling, absent.norm_eps, absent.rope_theta, absent.tie_embeddings) == (16.0, 1e-5, 5e5, True)
+    absent = read(
+        "cohere", **dict.fromkeys(("logit_scale", "layer_norm_eps", "rope_theta", "tie_word_embeddings"), ...)
+    )
+    assert (absent.logits_scaling, absent.norm_eps, absent.rope_theta, absent.tie_embeddings) == (
+        16.0,
+        1e-5,
+        5e5,
+        True,
+    )
 
 
 def test_minimax_has_two_spellings() -> None:
     config = read("minimax_m1")
-    assert config.linear is not None and (config.linear.layers, config.linear.taps, config.linear.delta) == ((0,), 0, False)
+    assert config.linear is not None and (config.linear.layers, config.linear.taps, config.linear.delta) == (
+        (0,),
+        0,
+        False,
+    )
     assert config.residual_factors == ResidualFactors(full=(2.0, 0.7), linear=(0.8, 1.5), mlp=(1.3, 0.6))
     assert dataclasses.replace(read("minimax_m1", model_type="minimax"), family="minimax_m1") == config
     unscaled = ResidualFactors(full=(1.0, 1.0), linear=(1.0, 1.0), mlp=(1.0, 1.0))
@@ -165,14 +242,32 @@ def test_minimax_has_two_spellings() -> None:
 
 def test_experts_of_families_that_came_later() -> None:
     config = read("qwen2_moe")
-    assert (config.expert_layers, config.qkv_bias, config.output_bias, config.windows) == ((0, 2), True, False, ())
-    assert (config.shared_expert_size, config.shared_expert_gate, config.normalize_experts) == (40, True, False)
+    assert (config.expert_layers, config.qkv_bias, config.output_bias, config.windows) == (
+        (0, 2),
+        True,
+        False,
+        (),
+    )
+    assert (config.shared_expert_size, config.shared_expert_gate, config.normalize_experts) == (
+        40,
+        True,
+        False,
+    )
     config = read("qwen2_moe_ties")
     assert (config.expert_layers, config.qkv_bias, config.windows) == ((1,), False, (30, None, None))
-    assert (read("olmoe_ties").clip_qkv, read("olmoe").clip_qkv, read("olmoe").normalize_experts) == (0.8, None, False)
+    assert (read("olmoe_ties").clip_qkv, read("olmoe").clip_qkv, read("olmoe").normalize_experts) == (
+        0.8,
+        None,
+        False,
+    )
     assert (read("granitemoe").attention_scale, read("granitemoe").residual_multiplier) == (0.3, 0.6)
     config = read("phimoe", router_jitter_noise=..., num_local_experts=...)
-    assert (config.router_jitter, config.num_experts, config.head_bias, config.windows) == (0.01, 16, True, (250, 250))
+    assert (config.router_jitter, config.num_experts, config.head_bias, config.windows) == (
+        0.01,
+        16,
+        True,
+        (250, 250),
+    )
 
 
 def test_phimoes_magnitudes_depend_on_the_longest_sequence() -> None:
@@ -183,7 +278,13 @@ def test_phimoes_magnitudes_depend_on_the_longest_sequence() -> None:
 
 
 def test_gemma3n_has_defaults_for_sparsity_and_windows() -> None:
-    config = read("gemma3n_text", num_hidden_layers=12, intermediate_size=48, layer_types=..., activation_sparsity_pattern=...)
+    config = read(
+        "gemma3n_text",
+        num_hidden_layers=12,
+        intermediate_size=48,
+        layer_types=...,
+        activation_sparsity_pattern=...,
+    )
     assert config.altup is not None and config.altup.sparsity == (0.95,) * 10 + (0.0,) * 2
     assert [i for i in range(12) if config.window(i) is None] == [4, 9]
 
@@ -191,14 +292,34 @@ def test_gemma3n_has_defaults_for_sparsity_and_windows() -> None:
 @pytest.mark.parametrize(
     ("variant", "changes", "message"),
     [
-        ("gemma3n_text", {"intermediate_size": [48] * 5 + [40]}, "is not supported; all 6 layers must have the same size"),
-        ("gemma3n_text", {"activation_sparsity_pattern": [0.5] * 5}, "must give 6 layers shares from 0 to below 1"),
-        ("gemma3n_text", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 leaves no other layer with full_attention"),
+        (
+            "gemma3n_text",
+            {"intermediate_size": [48] * 5 + [40]},
+            "is not supported; all 6 layers must have the same size",
+        ),
+        (
+            "gemma3n_text",
+            {"activation_sparsity_pattern": [0.5] * 5},
+            "must give 6 layers shares from 0 to below 1",
+        ),
+        (
+            "gemma3n_text",
+            {"num_kv_shared_layers": 5},
+            "num_kv_shared_layers=5 leaves no other layer with full_attention",
+        ),
         ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False is not supported; True is"),
         ("minimax_m2", {"attn_type_list": [1, 0]}, "lightning attention is not supported"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported; 0 is"),
-        ("minimax", {"layer_types": ["full_attention"] * 4}, "of which some have full and some linear attention"),
-        ("minimax", {"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention'; full_attention and linear_attention"),
+        (
+            "minimax",
+            {"layer_types": ["full_attention"] * 4},
+            "of which some have full and some linear attention",
+        ),
+        (
+            "minimax",
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types has 'sliding_attention'; full_attention and linear_attention",
+        ),
         ("minimax", {"sliding_window": 30}, "sliding_window is not supported"),
         ("minimax_m1", {"attn_type_list": [0]}, "layer types must name 2 layers"),
         ("minimax_m1", {"postnorm": False}, "postnorm=False is not supported; True is"),
@@ -220,12 +341,24 @@ def test_gemma3n_has_defaults_for_sparsity_and_windows() -> None:
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=true is not supported with experts"),
         ("glm4_moe", {"n_group": 3}, "n_routed_experts=8 is not a multiple of n_group=3"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; sigmoid is"),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is not supported"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is not supported",
+        ),
         ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not supported; 1 is"),
-        ("llama4_text", {"layer_types": ["full_attention"] * 3}, "layer_types must be chunked_attention for layers with rotary"),
+        (
+            "llama4_text",
+            {"layer_types": ["full_attention"] * 3},
+            "layer_types must be chunked_attention for layers with rotary",
+        ),
         ("lfm2", {"conv_bias": True}, "conv_bias=true is not supported"),
         ("lfm2", {"layer_types": ["conv"] * 4}, "of which some are conv and some full_attention"),
-        ("lfm2", {"layer_types": ["mamba"] * 4}, "layer_types has 'mamba'; conv and full_attention are supported"),
+        (
+            "lfm2",
+            {"layer_types": ["mamba"] * 4},
+            "layer_types has 'mamba'; conv and full_attention are supported",
+        ),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 must be at least 2"),
         (
             "lfm2",
@@ -241,7 +374,11 @@ def test_settings_that_later_families_reject(variant: str, changes: dict[str, An
 
 
 def test_shares_of_a_head_that_rotate() -> None:
-    assert (read("glm4").head_dim, read("glm4").rotary_dim, read("glm4", partial_rotary_factor=...).rotary_dim) == (20, 10, 10)
+    assert (
+        read("glm4").head_dim,
+        read("glm4").rotary_dim,
+        read("glm4", partial_rotary_factor=...).rotary_dim,
+    ) == (20, 10, 10)
     assert (read("glm4").qkv_bias, read("glm4").output_bias) == (True, False)
     assert read("stablelm", partial_rotary_factor=...).rotary_dim == 4
     assert read("phi", partial_rotary_factor=0.25).rotary_dim == 4
@@ -271,14 +408,26 @@ def test_falcons_layouts() -> None:
 def test_text_models_of_models_with_images() -> None:
     config = read("gemma3_images", eos_token_id=[1, 106])
     assert config.eos_token_ids == (1, 106)
-    assert dataclasses.replace(config, family="gemma3_text", eos_token_ids=()) == model_config(VARIANTS["gemma3_images"]["text_config"])
-    few = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    assert dataclasses.replace(config, family="gemma3_text", eos_token_ids=()) == model_config(
+        VARIANTS["gemma3_images"]["text_config"]
+    )
+    few = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     config = model_config({"model_type": "gemma3", "text_config": few})  # as published
     assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262208, 8, 4, 256)
     text = {"rope_parameters": VARIANTS["ministral3"]["rope_parameters"], **VARIANTS["ministral3"]}
     config = read("mistral3", text_config=text, tie_word_embeddings=True)
-    assert (config.query_scaling_beta, config.tie_embeddings) == (0.4, False), "the text model's own fields come first"
-    assert read("mistral3", text_config={**VARIANTS["mistral3"]["text_config"], "sliding_window": 8}).windows == (8, 8)
+    assert (config.query_scaling_beta, config.tie_embeddings) == (0.4, False), (
+        "the text model's own fields come first"
+    )
+    assert read(
+        "mistral3", text_config={**VARIANTS["mistral3"]["text_config"], "sliding_window": 8}
+    ).windows == (8, 8)
 
 
 def test_opt_350m_is_the_odd_one() -> None:
@@ -297,36 +446,88 @@ def test_opt_350m_is_the_odd_one() -> None:
             {"rope_scaling": {"rope_type": "yarn", "factor": 2, "attn_factor": 0.5}},
             "rope scaling has attn_factor=0.5",
         ),
-        ("llama_gqa", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
+        (
+            "llama_gqa",
+            {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is not supported",
+        ),
         ("mistral_window", {"attention_bias": True}, "attention_bias is not supported"),
         ("mistral_window", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be"),
         ("mistral_window", {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
-        ("qwen2_window", {"layer_types": ["sliding_attention"]}, "layer_types has 1 layers, num_hidden_layers is 3"),
-        ("qwen2_window", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'; full_attention and"),
-        ("phi3_longrope_beyond", {"partial_rotary_factor": 1.0}, "short_factor has 6 numbers; 16 channels rotate and need 8"),
+        (
+            "qwen2_window",
+            {"layer_types": ["sliding_attention"]},
+            "layer_types has 1 layers, num_hidden_layers is 3",
+        ),
+        (
+            "qwen2_window",
+            {"layer_types": ["chunked_attention"] * 3},
+            "layer_types has 'chunked_attention'; full_attention and",
+        ),
+        (
+            "phi3_longrope_beyond",
+            {"partial_rotary_factor": 1.0},
+            "short_factor has 6 numbers; 16 channels rotate and need 8",
+        ),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
-        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of sliding_attention is not"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not supported"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "rope scaling 'yarn' of sliding_attention is not",
+        ),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx is not supported",
+        ),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is not supported"),
-        ("opt_125m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is not supported"),
+        (
+            "opt_125m",
+            {"layer_norm_elementwise_affine": False},
+            "layer_norm_elementwise_affine is not supported",
+        ),
         ("opt_125m", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is not supported"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers, num_hidden_layers is 3"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
-        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of sliding_attention is not"),
-        ("starcoder2", {"rope_scaling": {"rope_type": "proportional"}}, "rope scaling 'proportional' is not supported"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "rope scaling 'yarn' of sliding_attention is not",
+        ),
+        (
+            "starcoder2",
+            {"rope_scaling": {"rope_type": "proportional"}},
+            "rope scaling 'proportional' is not supported",
+        ),
         ("phi", {"qk_layernorm": True}, "qk_layernorm is not supported"),
         ("falcon_7b", {"alibi": True}, "alibi is not supported"),
-        ("falcon_40b", {"parallel_attn": False}, "parallel_attn=False is not supported with new_decoder_architecture"),
-        ("falcon_7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is not supported"),
-        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is not supported without rope"),
+        (
+            "falcon_40b",
+            {"parallel_attn": False},
+            "parallel_attn=False is not supported with new_decoder_architecture",
+        ),
+        (
+            "falcon_7b",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is not supported",
+        ),
+        (
+            "ministral3",
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta=0.1 is not supported without rope",
+        ),
         (
             "mistral3",
             {"text_config": {"model_type": "mistral4"}},
             "text_config.model_type 'mistral4' is not supported",
         ),
         ("gemma3_images", {"text_config": ...}, "field 'text_config' is missing"),
-        ("gemma3_images", {"quantization_config": {"quant_method": "nvfp4"}}, "quantization_config.quant_method .nvfp4. is not supported"),
+        (
+            "gemma3_images",
+            {"quantization_config": {"quant_method": "nvfp4"}},
+            "quantization_config.quant_method .nvfp4. is not supported",
+        ),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be from 1 to 4, the experts"),
     ],
 )
@@ -342,7 +543,8 @@ def test_unknown_fields_cause_a_warning() -> None:
         assert model_config(fields, "a/config.json") == known
         model_config(fields, "a/config.json")
     text = "a/config.json: some_new_feature=true is unknown to jengine and has no effect"
-    assert [str(warning.message) for warning in caught] == [text]  # once, although several parts of an engine read the file
+    # once, although several parts of an engine read the file
+    assert [str(warning.message) for warning in caught] == [text]
     with pytest.warns(UserWarning, match=r"new_list=\[0, 1, .*\.\.\. is unknown"):
         read("llama_gqa", new_list=list(range(100)))
 

@@ -40,14 +40,21 @@ def test_loads(name: str, tmp_path: Path) -> None:
     written = write(tmp_path, layout)
     path = resolve(str(tmp_path))
     config = read_config(path)
-    assert config.family == layout.config["model_type"] and (config.vocab_size, config.hidden_size) == (512, layout_size(name))
+    assert config.family == layout.config["model_type"] and (config.vocab_size, config.hidden_size) == (
+        512,
+        layout_size(name),
+    )
     model = build(config, "float32", 64)
     if config.stored is None:  # what is stored in fewer bits would be packed by compiled functions
         assert load(path, model, make_mesh(1), progress=False).keys() == model.params.keys()
     tensors = read(path, model)
     for tensor in tensors:
         if tensor in written:
-            np.testing.assert_allclose(np.asarray(dense(tensors[tensor].array), np.float32), written[tensor].astype(np.float32), atol=1e-6)
+            np.testing.assert_allclose(
+                np.asarray(dense(tensors[tensor].array), np.float32),
+                written[tensor].astype(np.float32),
+                atol=1e-6,
+            )
     assert len(tensors.keys() & written.keys()) >= 2 * 7
     tokenizer = Tokenizer.load(path)
     assert tokenizer.decode(tokenizer.encode("the fox")).strip() == "the fox"
@@ -55,7 +62,9 @@ def test_loads(name: str, tmp_path: Path) -> None:
 
 def layout_size(name: str) -> int:
     config = LAYOUTS[name].config
-    return int(config.get("text_config", config).get("hidden_size") or config.get("n_embed") or config["n_embd"])
+    return int(
+        config.get("text_config", config).get("hidden_size") or config.get("n_embed") or config["n_embd"]
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in LOADED])
@@ -76,5 +85,7 @@ def test_there_are_sixty() -> None:
 def test_generates(name: str, tmp_path: Path) -> None:
     write(tmp_path, LAYOUTS[name])
     llm = LLM(str(resolve(str(tmp_path))), dtype="float32", max_model_len=64, max_num_seqs=2, progress=False)
-    (output,) = llm.generate(["the fox"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    (output,) = llm.generate(
+        ["the fox"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False
+    )
     assert len(output.outputs[0].token_ids) == 4

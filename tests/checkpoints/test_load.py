@@ -48,7 +48,9 @@ def shard(folder: Path) -> None:
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     places = {tensor: names[i % 2] for i, tensor in enumerate(sorted(tensors))}
     for name in names:
-        save_file({tensor: tensors[tensor] for tensor, place in places.items() if place == name}, folder / name)
+        save_file(
+            {tensor: tensors[tensor] for tensor, place in places.items() if place == name}, folder / name
+        )
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     (folder / "model.safetensors").unlink()
 
@@ -71,10 +73,13 @@ def rewrite_header(folder: Path, edit: Callable[[dict[str, Any]], object]) -> No
 
 def test_values_are_fused_and_placed(folder: Path) -> None:
     tensors, params = weights(VARIANT), loaded(folder)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(lambda a: (a.shape, a.dtype), declared(folder).params)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), declared(folder).params
+    )
     assert params["embed"].sharding.spec == PartitionSpec("tensor", None)
     np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"])
-    q, k, v = (tensors[f"model.layers.1.self_attn.{p}_proj.weight"].reshape(2, -1, 64) for p in "qkv")  # by kv head
+    # by kv head
+    q, k, v = (tensors[f"model.layers.1.self_attn.{p}_proj.weight"].reshape(2, -1, 64) for p in "qkv")
     np.testing.assert_array_equal(params["layers"][1]["attention"]["qkv"], np.concatenate([q, k, v], axis=1))
     gate_up = np.stack([tensors[f"model.layers.0.mlp.{p}_proj.weight"] for p in ("gate", "up")], axis=1)
     np.testing.assert_array_equal(params["layers"][0]["mlp"]["gate_up"], gate_up)
@@ -94,7 +99,11 @@ def test_dtypes_are_converted(folder: Path, stored: str, wanted: str) -> None:
     header, body = {}, b""
     for name, array in tensors.items():  # the safetensors package's numpy side writes no bfloat16
         code = next(code for code, dtype in kind.items() if dtype == stored)
-        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [len(body), len(body) + array.nbytes]}
+        header[name] = {
+            "dtype": code,
+            "shape": list(array.shape),
+            "data_offsets": [len(body), len(body) + array.nbytes],
+        }
         body += array.tobytes()
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + body)
@@ -114,15 +123,24 @@ def test_weights_do_not_hang_on_the_file(folder: Path) -> None:
 
 def test_host_memory_peaks_at_the_largest_parameter(tmp_path: Path) -> None:
     hidden, ffn, layers = 128, 4096, 6
-    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 2}))
     model = declared(tmp_path, "bfloat16")  # from float32, so that every parameter passes through host memory
     pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
-    save_file({piece.name: np.zeros(piece.shape, np.float32) for piece in pieces}, tmp_path / "model.safetensors")
+    save_file(
+        {piece.name: np.zeros(piece.shape, np.float32) for piece in pieces}, tmp_path / "model.safetensors"
+    )
     largest = 2 * ffn * hidden * 2  # gate-up, in bytes
     tracemalloc.start()
     params = load(tmp_path, model, make_mesh(1), progress=False)
-    held, peak = tracemalloc.get_traced_memory()  # a CPU device may have taken the host's memory over: that is held
+    # a CPU device may have taken the host's memory over: that is held
+    held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert total > 8 * largest  # or the bounds below would say nothing
@@ -130,7 +148,9 @@ def test_host_memory_peaks_at_the_largest_parameter(tmp_path: Path) -> None:
     assert peak - held < 1.25 * largest
 
 
-def test_progress_is_shown_when_asked(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_when_asked(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     load(folder, declared(folder), make_mesh(1), progress=False)
     assert capfd.readouterr().err == ""
@@ -147,14 +167,21 @@ def test_known_extras_are_accepted(tmp_path: Path) -> None:
     assert "lm_head" not in loaded(tmp_path)
 
 
-@pytest.mark.parametrize(("variant", "prefix"), [("gpt2", "transformer."), ("opt_350m", "model."), ("llama_mha", "model.")])
+@pytest.mark.parametrize(
+    ("variant", "prefix"), [("gpt2", "transformer."), ("opt_350m", "model."), ("llama_mha", "model.")]
+)
 def test_checkpoints_of_the_bare_decoder(tmp_path: Path, variant: str, prefix: str) -> None:
-    """GPT-2 and OPT on the hub have no prefix, and GPT-2 includes its causal masks, in a dtype not used for weights."""
+    """GPT-2 and OPT on the hub have no prefix, and GPT-2 includes its causal masks, in a dtype not used for
+    weights.
+    """
     write_model(tmp_path, variant)
     whole = loaded(tmp_path)
     tensors = {name.removeprefix(prefix): array for name, array in weights(variant).items()}
     if variant == "gpt2":
-        tensors["h.0.attn.bias"], tensors["h.1.attn.masked_bias"] = np.ones((1, 1, 256, 256), np.uint8), np.zeros((), np.float32)
+        tensors["h.0.attn.bias"], tensors["h.1.attn.masked_bias"] = (
+            np.ones((1, 1, 256, 256), np.uint8),
+            np.zeros((), np.float32),
+        )
     save_file(tensors, tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path), whole)
 
@@ -162,7 +189,10 @@ def test_checkpoints_of_the_bare_decoder(tmp_path: Path, variant: str, prefix: s
 def test_transposed_and_stacked_tensors(tmp_path: Path) -> None:
     write_model(tmp_path, "gpt2")
     tensors, layer = weights("gpt2"), loaded(tmp_path)["layers"][1]
-    q, k, v = (part.T.reshape(4, 16, 64) for part in np.split(tensors["transformer.h.1.attn.c_attn.weight"], 3, axis=1))
+    q, k, v = (
+        part.T.reshape(4, 16, 64)
+        for part in np.split(tensors["transformer.h.1.attn.c_attn.weight"], 3, axis=1)
+    )
     np.testing.assert_array_equal(layer["attention"]["qkv"], np.concatenate([q, k, v], axis=1))
     np.testing.assert_array_equal(layer["mlp"]["up"], tensors["transformer.h.1.mlp.c_fc.weight"].T)
 
@@ -181,8 +211,16 @@ def test_missing_tensor(folder: Path) -> None:
 
 
 def test_unknown_tensor(folder: Path) -> None:
-    change(folder, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}))
-    fails(folder, file="model.safetensors", tensor="model.layers.2.mlp.up_proj.weight", match="is not part of this model")
+    change(
+        folder,
+        lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}),
+    )
+    fails(
+        folder,
+        file="model.safetensors",
+        tensor="model.layers.2.mlp.up_proj.weight",
+        match="is not part of this model",
+    )
 
 
 def test_output_head_of_an_untied_model_is_no_extra(folder: Path) -> None:
@@ -192,12 +230,21 @@ def test_output_head_of_an_untied_model_is_no_extra(folder: Path) -> None:
 
 def test_wrong_shape(folder: Path) -> None:
     change(folder, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ][:-1]}))
-    fails(folder, file="model.safetensors", tensor=Q_PROJ, match=r"has shape \[63, 64\]; the configuration needs \[64, 64\]")
+    fails(
+        folder,
+        file="model.safetensors",
+        tensor=Q_PROJ,
+        match=r"has shape \[63, 64\]; the configuration needs \[64, 64\]",
+    )
 
 
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    fails(folder, file="", match="has neither model.safetensors nor pytorch_model.bin, nor an index of such files")
+    fails(
+        folder,
+        file="",
+        match="has neither model.safetensors nor pytorch_model.bin, nor an index of such files",
+    )
 
 
 def test_missing_shard(folder: Path) -> None:
@@ -225,14 +272,18 @@ def test_truncated_body(folder: Path) -> None:
     file = folder / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1])
-    with pytest.raises(ModelError, match=r"model\.safetensors: tensor .*: is truncated: the tensors reach to byte"):
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors: tensor .*: is truncated: the tensors reach to byte"
+    ):
         loaded(folder)
 
 
 def test_truncated_header(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    fails(folder, file="model.safetensors", match=r"is truncated: the header needs \d+ bytes, the file has 100")
+    fails(
+        folder, file="model.safetensors", match=r"is truncated: the header needs \d+ bytes, the file has 100"
+    )
 
 
 @pytest.mark.parametrize("content", [b"short", b"\xff" * 64])
@@ -259,7 +310,10 @@ def test_header_is_no_object(folder: Path, header: bytes) -> None:
         (lambda entry: entry.update(shape="wide"), "it lacks dtype, shape or data_offsets"),
         (lambda entry: entry.update(dtype="C64"), "dtype C64 is not supported; F64, F32, F16, BF16 are"),
         (lambda entry: entry.update(dtype="I32"), "dtype I32 is not supported; F64, F32, F16, BF16 are"),
-        (lambda entry: entry["data_offsets"].__setitem__(1, entry["data_offsets"][1] + 4), r"F32\[64, 64\] does not fill bytes"),
+        (
+            lambda entry: entry["data_offsets"].__setitem__(1, entry["data_offsets"][1] + 4),
+            r"F32\[64, 64\] does not fill bytes",
+        ),
         (lambda entry: entry.update(shape=[-64, -64]), r"F32\[-64, -64\] does not fill bytes"),
     ],
 )
@@ -269,7 +323,9 @@ def test_header_entry_is_wrong(folder: Path, edit: Callable[[dict[str, Any]], ob
 
 
 @pytest.mark.parametrize(("variant", "other_parts"), [("gemma3_images", 3), ("mistral3", 2)])
-def test_text_models_leave_other_parts_and_say_so(variant: str, other_parts: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_models_leave_other_parts_and_say_so(
+    variant: str, other_parts: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_model(tmp_path / "all", variant)
     with caplog.at_level("WARNING", "jengine"):
         params = loaded(tmp_path / "all")
@@ -277,20 +333,29 @@ def test_text_models_leave_other_parts_and_say_so(variant: str, other_parts: int
         f"{other_parts} tensors of vision_tower, multi_modal_projector are not loaded: only text is supported"
     ]
     text = read_config(tmp_path / "all")
-    layer = next(array for name, array in weights(variant).items() if name.endswith("model.layers.1.mlp.down_proj.weight"))
+    layer = next(
+        array
+        for name, array in weights(variant).items()
+        if name.endswith("model.layers.1.mlp.down_proj.weight")
+    )
     np.testing.assert_array_equal(params["layers"][1]["mlp"]["down"], layer)
     assert params["embed"].shape == (text.vocab_size, text.hidden_size)
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, "gemma3_images")
-    save_file({**weights("gemma3_images"), "audio_tower.weight": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
+    save_file(
+        {**weights("gemma3_images"), "audio_tower.weight": np.ones(1, np.float32)},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(ModelError, match=r"audio_tower\.weight.*is not part of this model"):
         loaded(tmp_path)
 
 
 def test_experts_one_by_one_or_stacked(tmp_path: Path) -> None:
-    """Qwen3.5's own checkpoints stack the experts of a layer; those of its text model that transformers saves do not."""
+    """Qwen3.5's own checkpoints stack the experts of a layer; those of its text model that transformers saves
+    do not.
+    """
     write_model(tmp_path, "qwen3_5_moe_text")
     stacked, apart = loaded(tmp_path), {}
     for name, array in weights("qwen3_5_moe_text").items():
@@ -299,8 +364,15 @@ def test_experts_one_by_one_or_stacked(tmp_path: Path) -> None:
             apart[name] = array
             continue
         for expert, matrix in enumerate(array):
-            halves = {"gate_proj": matrix[:40], "up_proj": matrix[40:]} if part == "gate_up_proj" else {"down_proj": matrix}
-            apart |= {f"{module}.{expert}.{half}.weight": np.ascontiguousarray(rows) for half, rows in halves.items()}
+            halves = (
+                {"gate_proj": matrix[:40], "up_proj": matrix[40:]}
+                if part == "gate_up_proj"
+                else {"down_proj": matrix}
+            )
+            apart |= {
+                f"{module}.{expert}.{half}.weight": np.ascontiguousarray(rows)
+                for half, rows in halves.items()
+            }
     assert "model.layers.3.mlp.experts.5.up_proj.weight" in apart
     save_file(apart, tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path), stacked)
@@ -314,4 +386,9 @@ def test_stacked_experts_of_another_shape(tmp_path: Path) -> None:
     fails(tmp_path, file="", tensor="model.layers.0.mlp.experts.5.down_proj.weight", match="is missing")
     save_file({**tensors, name: tensors[name][..., :-1]}, tmp_path / "model.safetensors")
     match = r"has shape \[64, 39\]; the configuration needs \[64, 40\]"
-    fails(tmp_path, file="model.safetensors", tensor="model.layers.0.mlp.experts.0.down_proj.weight", match=match)
+    fails(
+        tmp_path,
+        file="model.safetensors",
+        tensor="model.layers.0.mlp.experts.0.down_proj.weight",
+        match=match,
+    )

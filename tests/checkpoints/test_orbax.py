@@ -46,7 +46,9 @@ for dtype, devices in (("float32", 2), ("bfloat16", 2), ("float32", 8)):
 
 
 def loaded(folder: Path, dtype: str = "float32", devices: int = 1) -> Params:
-    return load(folder, build(read_config(folder), dtype, 64, shards=devices), make_mesh(devices), progress=False)
+    return load(
+        folder, build(read_config(folder), dtype, 64, shards=devices), make_mesh(devices), progress=False
+    )
 
 
 def same(ours: Params, theirs: Params) -> None:
@@ -64,7 +66,11 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:
     kinds = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     header, body = {}, b""
     for name, array in tensors.items():
-        header[name] = {"dtype": kinds[array.dtype.name], "shape": array.shape, "data_offsets": [len(body), len(body) + array.nbytes]}
+        header[name] = {
+            "dtype": kinds[array.dtype.name],
+            "shape": array.shape,
+            "data_offsets": [len(body), len(body) + array.nbytes],
+        }
         body += array.tobytes()
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + body)
@@ -97,7 +103,8 @@ def test_relative_paths(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_quantization_on_load(quantization: str, model: Path, tmp_path: Path) -> None:
     out = convert(str(model), tmp_path / "out", progress=False)
     mine, theirs = (
-        load(folder, build(read_config(folder), "float32", 64, quantization), make_mesh(1), progress=False) for folder in (out, model)
+        load(folder, build(read_config(folder), "float32", 64, quantization), make_mesh(1), progress=False)
+        for folder in (out, model)
     )
     assert jax.tree.structure(mine) == jax.tree.structure(theirs)
     same(mine, theirs)
@@ -111,10 +118,13 @@ def test_round_trip_over_many_devices(model: Path, tmp_path: Path) -> None:
 
 
 def test_every_dtype_is_kept(model: Path, tmp_path: Path) -> None:
-    """The values are random bits, with subnormal numbers, infinities and NaN, so only an exact copy passes."""
+    """The values are random bits, with subnormal numbers, infinities and NaN, so only an exact copy
+    passes.
+    """
     kinds = [np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
     random, tensors = np.random.default_rng(0), {}
-    for i, (name, array) in enumerate(weights(VARIANT).items()):  # neighbours that one parameter is made of differ
+    # neighbours that one parameter is made of differ
+    for i, (name, array) in enumerate(weights(VARIANT).items()):
         kind = kinds[i % len(kinds)]
         bits = np.frombuffer(random.bytes(array.size * kind.itemsize), kind).reshape(array.shape)
         tensors[name] = np.where(np.isnan(bits), np.zeros((), kind), bits)
@@ -151,10 +161,20 @@ def test_batches(model: Path, tmp_path: Path, batch: int, monkeypatch: pytest.Mo
 
 def test_host_memory_peaks_at_the_largest_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, ffn, layers = 128, 2048, 4
-    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 2}))
-    pieces = jax.tree.leaves(build(read_config(tmp_path), "float32", 64).sources, is_leaf=lambda node: isinstance(node, Piece))
-    save_file({piece.name: np.ones(piece.shape, np.float32) for piece in pieces}, tmp_path / "model.safetensors")
+    pieces = jax.tree.leaves(
+        build(read_config(tmp_path), "float32", 64).sources, is_leaf=lambda node: isinstance(node, Piece)
+    )
+    save_file(
+        {piece.name: np.ones(piece.shape, np.float32) for piece in pieces}, tmp_path / "model.safetensors"
+    )
     largest = 2 * ffn * hidden * 4  # gate-up, in bytes
     monkeypatch.setattr(orbax, "BATCH", largest // 2)  # down, which comes before it
 
@@ -169,7 +189,8 @@ def test_host_memory_peaks_at_the_largest_parameter(tmp_path: Path, monkeypatch:
     beyond, out = grown(lambda: convert(str(tmp_path), tmp_path / "out", progress=False))
     assert beyond < 1.25 * largest
     beyond, params = grown(lambda: loaded(out))
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 6 * largest  # or the bounds would say nothing
+    # or the bounds would say nothing
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 6 * largest
     assert beyond < 1.25 * largest
 
 
@@ -219,7 +240,9 @@ def test_every_configuration_is_kept(variant: str, tmp_path: Path) -> None:
     assert read_config(tmp_path) == config
 
 
-def test_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     out, quiet = tmp_path / "out", tmp_path / "quiet"
     assert cli.main(["convert", str(model), str(out), "--dtype", "float16"]) == 0

@@ -88,7 +88,9 @@ def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
         convert(str(model), tmp_path / "file" / "out", progress=False)
 
 
-def test_an_empty_folder_and_folders_above_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_folder_and_folders_above_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     for out in ("empty", "a/b/out"):
@@ -108,7 +110,9 @@ def test_a_killed_conversion_leaves_nothing_that_loads(model: Path, tmp_path: Pa
     assert not rest.exists()
 
 
-def test_a_failed_conversion_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_conversion_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(orbax, "BATCH", 1)
 
     def refuse(*_: object) -> None:
@@ -170,7 +174,11 @@ def test_a_folder_without_its_mark(converted: Path) -> None:
     (converted / MARK).unlink()
     (converted / "config.json").unlink()
     with pytest.raises(
-        ModelError, match=r"converted: has Orbax files but no jengine\.json: `jengine convert` did not write or did not finish it"
+        ModelError,
+        match=(
+            r"converted: has Orbax files but no jengine\.json: `jengine convert` did not write or did not"
+            r" finish it"
+        ),
     ):
         read_config(converted)
 
@@ -188,7 +196,9 @@ def test_parameters_of_someone_elses(converted: Path) -> None:
 
     shutil.rmtree(converted / PARAMS)
     ocp.save(converted / PARAMS, {"layers": [np.zeros(3)], "embed": np.zeros((4, 4))})
-    with pytest.raises(ModelError, match=r"params: tensor embed: has shape \[4, 4\]; the configuration needs \[96, 64\]"):
+    with pytest.raises(
+        ModelError, match=r"params: tensor embed: has shape \[4, 4\]; the configuration needs \[96, 64\]"
+    ):
         loaded(converted)
 
 
@@ -197,7 +207,11 @@ def test_parameters_of_someone_elses(converted: Path) -> None:
     [
         ("num_layers", 3, r"tensor layers\.2\.attention\.o: is missing; convert the model again"),
         ("num_layers", 1, r"tensor layers\.1\.attention\.o: is not part of this model; convert it again"),
-        ("intermediate_size", 96, r"tensor layers\.0\.mlp\.down: has shape \[64, 112\]; the configuration needs \[64, 96\]"),
+        (
+            "intermediate_size",
+            96,
+            r"tensor layers\.0\.mlp\.down: has shape \[64, 112\]; the configuration needs \[64, 96\]",
+        ),
     ],
 )
 def test_parameters_of_another_version(converted: Path, field: str, value: int, match: str) -> None:
@@ -252,10 +266,16 @@ def test_too_little_memory_on_the_device(converted: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda content: content.update(format=2), "format=2 is not the one that this version reads, 1; convert the model again"),
+        (
+            lambda content: content.update(format=2),
+            "format=2 is not the one that this version reads, 1; convert the model again",
+        ),
         (lambda content: content.clear(), "format=None is not the one"),
         (lambda content: content.update(model=[]), r"model=\[\] must be an object"),
-        (lambda content: content["model"].update(heads=3), "model has an unknown field 'heads': a newer version wrote it"),
+        (
+            lambda content: content["model"].update(heads=3),
+            "model has an unknown field 'heads': a newer version wrote it",
+        ),
         (lambda content: content["model"].pop("hidden_size"), "model lacks the field 'hidden_size'"),
         (lambda content: content["model"].update(hidden_size="64"), "hidden_size='64' must be int"),
         (lambda content: content["model"].update(hidden_size=None), "hidden_size=None must be int"),
@@ -263,14 +283,21 @@ def test_too_little_memory_on_the_device(converted: Path, monkeypatch: pytest.Mo
         (lambda content: content["model"].update(norm_eps="small"), "norm_eps='small' must be float"),
         (lambda content: content["model"].update(windows=[3, "all"]), "windows='all' must be int"),
         (lambda content: content["model"].update(eos_token_ids=1), "eos_token_ids=1 must be a list"),
-        (lambda content: content["model"].update(rope_scaling={"kind": "ntk"}), "rope_scaling lacks the field 'factor'"),
         (
-            lambda content: content["model"].update(rope_scaling={"kind": "ntk", "factor": 2, "original_max_position": 8}),
+            lambda content: content["model"].update(rope_scaling={"kind": "ntk"}),
+            "rope_scaling lacks the field 'factor'",
+        ),
+        (
+            lambda content: content["model"].update(
+                rope_scaling={"kind": "ntk", "factor": 2, "original_max_position": 8}
+            ),
             "kind='ntk' must be one of linear, dynamic",
         ),
     ],
 )
-def test_the_configuration_is_read_strictly(converted: Path, edit: Callable[[dict[str, Any]], object], match: str) -> None:
+def test_the_configuration_is_read_strictly(
+    converted: Path, edit: Callable[[dict[str, Any]], object], match: str
+) -> None:
     change_config(converted, edit)
     with pytest.raises(ModelError, match=rf"jengine\.json: {match}"):
         read_config(converted)

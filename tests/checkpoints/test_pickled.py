@@ -27,8 +27,22 @@ DATA = Path(__file__).parent.parent / "data" / "pytorch"
 
 
 def test_tensors_are_pytorchs() -> None:
-    got, want = pickled.read_file(DATA / "pytorch_model.bin", ("ids",)), load_file(DATA / "expected.safetensors")
-    assert list(got) == ["float32", "float16", "bfloat16", "float64", "transposed", "part", "tied", "parameter", "number", "empty"]
+    got, want = (
+        pickled.read_file(DATA / "pytorch_model.bin", ("ids",)),
+        load_file(DATA / "expected.safetensors"),
+    )
+    assert list(got) == [
+        "float32",
+        "float16",
+        "bfloat16",
+        "float64",
+        "transposed",
+        "part",
+        "tied",
+        "parameter",
+        "number",
+        "empty",
+    ]
     for name, tensor in got.items():
         assert tensor.file == DATA / "pytorch_model.bin" and tensor.array.dtype == want[name].dtype
         np.testing.assert_array_equal(tensor.array, want[name])
@@ -36,8 +50,12 @@ def test_tensors_are_pytorchs() -> None:
 
 def test_a_folder_with_an_index(tmp_path: Path) -> None:
     shutil.copy(DATA / "pytorch_model.bin", tmp_path / "pytorch_model-00001-of-00001.bin")
-    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"float32": "pytorch_model-00001-of-00001.bin"}}')
-    np.testing.assert_array_equal(read_tensors(tmp_path)["float32"].array, load_file(DATA / "expected.safetensors")["float32"])
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        '{"weight_map": {"float32": "pytorch_model-00001-of-00001.bin"}}'
+    )
+    np.testing.assert_array_equal(
+        read_tensors(tmp_path)["float32"].array, load_file(DATA / "expected.safetensors")["float32"]
+    )
 
 
 class Runs:
@@ -54,7 +72,12 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path: Path, function: Any) ->
     argument = f"open({str(ran)!r}, 'w')" if function is eval else f"touch {ran}"
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(ModelError, match=r"names \S+\.\S+; only tensors are read"):
-            pickled.read_file(archive(tmp_path / "pytorch_model.bin", pickle.dumps({"a": Runs(function, argument)}, protocol)), ())
+            pickled.read_file(
+                archive(
+                    tmp_path / "pytorch_model.bin", pickle.dumps({"a": Runs(function, argument)}, protocol)
+                ),
+                (),
+            )
     assert not ran.exists()
 
 
@@ -69,20 +92,34 @@ def test_a_model_without_safetensors(tmp_path: Path) -> None:
     write_model(tmp_path / "b", "opt_125m")
     (tmp_path / "b" / "model.safetensors").unlink()
     arrays = {
-        name.removeprefix("model."): np.ascontiguousarray(array) for name, array in weights("opt_125m").items() if name != "lm_head.weight"
+        name.removeprefix("model."): np.ascontiguousarray(array)
+        for name, array in weights("opt_125m").items()
+        if name != "lm_head.weight"
     }
-    shapes = {name: (array.size, array.shape, [stride // 4 for stride in array.strides]) for name, array in arrays.items()}
+    shapes = {
+        name: (array.size, array.shape, [stride // 4 for stride in array.strides])
+        for name, array in arrays.items()
+    }
     pickle_ = dictionary(**{name: rebuilt(name, count, 0, *laid) for name, (count, *laid) in shapes.items()})
-    archive(tmp_path / "b" / "pytorch_model.bin", pickle_, **{f"data/{name}": array.tobytes() for name, array in arrays.items()})
+    archive(
+        tmp_path / "b" / "pytorch_model.bin",
+        pickle_,
+        **{f"data/{name}": array.tobytes() for name, array in arrays.items()},
+    )
     one, other = (
-        load(folder, build(read_config(folder), "float32", 64), make_mesh(1), progress=False) for folder in (tmp_path / "a", tmp_path / "b")
+        load(folder, build(read_config(folder), "float32", 64), make_mesh(1), progress=False)
+        for folder in (tmp_path / "a", tmp_path / "b")
     )
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def test_a_pickle_written_by_hand(tmp_path: Path) -> None:
     numbers = np.arange(4, dtype=np.float32)
-    file = archive(tmp_path / "pytorch_model.bin", tensor(offset=1, shape=(2, 2), strides=(1, 1)), **{"data/0": numbers.tobytes()})
+    file = archive(
+        tmp_path / "pytorch_model.bin",
+        tensor(offset=1, shape=(2, 2), strides=(1, 1)),
+        **{"data/0": numbers.tobytes()},
+    )
     assert pickled.read_file(file, ())["a"].array.tolist() == [[1, 2], [2, 3]]
 
 

@@ -51,19 +51,39 @@ def same(ours: Params, theirs: Params) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "group"), [("int4", 32), *(pytest.param(kind, 128, marks=pytest.mark.full) for kind in ("int4", "int8", "w8a8", "fp8"))]
+    ("kind", "group"),
+    [
+        ("int4", 32),
+        *(pytest.param(kind, 128, marks=pytest.mark.full) for kind in ("int4", "int8", "w8a8", "fp8")),
+    ],
 )
 def test_parameters_are_as_quantized_on_load(kind: str, group: int, folder: Path, tmp_path: Path) -> None:
-    out = convert(str(folder), tmp_path / "out", quantization=kind, quantization_group_size=group, progress=False)  # type: ignore[arg-type]
-    same(restored(out), load(folder, declared(read_config(folder), quantization=kind, group_size=group), make_mesh(1), progress=False))
+    out = convert(
+        str(folder), tmp_path / "out", quantization=kind, quantization_group_size=group, progress=False
+    )  # type: ignore[arg-type]
+    same(
+        restored(out),
+        load(
+            folder,
+            declared(read_config(folder), quantization=kind, group_size=group),
+            make_mesh(1),
+            progress=False,
+        ),
+    )
 
 
-@pytest.mark.parametrize(("variant", "eight"), [("llama_tied", {"embed", "qkv", "down"}), ("gpt2", {"embed", "qkv", "down"})])
+@pytest.mark.parametrize(
+    ("variant", "eight"), [("llama_tied", {"embed", "qkv", "down"}), ("gpt2", {"embed", "qkv", "down"})]
+)
 def test_mixed_keeps_what_loses_most_in_eight_bits(variant: str, eight: set[str], tmp_path: Path) -> None:
     write_model(tmp_path, variant)
     model = declared(read_config(tmp_path), quantization="int4_mixed", group_size=64)
-    forms = {name.rpartition(".")[2]: leaf for name, leaf in by_name(model.params).items() if is_quantized(leaf)}
-    assert {name for name, leaf in forms.items() if isinstance(leaf, Quantized)} == eight and not forms["qkv"].inputs
+    forms = {
+        name.rpartition(".")[2]: leaf for name, leaf in by_name(model.params).items() if is_quantized(leaf)
+    }
+    assert {name for name, leaf in forms.items() if isinstance(leaf, Quantized)} == eight and not forms[
+        "qkv"
+    ].inputs
     assert all(leaf.group == 64 for leaf in forms.values() if isinstance(leaf, Int4))
 
 
@@ -75,14 +95,22 @@ def test_the_format_that_holds_is_reported(folder: Path, tmp_path: Path) -> None
     assert declared(plain).quantized == declared(plain, quantization="none").quantized == ""
     assert declared(plain, quantization="w8a8").quantized == "w8a8"
     assert declared(read_config(out)).quantized == "int8"
-    assert declared(quantized).quantized == "float8_e4m3fn" and declared(quantized, quantization="int8").quantized == "int8"
+    assert (
+        declared(quantized).quantized == "float8_e4m3fn"
+        and declared(quantized, quantization="int8").quantized == "int8"
+    )
 
 
 @pytest.mark.full
 def test_a_server_reports_a_converted_folder_s_format(folder: Path, tmp_path: Path) -> None:
     out = convert(str(folder), tmp_path / "out", quantization="int8", progress=False)
     (tmp_path / "tokenizer").mkdir()
-    made = model_engine(model=str(out), tokenizer=str(make_tokenizer(tmp_path / "tokenizer")), cache_dir=str(tmp_path), **SMALL)
+    made = model_engine(
+        model=str(out),
+        tokenizer=str(make_tokenizer(tmp_path / "tokenizer")),
+        cache_dir=str(tmp_path),
+        **SMALL,
+    )
     assert made.info.quantization == "int8"
 
 
@@ -90,19 +118,30 @@ def test_options_that_a_converted_folder_rejects(folder: Path, tmp_path: Path) -
     out = convert(str(folder), tmp_path / "out", quantization="int8", progress=False)
     config = read_config(out)
     assert declared(config, quantization="int8").params == declared(config).params
-    with pytest.raises(InvalidArgument, match=r"quantization='w8a8': must be None or int8, as the folder was converted with"):
+    with pytest.raises(
+        InvalidArgument, match=r"quantization='w8a8': must be None or int8, as the folder was converted with"
+    ):
         declared(config, quantization="w8a8")
-    with pytest.raises(InvalidArgument, match=r"tensor_parallel_size=2: must be 1 with a folder that was converted with quantization"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"tensor_parallel_size=2: must be 1 with a folder that was converted with quantization",
+    ):
         declared(config, shards=2)
     options = {"quantization": "int4", "calibration_data": "text"}
-    with pytest.raises(InvalidArgument, match=r"calibration_data='text': the folder was converted with quantization"):
+    with pytest.raises(
+        InvalidArgument, match=r"calibration_data='text': the folder was converted with quantization"
+    ):
         describe(EngineConfig.of(str(out), options), config, make_mesh(1), Path())
 
 
 def test_options_that_convert_rejects(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"calibration_data='text': needs quantization=int4 or int4_mixed"):
+    with pytest.raises(
+        InvalidArgument, match=r"calibration_data='text': needs quantization=int4 or int4_mixed"
+    ):
         convert(str(folder), tmp_path / "out", quantization="int8", calibration_data="text")
-    with pytest.raises(InvalidArgument, match=r"quantization_group_size=64: needs quantization=int4 or int4_mixed"):
+    with pytest.raises(
+        InvalidArgument, match=r"quantization_group_size=64: needs quantization=int4 or int4_mixed"
+    ):
         convert(str(folder), tmp_path / "out", quantization_group_size=64)
     with pytest.raises(InvalidArgument, match=r"quantization_group_size=16: must be 32, 64 or 128"):
         EngineConfig.of(str(folder), {"quantization": "int4", "quantization_group_size": 16})
@@ -116,7 +155,9 @@ def test_fp8_of_an_earlier_version_is_refused(folder: Path, tmp_path: Path) -> N
     mark = json.loads((out / "jengine.json").read_text())
     del mark["model"]["converted"]["revision"]
     (out / "jengine.json").write_text(json.dumps(mark))
-    with pytest.raises(ModelError, match=r"jengine\.json: was converted with fp8 by another version.*convert the model again"):
+    with pytest.raises(
+        ModelError, match=r"jengine\.json: was converted with fp8 by another version.*convert the model again"
+    ):
         read_config(out)
     mark["model"]["converted"]["quantization"] = "w8a8"  # has not changed
     (out / "jengine.json").write_text(json.dumps(mark))

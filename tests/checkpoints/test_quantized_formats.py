@@ -21,14 +21,31 @@ from jengine.models.config_parts import StoredWeights
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, dequantize, is_quantized
-from tests.checkpoints.quantized_models import VARIANT, Quantizer, awq, fp8, gptq, int8, packed_tensors, write_quantized
+from tests.checkpoints.quantized_models import (
+    VARIANT,
+    Quantizer,
+    awq,
+    fp8,
+    gptq,
+    int8,
+    packed_tensors,
+    write_quantized,
+)
 from tests.golden.weights import VARIANTS
 from tests.models.test_quantization import logits
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", **weights}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", **weights},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -36,14 +53,26 @@ FOUR = {"num_bits": 4, "strategy": "group", "group_size": 32}
 FLOAT = {"type": "float"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 CASES: dict[str, tuple[dict[str, Any], Quantizer, Any]] = {  # and the form in memory; None is dtype
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq(32), "int4"),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+        awq(32),
+        "int4",
+    ),
     "gptq": (GPTQ, gptq(32, 4, symmetric=True), "int4"),
     "gptq zeros": ({**GPTQ, "sym": False}, gptq(32, 4, symmetric=False), "int4"),
-    "gptq v2": ({**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}, gptq(32, 4, symmetric=False, v2=True), "int4"),
+    "gptq v2": (
+        {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(32, 4, symmetric=False, v2=True),
+        "int4",
+    ),
     "gptq shuffled": ({**GPTQ, "desc_act": True}, gptq(32, 4, symmetric=True, shuffled=True), None),
     "gptq 8 bits": ({**GPTQ, "bits": 8}, gptq(32, 8, symmetric=True), None),
     "w4a16": (compressed("pack-quantized", **FOUR), packed_tensors(32, symmetric=True), "int4"),
-    "w4a16 zeros": (compressed("pack-quantized", **FOUR, symmetric=False), packed_tensors(32, symmetric=False), "int4"),
+    "w4a16 zeros": (
+        compressed("pack-quantized", **FOUR, symmetric=False),
+        packed_tensors(32, symmetric=False),
+        "int4",
+    ),
     "w8a8": (compressed("int-quantized"), int8, "int8"),
     "fp8 outputs": (compressed("float-quantized", **FLOAT), fp8("outputs"), "float8_e4m3fn"),
     "fp8 tensor": (compressed("float-quantized", **FLOAT, strategy="tensor"), fp8("all"), "float8_e4m3fn"),
@@ -66,17 +95,26 @@ def test_weights_stand_for_what_the_format_says(name: str, tmp_path: Path) -> No
     config, quantizer, form = CASES[name]
     stored = write_quantized(tmp_path, config, quantizer)
     layer = loaded(tmp_path)["layers"][1]
-    for leaf in (layer["mlp"]["down"], layer["mlp"]["gate_up"], layer["attention"]["qkv"], layer["attention"]["o"]):
+    for leaf in (
+        layer["mlp"]["down"],
+        layer["mlp"]["gate_up"],
+        layer["attention"]["qkv"],
+        layer["attention"]["o"],
+    ):
         kind = "int4" if isinstance(leaf, Int4) else leaf.kind if isinstance(leaf, Quantized) else None
         assert kind == form
         assert not isinstance(leaf, Quantized) or not leaf.inputs
     down, gate_up = (layer["mlp"][part] for part in ("down", "gate_up"))
     down, gate_up = (np.asarray(dequantize(leaf) if is_quantized(leaf) else leaf) for leaf in (down, gate_up))
     np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(gate_up[:, 0], stored["model.layers.1.mlp.gate_proj.weight"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        gate_up[:, 0], stored["model.layers.1.mlp.gate_proj.weight"], rtol=1e-5, atol=1e-6
+    )
     plain = loaded(tmp_path, "none")["layers"][1]["attention"]
     assert not is_quantized(plain["qkv"])
-    np.testing.assert_allclose(plain["o"], stored["model.layers.1.self_attn.o_proj.weight"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        plain["o"], stored["model.layers.1.self_attn.o_proj.weight"], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_quantization_on_load_starts_from_the_dequantized(tmp_path: Path) -> None:
@@ -84,7 +122,8 @@ def test_quantization_on_load_starts_from_the_dequantized(tmp_path: Path) -> Non
     down = loaded(tmp_path, "w8a8")["layers"][0]["mlp"]["down"]
     want = stored["model.layers.0.mlp.down_proj.weight"]
     assert isinstance(down, Quantized)
-    np.testing.assert_allclose(dequantize(down), want, atol=np.abs(want).max() / 50)  # roundings of a block of inputs, mixed
+    # roundings of a block of inputs, mixed
+    np.testing.assert_allclose(dequantize(down), want, atol=np.abs(want).max() / 50)
 
 
 def test_large_groups_repeat_their_scales(tmp_path: Path) -> None:
@@ -104,7 +143,10 @@ BLOCKS = {"hidden_size": 256, "intermediate_size": 320}
     "config",
     [
         {**FP8, "weight_block_size": [128, 128]},
-        pytest.param(compressed("float-quantized", **FLOAT, strategy="block", block_structure=[128, 128]), marks=pytest.mark.full),
+        pytest.param(
+            compressed("float-quantized", **FLOAT, strategy="block", block_structure=[128, 128]),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_blocks_of_128_inputs_stay_in_eight_bits(config: dict[str, Any], tmp_path: Path) -> None:
@@ -113,17 +155,33 @@ def test_blocks_of_128_inputs_stay_in_eight_bits(config: dict[str, Any], tmp_pat
     stored = write_quantized(tmp_path, config, fp8("blocks", name, block=128), **BLOCKS)
     layer = loaded(tmp_path)["layers"][1]
     down, gate_up = layer["mlp"]["down"], layer["mlp"]["gate_up"]
-    assert isinstance(gate_up, Quantized) and gate_up.by_group and gate_up.scale.shape == (320, 2, 2) and not gate_up.inputs
-    np.testing.assert_allclose(dequantize(gate_up)[:, 1], stored["model.layers.1.mlp.up_proj.weight"], rtol=1e-6)
+    assert (
+        isinstance(gate_up, Quantized)
+        and gate_up.by_group
+        and gate_up.scale.shape == (320, 2, 2)
+        and not gate_up.inputs
+    )
+    np.testing.assert_allclose(
+        dequantize(gate_up)[:, 1], stored["model.layers.1.mlp.up_proj.weight"], rtol=1e-6
+    )
     assert isinstance(layer["attention"]["qkv"], Quantized) and not is_quantized(down)
     np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-6)
-    kept, plain = (build(read_config(tmp_path), "float32", 64, quantization) for quantization in (None, "none"))
+    kept, plain = (
+        build(read_config(tmp_path), "float32", 64, quantization) for quantization in (None, "none")
+    )
     params = [load(tmp_path, model, make_mesh(1), progress=False) for model in (kept, plain)]
-    np.testing.assert_allclose(logits(kept, params[0], np.arange(9)), logits(plain, params[1], np.arange(9)), atol=1e-4)
+    np.testing.assert_allclose(
+        logits(kept, params[0], np.arange(9)), logits(plain, params[1], np.arange(9)), atol=1e-4
+    )
 
 
 def test_blocks_are_converted_on_load_where_no_kernel_multiplies_by_them(tmp_path: Path) -> None:
-    write_quantized(tmp_path, {**FP8, "weight_block_size": [128, 128]}, fp8("blocks", "weight_scale_inv", block=128), **BLOCKS)
+    write_quantized(
+        tmp_path,
+        {**FP8, "weight_block_size": [128, 128]},
+        fp8("blocks", "weight_scale_inv", block=128),
+        **BLOCKS,
+    )
     config = read_config(tmp_path)
     assert config.stored is not None
     spec = describe(EngineConfig.of("MODEL", {"max_model_len": 64}), config, make_mesh(1), tmp_path)
@@ -134,7 +192,9 @@ def test_blocks_are_converted_on_load_where_no_kernel_multiplies_by_them(tmp_pat
 @pytest.mark.parametrize("ignore", ["model.layers.0.mlp.down_proj", r"re:.*layers\.0\.mlp\.down_proj$"])
 def test_modules_that_are_ignored(ignore: str, tmp_path: Path) -> None:
     config = {**compressed("pack-quantized", **FOUR), "ignore": ["lm_head", ignore]}
-    write_quantized(tmp_path, config, packed_tensors(32, symmetric=True), plain=("layers.0.mlp.down_proj.weight",))
+    write_quantized(
+        tmp_path, config, packed_tensors(32, symmetric=True), plain=("layers.0.mlp.down_proj.weight",)
+    )
     layers = loaded(tmp_path)["layers"]
     assert not is_quantized(layers[0]["mlp"]["down"]) and isinstance(layers[1]["mlp"]["down"], Int4)
 
@@ -162,15 +222,30 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq, mxfp4 are"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq, mxfp4 are",
+        ),
         ({"quant_method": "awq"}, "bits=None is not supported; 4 are"),
-        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version='marlin' is not supported; gemm are"),
+        (
+            {"quant_method": "awq", "bits": 4, "version": "marlin"},
+            "version='marlin' is not supported; gemm are",
+        ),
         ({**GPTQ, "bits": 3}, "bits=3 is not supported; 4, 8 are"),
-        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported; gptq, gptq_v2 are"),
+        (
+            {**GPTQ, "checkpoint_format": "marlin"},
+            "checkpoint_format='marlin' is not supported; gptq, gptq_v2 are",
+        ),
         (compressed("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized' is not supported"),
         (compressed("pack-quantized", num_bits=2), "config_groups: weights='int2' is not supported"),
-        ({**compressed("int-quantized"), "kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=.* is not supported"),
-        ({**compressed("int-quantized"), "transform_config": {"config_groups": {}}}, r"transform_config=.* is not supported"),
+        (
+            {**compressed("int-quantized"), "kv_cache_scheme": {"num_bits": 8}},
+            r"kv_cache_scheme=.* is not supported",
+        ),
+        (
+            {**compressed("int-quantized"), "transform_config": {"config_groups": {}}},
+            r"transform_config=.* is not supported",
+        ),
     ],
 )
 def test_what_is_refused(quantization: dict[str, Any], reason: str) -> None:
@@ -180,7 +255,9 @@ def test_what_is_refused(quantization: dict[str, Any], reason: str) -> None:
 
 def test_a_checkpoint_that_is_not_what_its_configuration_says(tmp_path: Path) -> None:
     write_quantized(tmp_path, GPTQ, gptq(32, 4, symmetric=True), plain=("o_proj.weight",))
-    with pytest.raises(ModelError, match=r"self_attn\.o_proj\.weight: is not stored as the configuration says"):
+    with pytest.raises(
+        ModelError, match=r"self_attn\.o_proj\.weight: is not stored as the configuration says"
+    ):
         loaded(tmp_path)
     del_part(tmp_path, ".scales")
     with pytest.raises(ModelError, match=r"_proj\.scales: is missing"):

@@ -13,7 +13,12 @@ from jengine.checkpoints.sentence_transformers import Reranker, choose_embedder,
 from jengine.core.pooling import Embedder
 from tests.golden.embedding_models import write_modules
 
-FLAGS = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
+FLAGS = {
+    "pooling_mode_cls_token": False,
+    "pooling_mode_mean_tokens": False,
+    "pooling_mode_lasttoken": True,
+    "include_prompt": True,
+}
 
 
 def write(folder: Path, *kinds: str, pooling: Any = FLAGS, options: Any = None) -> Path:
@@ -41,7 +46,13 @@ def test_poolings(pooling: dict[str, Any], expected: str, tmp_path: Path) -> Non
 
 
 def test_normalize_and_the_longest_prompt(tmp_path: Path) -> None:
-    folder = write(tmp_path, "Transformer", "Pooling", "Normalize", options={"max_seq_length": 100, "do_lower_case": False})
+    folder = write(
+        tmp_path,
+        "Transformer",
+        "Pooling",
+        "Normalize",
+        options={"max_seq_length": 100, "do_lower_case": False},
+    )
     assert read_embedder(folder, 64) == Embedder(size=64, pooling="last", normalize=True, max_tokens=100)
 
 
@@ -49,7 +60,11 @@ def test_who_chooses(tmp_path: Path) -> None:
     assert choose_embedder(None, tmp_path, 64) is None
     assert choose_embedder(True, tmp_path, 64) == Embedder(size=64, pooling="last", normalize=True)
     folder = write(tmp_path, "Transformer", "Pooling", pooling={"pooling_mode": "mean"})
-    assert choose_embedder(None, folder, 64) == choose_embedder(True, folder, 64) == Embedder(size=64, pooling="mean", normalize=False)
+    assert (
+        choose_embedder(None, folder, 64)
+        == choose_embedder(True, folder, 64)
+        == Embedder(size=64, pooling="mean", normalize=False)
+    )
     assert choose_embedder(False, folder, 64) is None
 
 
@@ -63,13 +78,30 @@ def test_who_chooses(tmp_path: Path) -> None:
             "Transformer, Pooling, Dense, Normalize are not .*embeddings=False",
         ),
         (("Transformer", "Pooling"), {"pooling_mode": "cls"}, None, "pooling_mode='cls' is not supported"),
-        (("Transformer", "Pooling"), {**FLAGS, "pooling_mode_cls_token": True}, None, r"pooling_mode=\['cls', 'lasttoken'\] is not"),
-        (("Transformer", "Pooling"), {**FLAGS, "word_embedding_dimension": 32}, None, "embedding_dimension=32 is not the model's hidden"),
+        (
+            ("Transformer", "Pooling"),
+            {**FLAGS, "pooling_mode_cls_token": True},
+            None,
+            r"pooling_mode=\['cls', 'lasttoken'\] is not",
+        ),
+        (
+            ("Transformer", "Pooling"),
+            {**FLAGS, "word_embedding_dimension": 32},
+            None,
+            "embedding_dimension=32 is not the model's hidden",
+        ),
         (("Transformer", "Pooling"), FLAGS, {"do_lower_case": True}, "do_lower_case=true is not supported"),
-        (("Transformer", "Pooling"), FLAGS, {"max_seq_length": "x"}, "max_seq_length='x' is not a number of tokens"),
+        (
+            ("Transformer", "Pooling"),
+            FLAGS,
+            {"max_seq_length": "x"},
+            "max_seq_length='x' is not a number of tokens",
+        ),
     ],
 )
-def test_what_is_refused(kinds: tuple[str, ...], pooling: Any, options: Any, message: str, tmp_path: Path) -> None:
+def test_what_is_refused(
+    kinds: tuple[str, ...], pooling: Any, options: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=message):
         read_embedder(write(tmp_path, *kinds, pooling=pooling, options=options), 64)
 
@@ -82,7 +114,12 @@ def test_modules_that_can_not_be_read(tmp_path: Path) -> None:
 
 def test_rerankers(tmp_path: Path) -> None:
     assert read_reranker(tmp_path) is None
-    write(tmp_path, "Transformer", "LogitScore", options={"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}})
+    write(
+        tmp_path,
+        "Transformer",
+        "LogitScore",
+        options={"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}},
+    )
     file = tmp_path / "1_LogitScore" / "config.json"
     file.write_text(json.dumps({"true_token_id": 5, "false_token_id": 7}))
     assert read_reranker(tmp_path) == Reranker(true_token_id=5, false_token_id=7, add_generation_prompt=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
-    r"^(?P<reason> *<!-- not run: [^\n]+ -->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.M | re.S
+    r"^(?P<reason> *<!-- not run: [^\n]+ -->\n)?(?P<indent>"
+    r" *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    re.M | re.S,
 )
 
 

@@ -20,7 +20,16 @@ from tests.docs.blocks import ROOT
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text()
-PATHS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/metrics", "/healthz", "/readyz", "/health"}
+PATHS = {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/embeddings",
+    "/v1/models",
+    "/metrics",
+    "/healthz",
+    "/readyz",
+    "/health",
+}
 UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", "sleep", ".venv/bin/jupyter"}
 KEYWORDS = {"until", "do", "done"}
 
@@ -98,7 +107,9 @@ def check(words: list[str]) -> None:
 def _check_variable(name: str, _: str) -> None:
     if name.startswith("JENGINE_"):
         option = name.removeprefix("JENGINE_").lower()
-        assert option in EngineConfig.__dataclass_fields__ or option in ServerConfig.__dataclass_fields__, name
+        assert option in EngineConfig.__dataclass_fields__ or option in ServerConfig.__dataclass_fields__, (
+            name
+        )
     else:
         assert name == "JAX_NUM_CPU_DEVICES", name
 
@@ -106,7 +117,9 @@ def _check_variable(name: str, _: str) -> None:
 def _check_jengine(arguments: list[str]) -> None:
     options = vars(_parser().parse_args(arguments))
     if arguments[:1] == ["serve"] and "config" not in options and "--help" not in arguments:
-        resolve_config({name: value for name, value in options.items() if name != "run"}, {"JENGINE_MODEL": "demo"})
+        resolve_config(
+            {name: value for name, value in options.items() if name != "run"}, {"JENGINE_MODEL": "demo"}
+        )
 
 
 def _check_make(arguments: list[str]) -> None:

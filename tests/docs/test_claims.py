@@ -40,10 +40,17 @@ def numbers(page: str, pattern: str) -> list[int]:
 def cases(test: Any, argument: str) -> tuple[list[Any], list[Any]]:
     """(those that `make test` runs, all) of a parametrized test."""
     marks = getattr(test, "pytestmark", [])
-    values = [value for mark in marks if mark.name == "parametrize" and mark.args[0] == argument for value in mark.args[1]]
+    values = [
+        value
+        for mark in marks
+        if mark.name == "parametrize" and mark.args[0] == argument
+        for value in mark.args[1]
+    ]
     every = [value if hasattr(value, "marks") else pytest.param(value) for value in values]
     long = [any(mark.name == "full" for mark in [*marks, *one.marks]) for one in every]
-    return [one.values[0] for one, full in zip(every, long, strict=True) if not full], [one.values[0] for one in every]
+    return [one.values[0] for one, full in zip(every, long, strict=True) if not full], [
+        one.values[0] for one in every
+    ]
 
 
 def functions_of(module: ModuleType) -> Iterator[Callable[..., Any]]:
@@ -55,7 +62,10 @@ def test_compiled_kernels() -> None:
     hopper = [cases(test, argument) for test in functions_of(module) for argument in ("case", "name")]
     in_ci, every = (sum(len(one[which]) for one in hopper) for which in (0, 1))
     page = "docs/guides/kernels.md"
-    assert numbers(page, r"has (\d+) forms for Hopper, and (\d+) for Ampere and Ada") == [every, len(AMPERE_CASES)]
+    assert numbers(page, r"has (\d+) forms for Hopper, and (\d+) for Ampere and Ada") == [
+        every,
+        len(AMPERE_CASES),
+    ]
 
     ampere = importlib.import_module("tests.kernels.test_ampere")
     assert cases(ampere.test_a_kernel_spills_nothing_and_fits, "target") == (["a100"], [*AMPERE])
@@ -66,22 +76,46 @@ def test_compiled_kernels() -> None:
 
 def test_every_form_of_a_kernel_is_counted() -> None:
     """Each dict of cases in tools/kernel_facts.py is compiled by one test."""
-    module, facts = importlib.import_module("tests.kernels.test_ahead_of_time"), importlib.import_module("kernel_facts")
-    listed = [case for name, value in vars(facts).items() if isinstance(value, dict) and name.isupper() and name != "ALL" for case in value]
-    every = [case for test in functions_of(module) for argument in ("case", "name") for case in cases(test, argument)[1]]
+    module, facts = (
+        importlib.import_module("tests.kernels.test_ahead_of_time"),
+        importlib.import_module("kernel_facts"),
+    )
+    listed = [
+        case
+        for name, value in vars(facts).items()
+        if isinstance(value, dict) and name.isupper() and name != "ALL"
+        for case in value
+    ]
+    every = [
+        case
+        for test in functions_of(module)
+        for argument in ("case", "name")
+        for case in cases(test, argument)[1]
+    ]
     assert len(every) == len(listed) - len(AMPERE_CASES)
 
 
 def test_interpreted_kernels() -> None:
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for module in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
-        if not module.name.startswith(("pallas_kernels.cpu", "pallas_kernels.flashinfer", "pallas_kernels.tune")):
-            for name, function in inspect.getmembers(importlib.import_module(module.name), inspect.isfunction):
+        if not module.name.startswith(
+            ("pallas_kernels.cpu", "pallas_kernels.flashinfer", "pallas_kernels.tune")
+        ):
+            for name, function in inspect.getmembers(
+                importlib.import_module(module.name), inspect.isfunction
+            ):
                 parameters = inspect.signature(function).parameters.keys()
-                if not name.startswith("_") and function.__module__ == module.name and "interpret" in parameters:
+                if (
+                    not name.startswith("_")
+                    and function.__module__ == module.name
+                    and "interpret" in parameters
+                ):
                     found[not OTHER_FORMS.isdisjoint(parameters)].add(name)
     page = "docs/guides/kernels.md"
-    through, afterwards = said(page, "that ships for (.*), whose operands go through shared memory, and for (.*), which adds afterwards")
+    through, afterwards = said(
+        page,
+        "that ships for (.*), whose operands go through shared memory, and for (.*), which adds afterwards",
+    )
     [as_they_ship] = said(page, r"which adds afterwards\. (.*) are interpreted as they ship")
     assert {*re.findall(r"`(\w+)`", through + afterwards)} == found[True]
     assert {*re.findall(r"`(\w+)`", as_they_ship)} == found[False]
@@ -89,12 +123,19 @@ def test_interpreted_kernels() -> None:
 
 def test_compared_models() -> None:
     logits, engine = (
-        cases(test, "variant") for test in (in_logits.test_logits_match_transformers, through_the_engine.test_greedy_tokens_and_logprobs)
+        cases(test, "variant")
+        for test in (
+            in_logits.test_logits_match_transformers,
+            through_the_engine.test_greedy_tokens_and_logprobs,
+        )
     )
     assert logits[1] == engine[1] == [*VARIANTS]
     page = "docs/guides/models.md"
     assert numbers(page, r"Tests compare (\d+) tiny models") == [len(VARIANTS)]
-    pattern = r"CI compares the logits of (\d+) of them, at least one of each `model_type`, and takes (\d+) through the engine"
+    pattern = (
+        r"CI compares the logits of (\d+) of them, at least one of each `model_type`, and takes (\d+) through"
+        r" the engine"
+    )
     assert numbers(page, pattern) == [len(logits[0]), len(engine[0])]
 
 
@@ -103,10 +144,16 @@ def test_the_table_of_programs(platform: str) -> None:
     config = EngineConfig.of("demo", {})
     chosen = sizes(config, platform)
     table = ProgramTable.build(
-        max_num_seqs=chosen.max_num_seqs, max_num_batched_tokens=chosen.max_num_batched_tokens, tile_size=config.tile_size, single_row=True
+        max_num_seqs=chosen.max_num_seqs,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
+        tile_size=config.tile_size,
+        single_row=True,
     )
     counts = [len([*keys]) for keys in (table.trunks(), table.samplers(), table.scores())]
-    of_cpus = r"defaults for a CPU .*: (\d+) sequences, (\d+) tokens a step\), the table has (\d+) trunks, (\d+) samplers and (\d+) scorers"
+    of_cpus = (
+        r"defaults for a CPU .*: (\d+) sequences, (\d+) tokens a step\), the table has (\d+) trunks, (\d+)"
+        r" samplers and (\d+) scorers"
+    )
     of_gpus = r"with those for a GPU \((\d+) and (\d+)\), (\d+), (\d+) and (\d+)\."
     assert numbers("ARCHITECTURE.md", {"cpu": of_cpus, "gpu": of_gpus}[platform]) == [
         chosen.max_num_seqs,
@@ -115,4 +162,6 @@ def test_the_table_of_programs(platform: str) -> None:
     ]
     if platform == "cpu":
         [loaded] = numbers("docs/service/index.md", r"0 programs compiled, (\d+) loaded")
-        assert loaded == sum(counts) + sum(kind.key is str and kind.name not in ("spill", "fill") for kind in KINDS)
+        assert loaded == sum(counts) + sum(
+            kind.key is str and kind.name not in ("spill", "fill") for kind in KINDS
+        )

@@ -32,11 +32,28 @@ from tests.docs.shell import check, commands
 from tests.serving.conftest import TEMPLATE, serve_mock
 from tests.text.conftest import byte_level, write
 
-# What the examples' engines are, whatever options they name: these are checked, and one engine serves all pages.
-ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 80, "max_model_len": 512, "batch_invariant": True, "embeddings": True}
+# What the examples' engines are, whatever options they name: these are checked, and one engine serves all
+# pages.
+ENGINE = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 80,
+    "max_model_len": 512,
+    "batch_invariant": True,
+    "embeddings": True,
+}
 GRPC, HTTP = "127.0.0.1:50051", "http://127.0.0.1:8000/v1"
-CHECKED = {"python", "bash", "console", "json", "toml", "pycon", "promql", "text"}  # text: output, which varies
-ALIASES = {"FinishReason", "GenerationParams", "OutputKind", "StrategyName", "MAX_CLIENT", "Update", "Updates", "__version__"}
+# text: output, which varies
+CHECKED = {"python", "bash", "console", "json", "toml", "pycon", "promql", "text"}
+ALIASES = {
+    "FinishReason",
+    "GenerationParams",
+    "OutputKind",
+    "StrategyName",
+    "MAX_CLIENT",
+    "Update",
+    "Updates",
+    "__version__",
+}
 
 ids = {"ids": name_of}
 
@@ -46,7 +63,9 @@ ids = {"ids": name_of}
 
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "max_num_seqs" in (tmp_path / "reference" / "options" / "index.html").read_text()
 
@@ -57,7 +76,8 @@ def test_the_api_has_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("of, sections", [
-    (EngineConfig, docs_pages.ENGINE_SECTIONS), (ServerConfig, docs_pages.SERVER_SECTIONS), (SamplingParams, docs_pages.SAMPLING_SECTIONS),
+    (EngineConfig, docs_pages.ENGINE_SECTIONS), (ServerConfig, docs_pages.SERVER_SECTIONS),
+    (SamplingParams, docs_pages.SAMPLING_SECTIONS),
 ])  # fmt: skip
 def test_every_option_is_on_its_page(of: type, sections: dict[str, str]) -> None:
     text = docs_pages.options(of, sections)
@@ -70,19 +90,24 @@ def test_every_option_is_on_its_page(of: type, sections: dict[str, str]) -> None
 @pytest.mark.parametrize("page", PAGES, **ids)
 def test_files_and_metrics_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
-    for path in re.findall(r"`((?:benchmarks|jengine|notebooks|pallas_kernels|serving|tests|tools)/[\w./-]+)`", text):
+    for path in re.findall(
+        r"`((?:benchmarks|jengine|notebooks|pallas_kernels|serving|tests|tools)/[\w./-]+)`", text
+    ):
         assert (ROOT / path).exists(), path
     exposed = set(re.findall(r"`([\w:]+)`", docs_pages.metrics()))
     for name in re.findall(r"jengine:\w+", text):
         assert re.sub("_(bucket|sum|count)$", "", name) in exposed, name
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md"]
+)
 def test_links_beside_the_site(name: str) -> None:
     """Links to files and headings outside the site; MkDocs checks those between its pages."""
     page = ROOT / name
     headings = {
-        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     }
     for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         assert (page.parent / path).exists(), path
@@ -136,7 +161,9 @@ def _check_imports(tree: ast.Module) -> None:
             for alias in node.names:
                 if module:
                     source = ROOT.joinpath("jengine", *module.split(".")).with_suffix(".py").read_text()
-                    assert re.search(rf"\b(class|def) {alias.name}\b|import .*\b{alias.name}\b", source), alias.name
+                    assert re.search(rf"\b(class|def) {alias.name}\b|import .*\b{alias.name}\b", source), (
+                        alias.name
+                    )
                 else:
                     assert alias.name in jengine.__all__, alias.name
 
@@ -192,7 +219,9 @@ def stand_ins(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks_of(page, "python"))], **ids)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.runs for block in blocks_of(page, "python"))], **ids
+)
 def test_python_runs(page: Path, stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a page's blocks from top to bottom in one session."""
     monkeypatch.chdir(tmp_path)

@@ -22,11 +22,14 @@ from tests.golden.weights import max_model_len, write_model
 def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
     """make_engine(variant, **options) -> Engine; options are EngineConfig's, over SMALL.
 
-    It compiles on demand, see on_demand.py; `optimized` is for comparisons of bits. If `whole`, it starts as any engine.
+    It compiles on demand, see on_demand.py; `optimized` is for comparisons of bits. If `whole`, it starts as
+    any engine.
     """
     root: Path = tmp_path_factory.mktemp("models")
 
-    def make(variant: str = "llama_gqa", *, whole: bool = False, optimized: bool = False, **options: object) -> Engine:
+    def make(
+        variant: str = "llama_gqa", *, whole: bool = False, optimized: bool = False, **options: object
+    ) -> Engine:
         folder = root / variant
         if not folder.exists():
             write_model(folder, variant)

@@ -42,15 +42,32 @@ class CountingRunner:
 
 def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> AsyncLLM:
     """An AsyncLLM that is known to work without compiling anything."""
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    shape = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_layers": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+    }
     config = ModelConfig(family="llama", vocab_size=400, max_position=200, **shape)  # type: ignore[arg-type]
     table = ProgramTable.build(max_num_seqs=8, max_num_batched_tokens=136, tile_size=64)
-    limits = {"page_size": 16, "num_pages": 120, "max_num_seqs": 8, "max_num_batched_tokens": 136, "max_model_len": 192}
+    limits = {
+        "page_size": 16,
+        "num_pages": 120,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 136,
+        "max_model_len": 192,
+    }
     scheduler = Scheduler(table, **limits)  # type: ignore[arg-type]
-    return AsyncLLM.over(EngineThread(Engine(config, runner, scheduler)), tokenizer or Tokenizer(byte_level()))
+    return AsyncLLM.over(
+        EngineThread(Engine(config, runner, scheduler)), tokenizer or Tokenizer(byte_level())
+    )
 
 
-async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> list[RequestOutput]:
+async def collect(
+    llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any
+) -> list[RequestOutput]:
     return [output async for output in llm.generate(prompt, sampling_params, **options)]
 
 

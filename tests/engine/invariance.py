@@ -15,7 +15,13 @@ from jengine.scheduling.step_plan import StepPlan
 from tests.engine.running import Work, limit_pages, requests_of
 
 LONGEST = 191  # tokens, prompt and output
-OPTIONS = {"batch_invariant": True, "max_num_seqs": 32, "tile_size": 16, "max_num_batched_tokens": 96, "num_pages": 400}
+OPTIONS = {
+    "batch_invariant": True,
+    "max_num_seqs": 32,
+    "tile_size": 16,
+    "max_num_batched_tokens": 96,
+    "num_pages": 400,
+}
 Answer = tuple[Any, ...]  # of a sample: see `answers`
 
 
@@ -30,9 +36,16 @@ def random_work(count: int, *, vocab: int, seed: int) -> list[Work]:
     for _ in range(count):
         prompt = [*beginnings[rng.integers(6)], *some(0, 40)] if rng.random() < 0.6 else some(1, 160)
         most = 70 if rng.random() < 0.2 else 20
-        how: dict[str, Any] = {"max_tokens": int(rng.integers(1, min(most, LONGEST - len(prompt)) + 1)), "temperature": 0.0}
+        how: dict[str, Any] = {
+            "max_tokens": int(rng.integers(1, min(most, LONGEST - len(prompt)) + 1)),
+            "temperature": 0.0,
+        }
         if rng.random() < 0.7:
-            how |= {"temperature": float(rng.uniform(0.3, 1.5)), "seed": int(rng.integers(2**62)), "n": int(rng.choice([1, 1, 2, 3]))}
+            how |= {
+                "temperature": float(rng.uniform(0.3, 1.5)),
+                "seed": int(rng.integers(2**62)),
+                "n": int(rng.choice([1, 1, 2, 3])),
+            }
         choices = {
             "top_k": int(rng.integers(1, 30)),
             "top_p": float(rng.uniform(0.5, 1)),
@@ -45,7 +58,11 @@ def random_work(count: int, *, vocab: int, seed: int) -> list[Work]:
             "allowed_token_ids": sorted({*some(20, 60)}),
             "ignore_eos": True,
         }
-        how |= {name: value for name, value in choices.items() if rng.random() < (0.05 if name == "allowed_token_ids" else 0.2)}
+        how |= {
+            name: value
+            for name, value in choices.items()
+            if rng.random() < (0.05 if name == "allowed_token_ids" else 0.2)
+        }
         how |= {"logprobs": int(rng.choice([0, 3]))} if rng.random() < 0.8 else {}
         how |= {"prompt_logprobs": 1} if rng.random() < 0.1 else {}
         work.append((prompt, SamplingParams(**how)))
@@ -76,9 +93,18 @@ class Observed:
                 self.chunks[span.seq].append(span.start + span.length)
         return self._begin(plan)
 
-    def answers(self, work: List[Work], *, at_once: int = 1, seed: int = 0, pages: int | None = None, warm: bool = False) -> list[Answer]:
-        """For each sample, tokens with log probability, rank and likeliest tokens; and the same for its prompt's tokens, by position.
-        Samples that compute their prompt by themselves must have the same of it.
+    def answers(
+        self,
+        work: List[Work],
+        *,
+        at_once: int = 1,
+        seed: int = 0,
+        pages: int | None = None,
+        warm: bool = False,
+    ) -> list[Answer]:
+        """For each sample, tokens with log probability, rank and likeliest tokens; and the same for its
+        prompt's tokens, by position. Samples that compute their prompt by themselves must have the same of
+        it.
 
         Args:
             at_once: prompts, at most; their order and the steps at which they arrive are drawn by the seed.
@@ -109,11 +135,17 @@ class Observed:
                 else:
                     raise AssertionError(update)
             engine.scheduler.check_integrity()
-        return [(found[f"{i}.{n}"], sorted(scored[i].items())) for i, (_, how) in enumerate(work) for n in range(how.n)]
+        return [
+            (found[f"{i}.{n}"], sorted(scored[i].items()))
+            for i, (_, how) in enumerate(work)
+            for n in range(how.n)
+        ]
 
 
 def differences(one: List[Answer], other: List[Answer]) -> int:
-    """Samples that differ in a token or in a bit of a log probability. Python's floats represent float32 exactly."""
+    """Samples that differ in a token or in a bit of a log probability. Python's floats represent float32
+    exactly.
+    """
     return sum(a != b for a, b in zip(one, other, strict=True))
 
 
@@ -137,7 +169,9 @@ def check_invariance(engine: Engine, count: int, *, vocab: int = 96, seed: int =
     before = scheduler.registry.num_preemptions
     assert differences(preempted(observed, work, seed=seed), alone) == 0
     forced = scheduler.registry.num_preemptions - before
-    assert forced >= count // 10 and observed.repeated > count // 2, "the pool was too large to force anything"
+    assert forced >= count // 10 and observed.repeated > count // 2, (
+        "the pool was too large to force anything"
+    )
     assert engine.compiles_since_start == 0
 
 

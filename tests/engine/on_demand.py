@@ -1,7 +1,8 @@
-"""Engines whose programs are compiled when a step first needs them. Most tests need few of a table's programs.
+"""Engines whose programs are compiled when a step first needs them. Most tests need few of a table's
+programs.
 
-The table and the choice of programs are those of any engine. The start is another: nothing is compiled ahead, warmed
-up or measured. So tests of the start and of costs have whole engines.
+The table and the choice of programs are those of any engine. The start is another: nothing is compiled ahead,
+warmed up or measured. So tests of the start and of costs have whole engines.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ MOST_READY = 64  # a process has 65,530 memory maps, and a program needs hundred
 
 
 class OnDemand(Programs):
-    """All of a table's programs, each compiled when it is first called. Equal programs are compiled once by all
-    processes of a test run, whatever the options of their engines."""
+    """All of a table's programs, each compiled when it is first called. Equal programs are compiled once by
+    all processes of a test run, whatever the options of their engines.
+    """
 
     options: ClassVar[CompilerOptions] = {}
-    ready: ClassVar[dict[tuple[str, int, Key], Any]] = {}  # in this process, by fingerprint and number of pages
+    # in this process, by fingerprint and number of pages
+    ready: ClassVar[dict[tuple[str, int, Key], Any]] = {}
 
     def __init__(
         self,
@@ -75,7 +78,8 @@ class OnDemand(Programs):
     def _obtained(self, key: Key) -> Any:
         """Loads the program, or compiles and saves it, in a folder for its text.
 
-        Another file names this folder by the spec and the key, so that no process lowers the program only to find it.
+        Another file names this folder by the spec and the key, so that no process lowers the program only to
+        find it.
         """
         name = hashlib.sha256(f"{self._names} {key} {self.options}".encode()).hexdigest()
         known = cache_root() / "known" / name[:24]
@@ -92,8 +96,14 @@ class OnDemand(Programs):
 
     def _by_text(self, key: Key) -> tuple[str, Any]:
         lowered = lower(self.spec, key)
-        identity = {name: self._identity[name] for name in ("processor", "mesh", "devices", "jax", "jaxlib", "kernels")}
-        text = f"{identity} {self.options} {kernels_digest()} {lowered.args_info} {lowered.out_info} {lowered.as_text()}"
+        identity = {
+            name: self._identity[name]
+            for name in ("processor", "mesh", "devices", "jax", "jaxlib", "kernels")
+        }
+        text = (
+            f"{identity} {self.options} {kernels_digest()} {lowered.args_info} {lowered.out_info}"
+            f" {lowered.as_text()}"
+        )
         digest = hashlib.sha256(text.encode()).hexdigest()[:24]
         with suppress(UntrustedProgram):  # there is none
             return digest, self._loaded(digest)
@@ -107,7 +117,9 @@ class OnDemand(Programs):
 
 @functools.cache
 def kernels_digest() -> str:
-    """A hash of the sources of a CPU's kernels. A program's text says everything else, but these only by name."""
+    """A hash of the sources of a CPU's kernels. A program's text says everything else, but these only by
+    name.
+    """
     folder = Path(pallas_kernels.__file__).parent
     digest = hashlib.sha256()
     for file in kernel_sources(folder):

@@ -19,7 +19,14 @@ from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.text.masks import AllOf, AllowedTokens
 
-SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120, "warm_up": "all"}
+SMALL = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 136,
+    "tile_size": 64,
+    "page_size": 16,
+    "num_pages": 120,
+    "warm_up": "all",
+}
 
 
 class Estimates(StepCosts):
@@ -31,11 +38,13 @@ class Estimates(StepCosts):
     observe_burst = observe
 
 
-Work = tuple[list[int], SamplingParams] | tuple[list[int], SamplingParams, str | None]  # a prompt, and its cache salt
+# a prompt, and its cache salt
+Work = tuple[list[int], SamplingParams] | tuple[list[int], SamplingParams, str | None]
 
 
 def limit_pages(engine: Engine, num_pages: int, num_states: int | None = None) -> None:
-    """Let an idle engine use fewer pages than its cache has, and fewer states: it preempts, with programs that are compiled already.
+    """Let an idle engine use fewer pages than its cache has, and fewer states: it preempts, with programs
+    that are compiled already.
 
     Its cache is empty.
     """
@@ -73,7 +82,9 @@ def run(engine: Engine, work: List[Work], each_step: Callable[[], object] = lamb
             if isinstance(update, PromptScores):
                 answers[update.request_id].scores.append(update)
                 continue
-            assert not any(u.finish_reason for u in answers[update.request_id].updates), "a token after the end"
+            assert not any(u.finish_reason for u in answers[update.request_id].updates), (
+                "a token after the end"
+            )
             answers[update.request_id].updates.append(update)
         engine.scheduler.check_integrity()
         each_step()
@@ -88,7 +99,9 @@ def overlapped_steps(engine: Engine) -> tuple[int, int]:
     return sum(after.dispatched < step.ended for step, after in pairs), len(pairs)
 
 
-def requests_of(name: str, prompt: list[int], params: SamplingParams, salt: str | None = None) -> list[Request]:
+def requests_of(
+    name: str, prompt: list[int], params: SamplingParams, salt: str | None = None
+) -> list[Request]:
     """One request for each of the n samples."""
     return [
         Request(

@@ -85,8 +85,9 @@ class Sharing:
         return engine
 
     def check(self, work: List[Work], each_step: Callable[[], object] = lambda: None) -> list[list[Answer]]:
-        """Runs requests together, and returns each one's samples. Fails if a sample's tokens differ from those
-        it gets alone."""
+        """Runs requests together, and returns each one's samples. Fails if a sample's tokens differ from
+        those it gets alone.
+        """
         answers = iter(run(self.engine, work, each_step))
         found = [[next(answers) for _ in range(one[1].n)] for one in work]
         for (prompt, how, *_), samples in zip(work, found, strict=True):
@@ -111,13 +112,18 @@ class Sharing:
 
 
 def check_equal(found: List[Answer], expected: List[Answer]) -> None:
-    """Checks that tokens are equal, except for a sampled one at a near-tie in a thousand: the programs round differently, and a draw on the
-    border of two tokens takes the one or the other. What follows it differs, too."""
+    """Checks that tokens are equal, except for a sampled one at a near-tie in a thousand: the programs round
+    differently, and a draw on the border of two tokens takes the one or the other. What follows it differs,
+    too.
+    """
     ties = 0
     for one, other in zip(found, expected, strict=True):
         if one.tokens != other.tokens:
             token, instead = next((a, b) for a, b in zip(one.tokens, other.tokens, strict=False) if a != b)
-            assert one.sequence.request.params.temperature == 1.0 and abs(token - instead) == 1, (token, instead)
+            assert one.sequence.request.params.temperature == 1.0 and abs(token - instead) == 1, (
+                token,
+                instead,
+            )
             ties += 1
     assert ties <= sum(len(answer.tokens) for answer in found) / 1000
 

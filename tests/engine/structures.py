@@ -24,7 +24,9 @@ class Structure(NamedTuple):
 
 
 def structures(count: int, seed: int) -> list[Structure]:
-    """`count` structures: half are JSON schemas; the others are regular expressions, choices and Lark grammars in turn."""
+    """`count` structures: half are JSON schemas; the others are regular expressions, choices and Lark
+    grammars in turn.
+    """
     rng = random.Random(seed)
     kinds = (json_schema, regular_expression, json_schema, choice, json_schema, grammar)
     return [kinds[i % len(kinds)](rng) for i in range(count)]
@@ -88,7 +90,9 @@ def _string(rng: random.Random, _: int) -> dict[str, Any]:
 def _integer(rng: random.Random, _: int) -> dict[str, Any]:
     low = rng.randint(-(10 ** rng.randint(0, 6)), 10 ** rng.randint(0, 6))
     high = low + rng.randint(2, 10 ** rng.randint(1, 6))
-    names = rng.choice((("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum"), ("minimum", "exclusiveMaximum")))
+    names = rng.choice(
+        (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum"), ("minimum", "exclusiveMaximum"))
+    )
     return {"type": "integer", names[0]: low, names[1]: high}
 
 
@@ -106,7 +110,9 @@ def _null(rng: random.Random, _: int) -> dict[str, Any]:
 
 
 def _value(rng: random.Random) -> object:
-    return rng.choice((None, True, rng.randint(-99, 99), 2.5, rng.choice(WORDS), [1, "a"], {"k": [], "ä": None}))
+    return rng.choice(
+        (None, True, rng.randint(-99, 99), 2.5, rng.choice(WORDS), [1, "a"], {"k": [], "ä": None})
+    )
 
 
 def _const(rng: random.Random, _: int) -> dict[str, Any]:
@@ -144,7 +150,9 @@ def _literal(rng: random.Random) -> str:
 def choice(rng: random.Random) -> Structure:
     """Options, some of which are prefixes of others."""
     characters = LITERALS + "\n\t🙂名\x7f"
-    options = ["".join(rng.choice(characters) for _ in range(rng.randint(1, 10))) for _ in range(rng.randint(1, 5))]
+    options = [
+        "".join(rng.choice(characters) for _ in range(rng.randint(1, 10))) for _ in range(rng.randint(1, 5))
+    ]
     options += [option + rng.choice(characters) for option in options[:2]]
     return Structure(StructuredOutputs(choice=options), lambda text: text in options)
 
@@ -163,7 +171,10 @@ def _rules(rng: random.Random) -> Structure:
         rules.append(f"{_rule_name(i)}: {' | '.join(lark for lark, _ in alternatives)}")
         meant.append(f"(?:{'|'.join(regex for _, regex in alternatives)})")
     pattern = meant[-1]
-    return Structure(StructuredOutputs(grammar="\n".join(reversed(rules))), lambda text: re.fullmatch(pattern, text) is not None)
+    return Structure(
+        StructuredOutputs(grammar="\n".join(reversed(rules))),
+        lambda text: re.fullmatch(pattern, text) is not None,
+    )
 
 
 def _alternative(rng: random.Random, rule: int, later: list[str]) -> tuple[str, str]:

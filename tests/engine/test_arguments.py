@@ -29,11 +29,17 @@ BAD_PARAMS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_PARAMS.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD_PARAMS.items() for value in values]
+)
 def test_bad_parameters(name: str, value: object) -> None:
     with pytest.raises(InvalidArgument) as caught:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
-    assert caught.value.field == name and str(caught.value).startswith(f"{name}=") and len(caught.value.limit) > 5
+    assert (
+        caught.value.field == name
+        and str(caught.value).startswith(f"{name}=")
+        and len(caught.value.limit) > 5
+    )
 
 
 def test_a_parameter_that_does_not_exist() -> None:
@@ -73,7 +79,10 @@ def test_options_of_vllm_that_change_nothing(options: dict[str, Any]) -> None:
 
 
 def test_options_of_vllm_that_would_change_something() -> None:
-    for name, value, reason in (("skip_tokenizer_init", True, "always loaded"), ("cpu_offload_gb", 4, "not offloaded")):
+    for name, value, reason in (
+        ("skip_tokenizer_init", True, "always loaded"),
+        ("cpu_offload_gb", 4, "not offloaded"),
+    ):
         with pytest.raises(InvalidArgument, match=reason) as refused:
             EngineConfig.of("demo", {name: value})
         assert refused.value.field == name

@@ -1,4 +1,6 @@
-"""AsyncLLM: outputs equal LLM's, every request ends once, no caller waits forever, and all pages are released."""
+"""AsyncLLM: outputs equal LLM's, every request ends once, no caller waits forever, and all pages are
+released.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,27 @@ from tests.engine.running import SMALL
 WORK = [
     (TEXT, SamplingParams(temperature=0.0, max_tokens=24)),
     ([5, 6, 7], SamplingParams(temperature=1.0, seed=3, max_tokens=40, logprobs=2)),
-    ({"prompt_token_ids": [9] * 70}, SamplingParams(temperature=0.9, top_k=20, seed=4, max_tokens=30, stop=["ex", "qu"])),
-    ("naïve café", SamplingParams(temperature=1.2, seed=5, max_tokens=60, stop_token_ids=[7, 300, 301, 302, 303], min_tokens=4)),
-    (TEXT, SamplingParams(temperature=0.8, seed=6, max_tokens=20, repetition_penalty=1.2, logit_bias={99: 2.0}, prompt_logprobs=1)),
+    (
+        {"prompt_token_ids": [9] * 70},
+        SamplingParams(temperature=0.9, top_k=20, seed=4, max_tokens=30, stop=["ex", "qu"]),
+    ),
+    (
+        "naïve café",
+        SamplingParams(
+            temperature=1.2, seed=5, max_tokens=60, stop_token_ids=[7, 300, 301, 302, 303], min_tokens=4
+        ),
+    ),
+    (
+        TEXT,
+        SamplingParams(
+            temperature=0.8,
+            seed=6,
+            max_tokens=20,
+            repetition_penalty=1.2,
+            logit_bias={99: 2.0},
+            prompt_logprobs=1,
+        ),
+    ),
 ]
 
 
@@ -55,7 +75,9 @@ def joined(deltas: list[RequestOutput]) -> RequestOutput:
     whole = dataclasses.replace(deltas[-1], prompt_logprobs=deltas[0].prompt_logprobs)
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
     parts = [delta.outputs[0] for delta in deltas]
-    logprobs = None if parts[0].logprobs is None else [entry for part in parts for entry in part.logprobs or []]
+    logprobs = (
+        None if parts[0].logprobs is None else [entry for part in parts for entry in part.logprobs or []]
+    )
     text, ids = "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
     whole.outputs = [dataclasses.replace(parts[-1], text=text, token_ids=ids, logprobs=logprobs)]
     return whole
@@ -74,13 +96,19 @@ def assert_equal(one: RequestOutput, other: RequestOutput) -> None:
 
 
 def test_outputs_are_those_of_llm(llm: LLM, fresh: AsyncLLM) -> None:
-    """All four run together, each in three ways: the last cumulative output, the sum of the deltas, the final output."""
+    """All four run together, each in three ways: the last cumulative output, the sum of the deltas, the final
+    output.
+    """
     expected = llm.generate([p for p, _ in WORK], [s for _, s in WORK], use_tqdm=False)
-    assert {output.outputs[0].finish_reason for output in expected} == {"stop", "length"}, "the work lost its variety"
+    assert {output.outputs[0].finish_reason for output in expected} == {"stop", "length"}, (
+        "the work lost its variety"
+    )
 
     async def main() -> None:
         kinds = ("cumulative", "delta", "final")
-        got = await asyncio.gather(*[collect(fresh, p, s, output_kind=kind) for kind in kinds for p, s in WORK])
+        got = await asyncio.gather(
+            *[collect(fresh, p, s, output_kind=kind) for kind in kinds for p, s in WORK]
+        )
         for i, known in enumerate(expected):
             cumulative, delta, final = got[i], got[len(WORK) + i], got[2 * len(WORK) + i]
             assert len(final) == 1
@@ -114,7 +142,11 @@ def test_abort(fresh: AsyncLLM) -> None:
         async for output in fresh.generate(TEXT, LONG, request_id="mine"):
             outputs.append(output)
             if len(outputs) == 3:
-                assert await fresh.abort("mine") and not await fresh.abort("mine") and not await fresh.abort("yours")
+                assert (
+                    await fresh.abort("mine")
+                    and not await fresh.abort("mine")
+                    and not await fresh.abort("yours")
+                )
         assert outputs[-1].finished and len(outputs) == 4 and outputs[-1].metrics.finished is not None
         assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("abort", None)
         assert not await fresh.abort("mine")
@@ -164,9 +196,14 @@ def test_timeouts() -> None:
     async def main() -> None:
         async with counting(CountingRunner(0.005)) as llm:
             start = time.monotonic()
-            now, soon, late = await asyncio.gather(*[collect(llm, TEXT, LONG, timeout=seconds) for seconds in (0, 0.2, 60.0)])
+            now, soon, late = await asyncio.gather(
+                *[collect(llm, TEXT, LONG, timeout=seconds) for seconds in (0, 0.2, 60.0)]
+            )
             for outputs in (now, soon):
-                assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("abort", "timeout")
+                assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == (
+                    "abort",
+                    "timeout",
+                )
             assert 1 <= len(now) <= 3 and 3 < len(soon) < 100
             assert late[-1].outputs[0].finish_reason == "length" and time.monotonic() - start > 0.2
             await wait_until_idle(llm)
@@ -200,7 +237,11 @@ def test_refused_before_it_is_queued(prompt: Any, options: dict[str, Any], field
             with pytest.raises(InvalidArgument) as refused:
                 await collect(llm, prompt, **options)
             assert refused.value.field == field
-            assert list(llm._handles) == ["taken"] and len(llm._live._live) == 1 and len(llm.backend.engine.scheduler.registry.by_id) == 1
+            assert (
+                list(llm._handles) == ["taken"]
+                and len(llm._live._live) == 1
+                and len(llm.backend.engine.scheduler.registry.by_id) == 1
+            )
         await llm.close()
         assert_idle(llm)
 
@@ -215,7 +256,9 @@ def test_500_requests_with_random_aborts_and_timeouts(fresh: AsyncLLM) -> None:
         how = rng.choice(["finish", "finish", "abort", "timeout", "leave", "cancel"])
         prompt = [rng.randrange(300) for _ in range(rng.randint(1, 100))]
         n, temperature = rng.choice([(1, 0.0), (1, 1.0), (3, 1.0)])
-        params = SamplingParams(n=n, max_tokens=rng.randint(1, 24), temperature=temperature, stop=rng.choice([[], ["e"]]))
+        params = SamplingParams(
+            n=n, max_tokens=rng.randint(1, 24), temperature=temperature, stop=rng.choice([[], ["e"]])
+        )
         ended, seen, most = 0, 0, rng.randint(1, 10)
         name = str(number)
         await asyncio.sleep(rng.random() * 2)

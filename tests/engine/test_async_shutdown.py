@@ -1,4 +1,6 @@
-"""The end of an AsyncLLM: by an error, `close`, the end of its event loop or of the process. No caller waits forever."""
+"""The end of an AsyncLLM: by an error, `close`, the end of its event loop or of the process. No caller waits
+forever.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ def test_an_error_in_the_engine_reaches_everybody(fail_at: int) -> None:
     async def main() -> None:
         llm = counting(CountingRunner(0.001, fail_at))
         async with asyncio.timeout(10):
-            answers = await asyncio.gather(*[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True)
+            answers = await asyncio.gather(
+                *[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True
+            )
             for answer in answers:  # 8 run and 12 wait
-                assert isinstance(answer, EngineDead) and "on fire" in str(answer) and isinstance(answer.__cause__, FloatingPointError)
+                assert (
+                    isinstance(answer, EngineDead)
+                    and "on fire" in str(answer)
+                    and isinstance(answer.__cause__, FloatingPointError)
+                )
             with pytest.raises(EngineDead, match="on fire"):
                 await collect(llm, TEXT)
             assert not llm._handles
@@ -44,7 +52,9 @@ def test_an_error_in_making_text_reaches_everybody() -> None:
     async def main() -> None:
         llm = counting(CountingRunner(0.001), Broken(byte_level()))
         async with asyncio.timeout(10):
-            answers = await asyncio.gather(*[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True)
+            answers = await asyncio.gather(
+                *[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True
+            )
             assert all(isinstance(answer, EngineDead) and "120" in str(answer) for answer in answers)
             await llm.close()
         assert not llm.backend._thread.is_alive()
@@ -82,7 +92,9 @@ def test_shutdown_ends_requests_and_operations() -> None:
 
     async def main() -> None:
         llm = counting(CountingRunner(0.003))
-        tasks = [asyncio.create_task(collect(llm, TEXT, LONG)) for _ in range(12)] + [asyncio.create_task(llm.do(Endless()))]
+        tasks = [asyncio.create_task(collect(llm, TEXT, LONG)) for _ in range(12)] + [
+            asyncio.create_task(llm.do(Endless()))
+        ]
         while llm.backend.engine.scheduler.registry.num_running < 8:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(llm.shutdown)
@@ -103,7 +115,8 @@ def test_the_drain_does_not_wait_for_slow_readers_and_can_be_cut_short() -> None
         llm = counting(CountingRunner())
         reader = llm.generate(TEXT, LONG)
         await anext(reader)
-        await asyncio.wait_for(llm.close(drain=60), 10)  # all is generated; that it has not been read is no reason to wait
+        # all is generated; that it has not been read is no reason to wait
+        await asyncio.wait_for(llm.close(drain=60), 10)
         assert [output.outputs[0].finish_reason async for output in reader] == ["length"]
         llm = counting(CountingRunner(0.05))
         reading = asyncio.create_task(collect(llm, TEXT, LONG))
@@ -158,5 +171,7 @@ assert llm.backend.engine.has_work and llm.backend._thread.is_alive()
 
 def test_a_process_may_end_without_closing() -> None:
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -34,12 +34,18 @@ def test_whatever_runs_beside_it(make_engine: Callable[..., Engine]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("variant", "options"), FULL)
-def test_two_hundred_requests(variant: str, options: dict[str, Any], make_engine: Callable[..., Engine]) -> None:
+def test_two_hundred_requests(
+    variant: str, options: dict[str, Any], make_engine: Callable[..., Engine]
+) -> None:
     check_invariance(make_engine(variant, optimized=True, **{**OPTIONS, **options}), 200, seed=1)
 
 
-def test_where_a_resumed_sequence_is_prefilled_bits_differ(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one of the rules, tiles compute tokens that rows had generated. This shows that the tests above can fail."""
+def test_where_a_resumed_sequence_is_prefilled_bits_differ(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one of the rules, tiles compute tokens that rows had generated. This shows that the tests above
+    can fail.
+    """
     engine = make_engine(optimized=True, dtype="bfloat16", **OPTIONS)
     monkeypatch.setattr(BatchInvariant, "prefilled", lambda self, sequence: len(sequence.tokens))
     observed, work = Observed(engine), random_work(30, vocab=96, seed=0)
@@ -54,11 +60,17 @@ def test_without_it_bits_differ(dtype: str, make_engine: Callable[..., Engine]) 
     observed = Observed(make_engine(optimized=True, dtype=dtype, **{**OPTIONS, "batch_invariant": False}))
     work = random_work(30, vocab=96, seed=0)
     alone = [answer for one in work for answer in observed.answers([one])]
-    together = [observed.answers(work, at_once=32), preempted(observed, work), observed.answers(work, at_once=7, warm=True)]
+    together = [
+        observed.answers(work, at_once=32),
+        preempted(observed, work),
+        observed.answers(work, at_once=7, warm=True),
+    ]
     assert dtype == "float32" or sum(differences(answers, alone) for answers in together) > 0
 
 
-def test_what_cannot_keep_it_is_refused(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_keep_it_is_refused(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InvalidArgument, match=r"batch_invariant.*dtype=float16"):
         make_engine(dtype="float16", **OPTIONS)
     monkeypatch.setattr("jengine.execution.batch_invariance.cpu_refused", lambda: "llvmlite is not installed")

@@ -1,5 +1,6 @@
-"""Beam search in the engine, compared with transformers' logits and beams and with vLLM's answers; beside other
-requests."""
+"""Beam search in the engine, compared with transformers' logits and beams and with vLLM's answers; beside
+other requests.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +28,23 @@ TEXT = "The quick brown fox"
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "golden" / "beams.json").read_text())
 VLLM: dict[str, Any] = json.loads(BEAM_ANSWERS.read_text())
 QUICK = {"gemma2"}  # full attention and windows; the rest differ outside what beams add
-VARIANTS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RECORDED if name != "versions"]
+VARIANTS = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.full)
+    for name in RECORDED
+    if name != "versions"
+]
 
 
 def search(
-    engine: Engine, work: list[tuple[list[int], BeamSearchParams]], each_step: Callable[[], object] = lambda: None
+    engine: Engine,
+    work: list[tuple[list[int], BeamSearchParams]],
+    each_step: Callable[[], object] = lambda: None,
 ) -> list[list[Beam]]:
     found: dict[str, list[Beam]] = {}
     for i, (prompt, params) in enumerate(work):
-        request = Request(request_id=str(i), prompt_token_ids=prompt, params=sampling_of(params), beams=params)
+        request = Request(
+            request_id=str(i), prompt_token_ids=prompt, params=sampling_of(params), beams=params
+        )
         engine.limits.validate(request)
         engine.add(request)
     while engine.has_work:
@@ -49,7 +58,12 @@ def search(
 
 
 def params_of(case: dict[str, Any]) -> BeamSearchParams:
-    return BeamSearchParams(beam_width=case["width"], max_tokens=12, length_penalty=case["length_penalty"], ignore_eos=case["eos"] is None)
+    return BeamSearchParams(
+        beam_width=case["width"],
+        max_tokens=12,
+        length_penalty=case["length_penalty"],
+        ignore_eos=case["eos"] is None,
+    )
 
 
 def assert_equal(found: list[Beam], wanted: list[Any]) -> None:
@@ -78,7 +92,8 @@ def test_beams_are_those_of_transformers_logits(variant: str, make_engine: Calla
                 assert_equal(found, case["transformers"])
     engine.model = dataclasses.replace(model, eos_token_ids=())
     ignoring = [case for case in RECORDED[variant] if case["eos"] is None]
-    together = search(engine, [(case["prompt"], params_of(case)) for case in ignoring])  # in one batch, as far as there are slots
+    # in one batch, as far as there are slots
+    together = search(engine, [(case["prompt"], params_of(case)) for case in ignoring])
     for found, case in zip(together, ignoring, strict=True):
         assert_equal(found, case["beams"])
     assert engine.compiles_since_start == 0 and owned > 0
@@ -98,7 +113,9 @@ def test_a_family_that_is_preempted_finds_the_same(make_engine: Callable[..., En
             engine.scheduler.registry.preempt(running[-1])
             engine.scheduler.check_integrity()
 
-    for found, expected in zip(search(engine, [(prompt, params) for prompt in prompts], preempt), alone, strict=True):
+    for found, expected in zip(
+        search(engine, [(prompt, params) for prompt in prompts], preempt), alone, strict=True
+    ):
         assert_equal(found, [(beam.tokens, beam.cumulative, False) for beam in expected])
     assert engine.scheduler.registry.num_preemptions == 4 and engine.compiles_since_start == 0
 
@@ -121,7 +138,9 @@ def online(llm: LLM) -> Iterator[AsyncLLM]:
 
 
 def test_one_beam_is_greedy(llm: LLM) -> None:
-    greedy = llm.generate(TEXT, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0), use_tqdm=False)[0]
+    greedy = llm.generate(
+        TEXT, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0), use_tqdm=False
+    )[0]
     [output] = llm.beam_search(TEXT, BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True))
     [beam] = output.sequences
     assert beam.tokens == [*greedy.prompt_token_ids, *greedy.outputs[0].token_ids]
@@ -138,16 +157,20 @@ def test_what_comes_back(llm: LLM) -> None:
         llm.beam_search(prompts, params, concurrency_limit=1), outputs, strict=True
     ):  # in other programs: bits may differ
         for mine, theirs in zip(one.sequences, other.sequences, strict=True):
-            assert (mine.tokens, mine.text, mine.finish_reason) == (theirs.tokens, theirs.text, theirs.finish_reason)
+            assert (mine.tokens, mine.text, mine.finish_reason) == (
+                theirs.tokens,
+                theirs.text,
+                theirs.finish_reason,
+            )
             assert mine.cum_logprob == pytest.approx(theirs.cum_logprob, abs=1e-4)
     for output in outputs:
         assert len(output.sequences) == 3
         for beam in output.sequences:
             chosen = beam.tokens[-len(beam.logprobs) :]
             assert [len(position) for position in beam.logprobs] == [6] * len(chosen)
-            assert sum(position[token].logprob for token, position in zip(chosen, beam.logprobs, strict=True)) == pytest.approx(
-                beam.cum_logprob
-            )
+            assert sum(
+                position[token].logprob for token, position in zip(chosen, beam.logprobs, strict=True)
+            ) == pytest.approx(beam.cum_logprob)
     assert "cum_logprob" in repr(outputs[0].sequences[0]) and "<pre" in outputs[0]._repr_html_()
     assert llm.engine.compiles_since_start == 0
 
@@ -174,7 +197,9 @@ def test_beams_and_others_do_not_change_each_other(llm: LLM) -> None:
     assert [one.token_ids for one in given] == [one.token_ids for one in answers]
     for output in found:
         prompt = output.prompt_token_ids
-        assert [[*prompt, *beam.token_ids] for beam in output.outputs] == [beam.tokens for beam in alone.sequences]
+        assert [[*prompt, *beam.token_ids] for beam in output.outputs] == [
+            beam.tokens for beam in alone.sequences
+        ]
         assert [beam.index for beam in output.outputs] == [0, 1, 2] and output.finished
 
 
@@ -184,7 +209,11 @@ def test_online_a_search_has_one_output(online: AsyncLLM) -> None:
         for kind in ("cumulative", "delta", "final"):
             outputs = [output async for output in online.generate(TEXT, params, output_kind=kind)]  # type: ignore[arg-type]
             [output] = outputs
-            assert [len(beam.token_ids) for beam in output.outputs] == [8, 8, 8] and output.metrics.first_token is not None
+            assert [len(beam.token_ids) for beam in output.outputs] == [
+                8,
+                8,
+                8,
+            ] and output.metrics.first_token is not None
             assert all(beam.logprobs is None and beam.cumulative_logprob for beam in output.outputs)
         handle = online.submit(TEXT, BeamSearchParams(beam_width=3, max_tokens=150, ignore_eos=True))
         assert handle.abort()
@@ -215,10 +244,16 @@ def test_what_cannot_be_searched_is_rejected(llm: LLM) -> None:
 @pytest.mark.parametrize("name", BEAMS)
 def test_vllms_answers(name: str, case_models: dict[str, LLM]) -> None:
     case = BEAMS[name]
-    [output] = case_models[case.model].beam_search(case.prompt, BeamSearchParams(**case.params, include_stop_str_in_output=True))
+    [output] = case_models[case.model].beam_search(
+        case.prompt, BeamSearchParams(**case.params, include_stop_str_in_output=True)
+    )
     for mine, theirs in zip(output.sequences, VLLM[name], strict=True):
         assert mine.tokens == theirs["tokens"] and mine.text == theirs["text"]
         assert mine.cum_logprob == pytest.approx(theirs["cum_logprob"], abs=1e-3)
     for position, recorded in zip(output.sequences[0].logprobs, VLLM[name][0]["logprobs"], strict=True):
-        assert [(token, entry.rank) for token, entry in position.items()] == [(token, rank) for token, _, rank, _ in recorded]
-        assert [entry.logprob for entry in position.values()] == pytest.approx([value for _, value, _, _ in recorded], abs=1e-4)
+        assert [(token, entry.rank) for token, entry in position.items()] == [
+            (token, rank) for token, _, rank, _ in recorded
+        ]
+        assert [entry.logprob for entry in position.values()] == pytest.approx(
+            [value for _, value, _, _ in recorded], abs=1e-4
+        )

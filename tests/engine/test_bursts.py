@@ -23,11 +23,19 @@ from tests.engine.running import SMALL, prompts, run
 
 WORK = [
     ([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=50)),
-    *[(prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=20 + i)) for i, prompt in enumerate(prompts(4, vocab=96, longest=90))],
+    *[
+        (prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=20 + i))
+        for i, prompt in enumerate(prompts(4, vocab=96, longest=90))
+    ],
     ([9] * 20, SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=-3, max_tokens=33)),
     ([9] * 20, SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=29)),
     ([1], SamplingParams(temperature=1.0, seed=4, max_tokens=60, stop_token_ids=list(range(0, 96, 7)))),
-    ([2], SamplingParams(temperature=1.0, seed=4, max_tokens=60, min_tokens=20, stop_token_ids=list(range(0, 96, 7)))),
+    (
+        [2],
+        SamplingParams(
+            temperature=1.0, seed=4, max_tokens=60, min_tokens=20, stop_token_ids=list(range(0, 96, 7))
+        ),
+    ),
     ([3], SamplingParams(temperature=0.0, max_tokens=1)),
     ([4], SamplingParams(temperature=0.0, max_tokens=None)),
 ]
@@ -49,21 +57,31 @@ def llms(text_model: Path) -> list[LLM]:
 
 
 @pytest.mark.parametrize(("how", "overlap"), [(8, True), ("auto", False)])
-def test_tokens_are_those_of_single_steps(how: int | str, overlap: bool, llms: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_of_single_steps(
+    how: int | str, overlap: bool, llms: list[LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, engine = [llm.engine for llm in llms]
     monkeypatch.setattr(engine, "overlap", overlap)
-    monkeypatch.setattr(engine.scheduler, "options", dataclasses.replace(engine.scheduler.options, num_scheduler_steps=how))
+    monkeypatch.setattr(
+        engine.scheduler, "options", dataclasses.replace(engine.scheduler.options, num_scheduler_steps=how)
+    )
     run_so_far = bursts(engine, monkeypatch)
     answers = run(engine, WORK)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in run(plain, WORK)]
     for answer in answers:  # only the last token says why
-        assert [update.finish_reason is None for update in answer.updates] == [True] * (len(answer.tokens) - 1) + [False]
+        assert [update.finish_reason is None for update in answer.updates] == [True] * (
+            len(answer.tokens) - 1
+        ) + [False]
     assert run_so_far() > 5 and engine.compiles_since_start == 0
 
 
 def test_rows_take_their_positions_from_the_device(llms: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's position of a row whose token is on the device is a bound, which programs do not read."""
-    expected, pack, changed = [answer.tokens for answer in run(llms[0].engine, WORK)], BatchLayout.pack, list[int]()
+    expected, pack, changed = (
+        [answer.tokens for answer in run(llms[0].engine, WORK)],
+        BatchLayout.pack,
+        list[int](),
+    )
 
     def with_bounds(layout: BatchLayout, plan: StepPlan) -> np.ndarray:
         buffer, at, rows = pack(layout, plan), Batch(*layout.offsets), layout.key.rows  # type: ignore[arg-type]
@@ -83,7 +101,10 @@ def test_measured_rows_are_at_their_positions(llms: list[LLM]) -> None:
     engine = llms[1].engine
     runner, ready = engine.runner, engine.scheduler.predictor.ready
     bench, key = Bench(runner, ready), ready.bursts()[0]
-    for plan, end in ((bench.burst(key), 32 + key.steps), (bench.step(key.trunk, bench.rows_of(key.trunk), 50), 51)):
+    for plan, end in (
+        (bench.burst(key), 32 + key.steps),
+        (bench.step(key.trunk, bench.rows_of(key.trunk), 50), 51),
+    ):
         bench.seconds(plan)
         assert {runner.worker.state.slots.last[span.slot, 1].item() for span in plan.spans} == {end}
     engine.do(ResetPrefixCache())  # its pages were written
@@ -91,7 +112,9 @@ def test_measured_rows_are_at_their_positions(llms: list[LLM]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("variant", ["gemma2", "mistral_window", "gpt2"])
-def test_other_families(variant: str, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_families(
+    variant: str, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [answer.tokens for answer in run(make_engine(variant), WORK)]
     engine = make_engine(variant, num_scheduler_steps=8)
     run_so_far = bursts(engine, monkeypatch)
@@ -100,9 +123,16 @@ def test_other_families(variant: str, make_engine: Callable[..., Engine], monkey
 
 
 def test_stop_strings_and_what_needs_the_host(llms: list[LLM]) -> None:
-    text = llms[0].generate("The", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)[0].outputs[0].text
+    text = (
+        llms[0]
+        .generate("The", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)[0]
+        .outputs[0]
+        .text
+    )
     params = [
-        SamplingParams(temperature=0.0, max_tokens=60, stop=[text[at : at + 2]], include_stop_str_in_output=at % 2 == 0)
+        SamplingParams(
+            temperature=0.0, max_tokens=60, stop=[text[at : at + 2]], include_stop_str_in_output=at % 2 == 0
+        )
         for at in (3, 11, 20, 21, 22)
     ]
     params += [
@@ -111,9 +141,13 @@ def test_stop_strings_and_what_needs_the_host(llms: list[LLM]) -> None:
         SamplingParams(seed=3, max_tokens=30, repetition_penalty=1.3),
     ]
     compiles = llms[1].engine.compiles_since_start
-    plain, burst = ([llm.generate("The", one, use_tqdm=False)[0].outputs[0] for one in params] for llm in llms)
+    plain, burst = (
+        [llm.generate("The", one, use_tqdm=False)[0].outputs[0] for one in params] for llm in llms
+    )
     assert burst == plain
-    assert [llm.generate(["The"] * len(params), params, use_tqdm=False)[0].outputs[0] for llm in llms] == [plain[0]] * 2
+    assert [llm.generate(["The"] * len(params), params, use_tqdm=False)[0].outputs[0] for llm in llms] == [
+        plain[0]
+    ] * 2
     assert llms[1].engine.compiles_since_start == compiles
 
 

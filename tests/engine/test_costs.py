@@ -1,4 +1,6 @@
-"""Costs are measured at the first start, refined by steps, saved, loaded by the next start, and can be displayed."""
+"""Costs are measured at the first start, refined by steps, saved, loaded by the next start, and can be
+displayed.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def cache(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forces waiting for each step: steps of tiny models may finish before they are read, and would not count."""
+    """Forces waiting for each step: steps of tiny models may finish before they are read, and would not
+    count.
+    """
     read = program_set.Runner.read
 
     def waited(self: Any, step: InFlight) -> StepResult:
@@ -66,7 +70,10 @@ def load(cache: Path) -> StepCosts:
 
 
 def generate(engine: Engine) -> None:
-    how = [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), SamplingParams(temperature=1.0, seed=1, max_tokens=20)]
+    how = [
+        SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=1, max_tokens=20),
+    ]
     run(engine, [(prompt, how[i % 2]) for i, prompt in enumerate(prompts(12, vocab=200, longest=120))])
 
 
@@ -94,7 +101,9 @@ def test_a_later_start_measures_nothing_and_goes_on_from_what_was_refined(
     assert start(text_model, cache_dir=cache).scheduler.predictor.costs.to_json() == refined.to_json()
 
 
-def test_an_engine_that_is_forgotten_saves_what_it_learned(text_model: Path, cache: Path, waiting: None) -> None:
+def test_an_engine_that_is_forgotten_saves_what_it_learned(
+    text_model: Path, cache: Path, waiting: None
+) -> None:
     before = load(cache).to_json()
     generate(start(text_model, cache_dir=cache))
     gc.collect()
@@ -153,7 +162,9 @@ def test_an_async_llm_has_them_too_where_its_engine_is(text_model: Path, cache: 
     assert asyncio.run(ask()).samplers[0].seconds == costs.base(costs.table.samplers()[0])
 
 
-def test_the_command_prints_what_was_measured(text_model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_was_measured(
+    text_model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     command = ["plan", str(text_model), "--costs", *options]
     assert cli.main([*command, f"--cache-dir={cache}"]) == 0

@@ -46,13 +46,17 @@ def test_the_models_defaults_where_no_parameters_are_given(llm: LLM) -> None:
     assert tokens(llm) == recommended and len(recommended) == 5
     *_, streamed = llm.stream(TEXT)
     assert streamed.outputs[0].token_ids == recommended
-    assert tokens(llm, SamplingParams(temperature=0.0, max_tokens=9)) == tokens(llm, SamplingParams(temperature=0.0, max_tokens=9))
+    assert tokens(llm, SamplingParams(temperature=0.0, max_tokens=9)) == tokens(
+        llm, SamplingParams(temperature=0.0, max_tokens=9)
+    )
     assert len(tokens(llm, SamplingParams(temperature=0.0))) == 16, "what is given applies as it is"
 
 
 def test_online_too(llm: LLM) -> None:
     async def main() -> tuple[SamplingParams, list[int]]:
-        async with AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer, llm.get_default_sampling_params()) as online:
+        async with AsyncLLM.over(
+            EngineThread(llm.engine), llm.tokenizer, llm.get_default_sampling_params()
+        ) as online:
             outputs = [output async for output in online.generate(TEXT, output_kind="final")]
             return online.get_default_sampling_params(), outputs[-1].outputs[0].token_ids
 
@@ -60,7 +64,10 @@ def test_online_too(llm: LLM) -> None:
 
 
 def test_the_models_defaults_may_be_left_aside(folder: Path) -> None:
-    with on_demand(), LLM(folder, progress=False, **SMALL, max_model_len=192, generation_config="vllm") as llm:
+    with (
+        on_demand(),
+        LLM(folder, progress=False, **SMALL, max_model_len=192, generation_config="vllm") as llm,
+    ):
         assert llm.get_default_sampling_params() == SamplingParams()
     with pytest.raises(InvalidArgument, match="generation_config='mine': must be auto, vllm or None"):
         LLM(folder, progress=False, generation_config="mine")
@@ -80,11 +87,14 @@ def test_a_request_is_validated_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_seed_gives_prompts_different_noise(llm: LLM) -> None:
-    """The distribution is flat, so tokens depend only on the noise. A prompt gets the same noise at any index of the list."""
+    """The distribution is flat, so tokens depend only on the noise. A prompt gets the same noise at any index
+    of the list.
+    """
     flat = SamplingParams(temperature=1000.0, seed=7, max_tokens=8, ignore_eos=True)
     prompts: list[Any] = [[5, 6, 7], [5, 6, 8], [9]]
     forth, back = (
-        [output.outputs[0].token_ids for output in llm.generate(order, flat, use_tqdm=False)] for order in (prompts, prompts[::-1])
+        [output.outputs[0].token_ids for output in llm.generate(order, flat, use_tqdm=False)]
+        for order in (prompts, prompts[::-1])
     )
     assert len({*map(tuple, forth)}) == 3 and forth == back[::-1]
     assert forth == [tokens(llm, flat, prompt) for prompt in prompts]
@@ -102,10 +112,17 @@ def test_priorities(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [request.priority for request in queued] == [3, -1, 2, 2]
     queued.clear()
     llm.generate([TEXT] * 2, ttft_ms=[5e5, None], tpot_ms=4e5, client="anna", use_tqdm=False)
-    assert [(request.ttft_ms, request.tpot_ms, request.client) for request in queued] == [(5e5, 4e5, "anna"), (None, 4e5, "anna")]
+    assert [(request.ttft_ms, request.tpot_ms, request.client) for request in queued] == [
+        (5e5, 4e5, "anna"),
+        (None, 4e5, "anna"),
+    ]
     met = llm.stats["targets"]["met"]
     assert met >= 2 and llm.stats["targets"]["missed"] == 0
-    for level, field in (({"ttft_ms": 0.0}, "ttft_ms"), ({"tpot_ms": "1"}, "tpot_ms"), ({"client": "x" * 257}, "client")):
+    for level, field in (
+        ({"ttft_ms": 0.0}, "ttft_ms"),
+        ({"tpot_ms": "1"}, "tpot_ms"),
+        ({"client": "x" * 257}, "client"),
+    ):
         with pytest.raises(InvalidArgument) as refused:
             llm.generate(TEXT, **level, use_tqdm=False)  # type: ignore[arg-type]
         assert refused.value.field == field
@@ -119,6 +136,10 @@ def test_the_strategy_can_be_changed(llm: LLM) -> None:
     for strategy in ("memory", "throughput"):
         llm.set_strategy(strategy)
         llm.generate(TEXT, use_tqdm=False)
-        assert llm.stats["strategy"] == strategy and any(name.startswith(strategy) for name in llm.stats["decisions"])
-    with pytest.raises(InvalidArgument, match="strategy='speed': must be one of throughput, latency, memory, auto"):
+        assert llm.stats["strategy"] == strategy and any(
+            name.startswith(strategy) for name in llm.stats["decisions"]
+        )
+    with pytest.raises(
+        InvalidArgument, match="strategy='speed': must be one of throughput, latency, memory, auto"
+    ):
         llm.set_strategy("speed")

@@ -1,4 +1,6 @@
-"""Embeddings and scores equal transformers': alone, batched, in chunks, cached, preempted, and beside generation."""
+"""Embeddings and scores equal transformers': alone, batched, in chunks, cached, preempted, and beside
+generation.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def test_embeddings_are_transformers(pooling: str, dimensions: int | None, norma
 def test_after_a_prefix_hit(llm: LLM) -> None:
     llm.embed(PROMPTS, use_tqdm=False)
     again = llm.embed(PROMPTS, use_tqdm=False)
-    assert [output.num_cached_tokens for output in again] == [(len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS]
+    assert [output.num_cached_tokens for output in again] == [
+        (len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS
+    ]
     means = llm.embed(PROMPTS, pooling="mean", use_tqdm=False)
     assert [output.num_cached_tokens for output in means] == [0] * len(PROMPTS), "a mean needs every token"
     for last, mean, case in zip(again, means, CASES, strict=True):
@@ -93,7 +97,9 @@ def test_after_a_prefix_hit(llm: LLM) -> None:
         assert_equal(np.array(mean.outputs.embedding), case.vector("mean", True, None))
 
 
-def run(engine: Engine, requests: list[Request], each_step: Callable[[int], object] = lambda step: None) -> dict[str, list[Any]]:
+def run(
+    engine: Engine, requests: list[Request], each_step: Callable[[int], object] = lambda step: None
+) -> dict[str, list[Any]]:
     """The results for each request."""
     got: dict[str, list[Any]] = {request.request_id: [] for request in requests}
     for request in requests:
@@ -110,13 +116,17 @@ def run(engine: Engine, requests: list[Request], each_step: Callable[[int], obje
 
 
 def embedding_request(name: str, prompt: list[int], pooling: Any) -> Request:
-    return Request(request_id=name, prompt_token_ids=prompt, params=POOLED, pooling=PoolingParams(pooling=pooling))
+    return Request(
+        request_id=name, prompt_token_ids=prompt, params=POOLED, pooling=PoolingParams(pooling=pooling)
+    )
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("when", [1, 2, 3])
 def test_preempted(when: int, pooling: str, llm: LLM) -> None:
-    """After this many of its prompt's three chunks: their results may be read before or after the preemption."""
+    """After this many of its prompt's three chunks: their results may be read before or after the
+    preemption.
+    """
     scheduler = llm.engine.scheduler
 
     def preempt(step: int) -> None:
@@ -134,7 +144,10 @@ def test_beside_requests_that_generate(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
     llm.reset_prefix_cache()
-    generating = [Request(request_id=f"g{i}", prompt_token_ids=prompt, params=greedy) for i, prompt in enumerate(PROMPTS)]
+    generating = [
+        Request(request_id=f"g{i}", prompt_token_ids=prompt, params=greedy)
+        for i, prompt in enumerate(PROMPTS)
+    ]
     embedding = [embedding_request(f"e{i}", prompt, "mean") for i, prompt in enumerate(PROMPTS)]
     got = run(llm.engine, [request for pair in zip(generating, embedding, strict=True) for request in pair])
     for i, case in enumerate(CASES):
@@ -150,14 +163,18 @@ def test_a_prompt_may_fill_the_length(llm: LLM) -> None:
     assert len(vectors(llm, prompt)[0]) == SIZE
     with pytest.raises(InvalidArgument, match=f"193 tokens; at most max_model_len = {LENGTH}"):
         llm.embed([*prompt, 5], use_tqdm=False)
-    with pytest.raises(InvalidArgument, match=f"at least {LENGTH + 1} tokens; at most max_model_len = {LENGTH}"):
+    with pytest.raises(
+        InvalidArgument, match=f"at least {LENGTH + 1} tokens; at most max_model_len = {LENGTH}"
+    ):
         llm.embed(" " * (LENGTH + 1) * (llm.tokenizer.max_token_bytes or 0), use_tqdm=False)
 
 
 def test_texts_and_their_ids(llm: LLM) -> None:
     outputs = llm.embed(TEXTS, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [llm.tokenizer.encode(text) for text in TEXTS]
-    assert len({output.request_id for output in outputs}) == len(TEXTS) and all(output.finished for output in outputs)
+    assert len({output.request_id for output in outputs}) == len(TEXTS) and all(
+        output.finished for output in outputs
+    )
     ids: list[Any] = [output.prompt_token_ids for output in outputs]
     np.testing.assert_allclose(vectors(llm, ids), [output.outputs.embedding for output in outputs], atol=1e-5)
     assert llm.embed([], use_tqdm=False) == []
@@ -166,7 +183,10 @@ def test_texts_and_their_ids(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "params, message",
     [
-        ({"dimensions": SIZE + 1}, f"dimensions={SIZE + 1}: must be at most {SIZE}, the size of this model's embeddings"),
+        (
+            {"dimensions": SIZE + 1},
+            f"dimensions={SIZE + 1}: must be at most {SIZE}, the size of this model's embeddings",
+        ),
         ({"dimensions": 0}, "dimensions=0: must be a whole number, at least 1"),
         ({"dimensions": True}, "dimensions=True: must be a whole number"),
         ({"pooling": "max"}, "pooling='max': must be one of last, mean"),
@@ -199,12 +219,16 @@ def test_scores_of_a_reranker(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(write_reranker)
     reranker = llm.started.reranker
     assert reranker is not None
-    ((prompt, true), (_, false)) = judging_prompts([("q?", "d.")], reranker, llm.tokenizer, "Be kind.", LENGTH)
+    ((prompt, true), (_, false)) = judging_prompts(
+        [("q?", "d.")], reranker, llm.tokenizer, "Be kind.", LENGTH
+    )
     text = "<Instruct>: Be kind.\n<Query>: q?\n<Document>: d.\n<Answer>: "
     assert prompt["prompt_token_ids"] == llm.tokenizer.encode(text, add_special_tokens=False)
     outputs = llm.generate([p for p in PROMPTS for _ in "tf"], [true, false] * len(PROMPTS), use_tqdm=False)
     for i, case in enumerate(CASES):
-        assert judgement(outputs[2 * i], outputs[2 * i + 1]).outputs.score == pytest.approx(case.probability, abs=1e-4)
+        assert judgement(outputs[2 * i], outputs[2 * i + 1]).outputs.score == pytest.approx(
+            case.probability, abs=1e-4
+        )
     assert (outputs[-1].num_cached_tokens or 0) >= 128, "both requests share what is computed"
     (scored,) = llm.score("q?", "d.", instruction="Be kind.", use_tqdm=False)
     assert scored.prompt_token_ids == prompt["prompt_token_ids"] and 0.0 < scored.outputs.score < 1.0
@@ -218,14 +242,18 @@ def test_scores_of_a_reranker(make_llm: Callable[..., LLM]) -> None:
 def test_a_checkpoint_without_an_output_head_embeds_only(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(write_embedder, pooling="mean_tokens", normalize=False, tie_word_embeddings=False)
     assert_equal(vectors(llm, PROMPTS[1])[0], CASES[1].mean)  # as its files say
-    with pytest.raises(InvalidArgument, match=r"max_tokens=16: nothing can be generated: this checkpoint has no output head"):
+    with pytest.raises(
+        InvalidArgument, match=r"max_tokens=16: nothing can be generated: this checkpoint has no output head"
+    ):
         llm.generate(PROMPTS[1], use_tqdm=False)
 
 
 def test_async(llm: LLM) -> None:
     async def main() -> None:
         online = AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer)
-        outputs = await asyncio.gather(*[online.embed(prompt, pooling="mean", request_id=f"r{i}") for i, prompt in enumerate(PROMPTS)])
+        outputs = await asyncio.gather(
+            *[online.embed(prompt, pooling="mean", request_id=f"r{i}") for i, prompt in enumerate(PROMPTS)]
+        )
         for output, case in zip(outputs, CASES, strict=True):
             assert_equal(np.array(output.outputs.embedding), case.vector("mean", True, None))
         assert [output.request_id for output in outputs] == ["r0", "r1", "r2", "r3"]

@@ -1,4 +1,6 @@
-"""The engine compared with transformers: prefill, decode, chunks, and batches that cross tile and page boundaries."""
+"""The engine compared with transformers: prefill, decode, chunks, and batches that cross tile and page
+boundaries.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,18 @@ from jengine.engine.operations import ResetPrefixCache
 from tests.engine.running import SMALL, Answer, run
 from tests.golden.weights import VARIANTS, Case, Golden
 
-IN_CI = {"rope_dynamic_beyond", "gemma2"}  # compiled as users' programs are; the rest differ outside what the engine adds
+# compiled as users' programs are; the rest differ outside what the engine adds
+IN_CI = {"rope_dynamic_beyond", "gemma2"}
 PAGE = SMALL["page_size"]
-CASES = [variant if variant in IN_CI else pytest.param(variant, marks=pytest.mark.full) for variant in VARIANTS]
+CASES = [
+    variant if variant in IN_CI else pytest.param(variant, marks=pytest.mark.full) for variant in VARIANTS
+]
 
 
 def assert_equal(answer: Answer, case: Case) -> None:
-    """Checks that tokens are equal, and the most likely tokens' log probabilities within 1e-4, at every step."""
+    """Checks that tokens are equal, and the most likely tokens' log probabilities within 1e-4, at every
+    step.
+    """
     assert answer.tokens == case.tokens.tolist()
     for update, logits in zip(answer.updates, case.logits.astype(np.float64), strict=True):
         logprobs = logits - np.logaddexp.reduce(logits)
@@ -32,14 +39,22 @@ def assert_equal(answer: Answer, case: Case) -> None:
 def test_greedy_tokens_and_logprobs(variant: str, make_engine: Callable[..., Engine]) -> None:
     engine, cases = make_engine(variant, optimized=variant in IN_CI), Golden.read(variant).cases
     work = [
-        (case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True, logprobs=MAX_LOGPROBS))
+        (
+            case.prompt.tolist(),
+            SamplingParams(
+                temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True, logprobs=MAX_LOGPROBS
+            ),
+        )
         for case in cases
     ]
-    for answer, case in zip(run(engine, work), cases, strict=True):  # together: tiles beside rows, chunks of two tiles a step
+    # together: tiles beside rows, chunks of two tiles a step
+    for answer, case in zip(run(engine, work), cases, strict=True):
         assert_equal(answer, case)
-    for answer, case in zip(run(engine, work), cases, strict=True):  # from the cache, as far as there are whole pages
+    # from the cache, as far as there are whole pages
+    for answer, case in zip(run(engine, work), cases, strict=True):
         assert_equal(answer, case)
-        grid = PAGE if engine.scheduler.blocks.states is None else engine.scheduler.table.tile_size  # of snapshots
+        # of snapshots
+        grid = PAGE if engine.scheduler.blocks.states is None else engine.scheduler.table.tile_size
         assert answer.sequence.num_cached == (len(case.prompt) - 1) // grid * grid
     engine.do(ResetPrefixCache())
     for answer, case in zip(run(engine, work[-1:]), cases[-1:], strict=True):  # the longest alone

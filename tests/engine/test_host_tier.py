@@ -39,7 +39,10 @@ LOGPROBS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
 )
 def sharing(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Sharing:
     variant, options = request.param
-    sharing = Sharing(make_engine(variant, swap_space=SPACE, **options), make_engine(variant, enable_prefix_caching=False, **options))
+    sharing = Sharing(
+        make_engine(variant, swap_space=SPACE, **options),
+        make_engine(variant, enable_prefix_caching=False, **options),
+    )
     prefer_fetching(sharing.engine)
     return sharing
 
@@ -83,7 +86,9 @@ def test_bits_after_a_fetch(sharing: Sharing) -> None:
     for prompt, on_device in zip(prompts, found, strict=True):
         fetched = answer(engine, prompt)
         assert cached([fetched]) == cached([on_device])
-        assert [update.logprobs for update in fetched.updates] == [update.logprobs for update in on_device.updates]
+        assert [update.logprobs for update in fetched.updates] == [
+            update.logprobs for update in on_device.updates
+        ]
         assert fetched.tokens == on_device.tokens
     assert tier_of(engine).fetched > 20 and sharing.calls["fill"] > 4 and sharing.calls["stage"] > 4
 
@@ -125,7 +130,9 @@ def test_nothing_is_compiled_and_steps_overlap(sharing: Sharing) -> None:
     assert tier_of(engine).fetched > 10 and engine.scheduler.registry.num_preemptions > 0
     overlapped, steps = overlapped_steps(engine)
     assert steps > 100 and overlapped >= 0.9 * steps
-    assert [answer.tokens for answer in found] == [answer.tokens for answer in run(sharing.cold, [(p, how) for p, how, *_ in work])]
+    assert [answer.tokens for answer in found] == [
+        answer.tokens for answer in run(sharing.cold, [(p, how) for p, how, *_ in work])
+    ]
 
 
 def test_costs_are_measured_and_saved(sharing: Sharing) -> None:
@@ -144,7 +151,11 @@ def test_load(sharing: Sharing) -> None:
     load, tier = engine.load, tier_of(engine)
     assert load.host_pages == tier.capacity > load.host_used > 0
     assert (load.host_spilled, load.host_fetched, load.host_evictions) == (tier.spilled, tier.fetched, 0)
-    assert load.host_fetched > 0 and load.host_hits > 0 and load.host_queries >= load.host_hits + load.host_declined
+    assert (
+        load.host_fetched > 0
+        and load.host_hits > 0
+        and load.host_queries >= load.host_hits + load.host_declined
+    )
     assert sharing.cold.load.host_pages == 0
 
 

@@ -23,7 +23,10 @@ PARAMS = [
     SamplingParams(temperature=1.3, seed=2**64 - 1, max_tokens=LENGTH, logprobs=2),
 ]
 LARGER = {"max_num_seqs": 32, "tile_size": 16, "max_num_batched_tokens": 32 + 32, "num_pages": 400}
-WORK = [(prompt, dataclasses.replace(PARAMS[i % 4])) for i, prompt in enumerate(prompts(32, vocab=96, longest=140))]
+WORK = [
+    (prompt, dataclasses.replace(PARAMS[i % 4]))
+    for i, prompt in enumerate(prompts(32, vocab=96, longest=140))
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,9 @@ def test_in_a_batch_of_32(alone: list[list[int]], make_engine: Callable[..., Eng
     engine = make_engine(optimized=True, **LARGER)
     seen = []
     dispatch = engine.runner.dispatch
-    engine.runner.dispatch = lambda plan: seen.append(engine.scheduler.table.place(plan.spans).rows) or dispatch(plan)  # type: ignore[method-assign,func-returns-value]
+    engine.runner.dispatch = lambda plan: (
+        seen.append(engine.scheduler.table.place(plan.spans).rows) or dispatch(plan)
+    )  # type: ignore[method-assign,func-returns-value]
     assert [answer.tokens for answer in run(engine, WORK)] == alone
     assert max(seen) > 16, "the programs for 32 rows were never used"
     assert engine.compiles_since_start == 0
@@ -65,7 +70,9 @@ def test_without_overlap(alone: list[list[int]], make_engine: Callable[..., Engi
 
 
 @pytest.mark.full
-def test_with_bursts_beams_and_a_host_tier(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
+def test_with_bursts_beams_and_a_host_tier(
+    alone: list[list[int]], make_engine: Callable[..., Engine]
+) -> None:
     """All at once, in a cache that is too small; the second time, much of it is in the host's memory."""
     engine = make_engine(optimized=True, num_scheduler_steps=8, swap_space=0.05)
     bursts, dispatch = [], engine.runner.dispatch
@@ -73,7 +80,12 @@ def test_with_bursts_beams_and_a_host_tier(alone: list[list[int]], make_engine: 
 
     def search(number: int) -> Request:
         params = BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True)
-        return Request(request_id=f"beams {number}", prompt_token_ids=[*range(number, 70)], params=sampling_of(params), beams=params)
+        return Request(
+            request_id=f"beams {number}",
+            prompt_token_ids=[*range(number, 70)],
+            params=sampling_of(params),
+            beams=params,
+        )
 
     def answers(requests: list[Request]) -> dict[str, list[object]]:
         found: dict[str, list[object]] = {request.request_id: [] for request in requests}
@@ -82,7 +94,11 @@ def test_with_bursts_beams_and_a_host_tier(alone: list[list[int]], make_engine: 
         while engine.has_work:
             for update in engine.step():
                 assert isinstance(update, TokenUpdate | BeamsFound)
-                new = [update.token] if isinstance(update, TokenUpdate) else [beam.tokens for beam in update.beams]
+                new = (
+                    [update.token]
+                    if isinstance(update, TokenUpdate)
+                    else [beam.tokens for beam in update.beams]
+                )
                 found[update.request_id] += new
             engine.scheduler.check_integrity()
         return found
@@ -98,12 +114,19 @@ def test_with_bursts_beams_and_a_host_tier(alone: list[list[int]], make_engine: 
             requests.insert(9 * number + 3, one)
         assert answers(requests) == expected
     tier = engine.scheduler.blocks.tier
-    assert tier is not None and tier.fetched > 10 and engine.scheduler.registry.num_preemptions > 5 and sum(bursts) > 10
+    assert (
+        tier is not None
+        and tier.fetched > 10
+        and engine.scheduler.registry.num_preemptions > 5
+        and sum(bursts) > 10
+    )
     assert engine.compiles_since_start == 0
 
 
 def test_seeds(make_engine: Callable[..., Engine]) -> None:
-    """The same seed repeats, another differs, and so do both halves of a 64-bit one; without seeds the engine's decides."""
+    """The same seed repeats, another differs, and so do both halves of a 64-bit one; without seeds the
+    engine's decides.
+    """
     engine, prompt = make_engine(optimized=True), [1, 2, 3]
 
     def tokens(seed: int | None, of: Engine = engine) -> list[int]:

@@ -1,4 +1,6 @@
-"""LLM: prompts in every form, results with vLLM's types, and invalid input rejected before anything is queued."""
+"""LLM: prompts in every form, results with vLLM's types, and invalid input rejected before anything is
+queued.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocab = tokenizer.get_vocab_size()
     config = {**VARIANTS["llama_tied"], "vocab_size": vocab}
     table = 0.5 * uniform("embeddings", vocab * config["hidden_size"]).reshape(vocab, -1)
-    save_file({**weights("llama_tied"), "model.embed_tokens.weight": table.astype("float32")}, folder / "model.safetensors")
+    save_file(
+        {**weights("llama_tied"), "model.embed_tokens.weight": table.astype("float32")},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return write(tokenizer, folder)
 
@@ -98,7 +103,10 @@ def test_one_params_for_all_or_one_each(llm: LLM) -> None:
     short, long = (SamplingParams(temperature=0.0, max_tokens=n) for n in (2, 5))
 
     def lengths(params: Any) -> list[int]:
-        return [len(output.outputs[0].token_ids) for output in llm.generate([TEXT, "The end", TEXT], params, use_tqdm=False)]
+        return [
+            len(output.outputs[0].token_ids)
+            for output in llm.generate([TEXT, "The end", TEXT], params, use_tqdm=False)
+        ]
 
     assert lengths(short) == [2, 2, 2]
     assert lengths([short, long, short]) == lengths((short, long, short)) == [2, 5, 2]
@@ -123,7 +131,10 @@ def test_shape_of_logprobs(count: int, llm: LLM) -> None:
     for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
         chosen = entry[token]
         total += chosen.logprob
-        assert all(one.logprob <= 0 and one.decoded_token == llm.tokenizer.token_text(other) for other, one in entry.items())
+        assert all(
+            one.logprob <= 0 and one.decoded_token == llm.tokenizer.token_text(other)
+            for other, one in entry.items()
+        )
         assert next(iter(entry)) == token
         assert sorted(one.rank for one in entry.values()) == sorted({*range(1, count + 1), chosen.rank})
         assert [one.logprob for one in sorted(entry.values(), key=lambda one: one.rank)] == sorted(
@@ -135,7 +146,10 @@ def test_shape_of_logprobs(count: int, llm: LLM) -> None:
 def test_a_model_without_embeddings_names_the_option(llm: LLM) -> None:
     with pytest.raises(InvalidArgument, match="embeddings=False: must be True when the engine starts"):
         llm.embed(TEXT)
-    with pytest.raises(InvalidArgument, match=r"model=.*: scores need an embedding model, see the option embeddings, or a reranker"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"model=.*: scores need an embedding model, see the option embeddings, or a reranker",
+    ):
         llm.score(TEXT, TEXT)
 
 
@@ -217,7 +231,9 @@ def test_what_a_stream_showed_grows_only_when_more_is_asked_for(llm: LLM) -> Non
 
 
 def test_stop_strings_anywhere(llm: LLM) -> None:
-    """Every three characters of an output as a stop: within a token, across a border, more than once in the text."""
+    """Every three characters of an output as a stop: within a token, across a border, more than once in the
+    text.
+    """
     whole = complete(llm, TEXT, SAMPLED)
     stops = sorted({whole.text[i : i + 3] for i in range(len(whole.text) - 2)})
     work = [SamplingParams(temperature=1.0, seed=3, max_tokens=60, stop=stop) for stop in stops]
@@ -229,7 +245,9 @@ def test_stop_strings_anywhere(llm: LLM) -> None:
         assert got.token_ids == whole.token_ids[: len(got.token_ids)]
         assert stop in llm.tokenizer.decode(got.token_ids)
         # A broken character shows only when the next token has come.
-        assert "\ufffd" in stop or stop not in llm.tokenizer.decode(got.token_ids[:-1]), "it ran on after the stop"
+        assert "\ufffd" in stop or stop not in llm.tokenizer.decode(got.token_ids[:-1]), (
+            "it ran on after the stop"
+        )
         crossing += all(stop not in llm.tokenizer.decode([token]) for token in got.token_ids)
     assert len(stops) > 30 and crossing > 10
 
@@ -245,7 +263,11 @@ def test_the_first_of_several_stop_strings(llm: LLM) -> None:
 
 def test_text_held_back_for_a_stop_string_comes_in_the_end(llm: LLM) -> None:
     whole = complete(llm, TEXT, SAMPLED)
-    got = complete(llm, TEXT, SamplingParams(temperature=1.0, seed=3, max_tokens=60, stop=whole.text[-2:] + "never in it"))
+    got = complete(
+        llm,
+        TEXT,
+        SamplingParams(temperature=1.0, seed=3, max_tokens=60, stop=whole.text[-2:] + "never in it"),
+    )
     assert (got.text, got.finish_reason, got.stop_reason) == (whole.text, "length", None)
 
 
@@ -254,7 +276,9 @@ def test_min_tokens_holds_for_stop_strings(llm: LLM) -> None:
     stop = whole.text[1:3]
     early = complete(llm, TEXT, SamplingParams(temperature=1.0, seed=3, max_tokens=60, stop=stop))
     least = len(early.token_ids) + 3
-    late = complete(llm, TEXT, SamplingParams(temperature=1.0, seed=3, max_tokens=60, stop=stop, min_tokens=least))
+    late = complete(
+        llm, TEXT, SamplingParams(temperature=1.0, seed=3, max_tokens=60, stop=stop, min_tokens=least)
+    )
     assert len(early.token_ids) < least <= len(late.token_ids)
     assert late.token_ids[:least] == whole.token_ids[:least] and stop in late.text
 
@@ -264,7 +288,10 @@ def test_a_stop_tokens_text_is_left_out(llm: LLM) -> None:
     at = next(i for i in range(5, 60) if whole.token_ids[i] not in whole.token_ids[:i])
     token = whole.token_ids[at]
     got = complete(llm, TEXT, SamplingParams(temperature=1.0, seed=3, max_tokens=60, stop_token_ids=[token]))
-    assert got.token_ids == whole.token_ids[: at + 1] and (got.finish_reason, got.stop_reason) == ("stop", token)
+    assert got.token_ids == whole.token_ids[: at + 1] and (got.finish_reason, got.stop_reason) == (
+        "stop",
+        token,
+    )
     assert got.text == llm.tokenizer.decode(whole.token_ids[:at])
 
 
@@ -317,8 +344,16 @@ def test_bad_prompts(prompt: Any, limit: str, llm: LLM) -> None:
         ({"temperature": 0.0}, "sampling_params", "must be a SamplingParams"),
         ([GREEDY, 0.5], "sampling_params", "must be a SamplingParams"),
         ([GREEDY, SamplingParams(stop_token_ids=[400])], "stop_token_ids", "ids must be in [0, 400)"),
-        ([GREEDY, SamplingParams(max_tokens=180)], "max_tokens", "need 12 pages of 16 tokens; the cache has 11"),
-        ([GREEDY, SamplingParams(max_tokens=None)], "max_tokens", "need 12 pages of 16 tokens; the cache has 11"),
+        (
+            [GREEDY, SamplingParams(max_tokens=180)],
+            "max_tokens",
+            "need 12 pages of 16 tokens; the cache has 11",
+        ),
+        (
+            [GREEDY, SamplingParams(max_tokens=None)],
+            "max_tokens",
+            "need 12 pages of 16 tokens; the cache has 11",
+        ),
     ],
 )
 def test_bad_parameters_for_prompts(params: Any, field: str, limit: str, llm: LLM) -> None:
@@ -335,7 +370,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": 0}, "at least 1"),
     ({"max_num_seqs": "8"}, "whole number"),
     ({"max_num_seqs": True}, "whole number"),
-    ({"max_num_seqs": 8, "tile_size": 64, "max_num_batched_tokens": 71}, "must be at least max_num_seqs + tile_size = 72"),
+    (
+        {"max_num_seqs": 8, "tile_size": 64, "max_num_batched_tokens": 71},
+        "must be at least max_num_seqs + tile_size = 72",
+    ),
     ({"tile_size": 0}, "at least 1"),
     ({"page_size": 0}, "at least 1"),
     ({"num_pages": 1}, "at least 2"),
@@ -366,7 +404,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "limit"), BAD_OPTIONS, ids=lambda case: "-".join(case) if isinstance(case, dict) else None)
+@pytest.mark.parametrize(
+    ("options", "limit"), BAD_OPTIONS, ids=lambda case: "-".join(case) if isinstance(case, dict) else None
+)
 def test_bad_options(options: dict[str, Any], limit: str, folder: Path) -> None:
     with pytest.raises(InvalidArgument) as caught:
         LLM(folder, progress=False, **options)
@@ -397,4 +437,6 @@ def test_unreadable_models(folder: Path, tmp_path: Path) -> None:
 def test_stats(llm: LLM) -> None:
     stats = llm.stats
     assert stats["programs_compiled"] + stats["programs_loaded"] == len(program_keys(llm.engine.runner.spec))  # type: ignore[attr-defined]
-    assert {"weights", "programs", "warm-up", "tokenizer"} <= set(stats["start_seconds"]) and stats["preemptions"] >= 0
+    assert {"weights", "programs", "warm-up", "tokenizer"} <= set(stats["start_seconds"]) and stats[
+        "preemptions"
+    ] >= 0

@@ -18,7 +18,12 @@ TEMPLATE = """{{ bos_token }}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 QUESTION = [{"role": "user", "content": "The quick?"}]
-HISTORY = [{"role": "system", "content": "Be brief."}, *QUESTION, {"role": "assistant", "content": "fox"}, *QUESTION]
+HISTORY = [
+    {"role": "system", "content": "Be brief."},
+    *QUESTION,
+    {"role": "assistant", "content": "fox"},
+    *QUESTION,
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +38,14 @@ def llm(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def test_chat_completes_the_rendered_template(llm: LLM) -> None:
     one, two = llm.chat([QUESTION, HISTORY], GREEDY, use_tqdm=False)
     assert one.prompt == "<s>[user] The quick?\n[assistant]"
-    assert two.prompt == "<s>[system] Be brief.\n[user] The quick?\n[assistant] fox\n[user] The quick?\n[assistant]"
+    assert (
+        two.prompt
+        == "<s>[system] Be brief.\n[user] The quick?\n[assistant] fox\n[user] The quick?\n[assistant]"
+    )
     for output in (one, two):
-        assert output.prompt_token_ids.count(0) == 1, "the tokenizer adds <s>, and so does the template: one is enough"
+        assert output.prompt_token_ids.count(0) == 1, (
+            "the tokenizer adds <s>, and so does the template: one is enough"
+        )
         again = llm.generate(output.prompt_token_ids, GREEDY, use_tqdm=False)[0]
         assert output.outputs == again.outputs and output.finished
     assert [output.outputs for output in llm.chat(QUESTION, [GREEDY], use_tqdm=False)] == [one.outputs]
@@ -43,9 +53,14 @@ def test_chat_completes_the_rendered_template(llm: LLM) -> None:
 
 def test_options_reach_the_template(llm: LLM) -> None:
     half = [*QUESTION, {"role": "assistant", "content": "brown"}]
-    assert llm.chat_prompt(half, continue_final_message=True)["prompt"] == "<s>[user] The quick?\n[assistant] brown"
+    assert (
+        llm.chat_prompt(half, continue_final_message=True)["prompt"]
+        == "<s>[user] The quick?\n[assistant] brown"
+    )
     template = "{{ messages[0].content + suffix }}"
-    output = llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template=template, chat_template_kwargs={"suffix": "!"})
+    output = llm.chat(
+        QUESTION, GREEDY, use_tqdm=False, chat_template=template, chat_template_kwargs={"suffix": "!"}
+    )
     assert output[0].prompt == "The quick?!" and 0 not in output[0].prompt_token_ids
 
 
@@ -68,8 +83,13 @@ def test_async_chat(llm: LLM) -> None:
 
     async def main() -> None:
         async with AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer) as online:
-            outputs = [output async for output in online.chat(HISTORY, GREEDY, output_kind="final", request_id="mine")]
-            assert [(o.prompt, o.outputs, o.request_id) for o in outputs] == [(expected.prompt, expected.outputs, "mine")]
+            outputs = [
+                output
+                async for output in online.chat(HISTORY, GREEDY, output_kind="final", request_id="mine")
+            ]
+            assert [(o.prompt, o.outputs, o.request_id) for o in outputs] == [
+                (expected.prompt, expected.outputs, "mine")
+            ]
             with pytest.raises(InvalidArgument, match="must be one of system"):
                 online.chat([{"role": "usr", "content": "x"}])
 
@@ -79,6 +99,8 @@ def test_async_chat(llm: LLM) -> None:
 def test_the_model_shows_itself(llm: LLM) -> None:
     shown = repr(llm)
     assert shown.startswith(f"LLM({llm.model!r}, float32, 1 cpu, ")
-    assert shown.endswith("119 pages of 16 tokens, 8 sequences at once, 192 tokens each)") and "\n" not in shown
+    assert (
+        shown.endswith("119 pages of 16 tokens, 8 sequences at once, 192 tokens each)") and "\n" not in shown
+    )
     html = llm._repr_html_()
     assert html.startswith("<table>") and llm.model in html and "119 pages of 16 tokens" in html

@@ -40,8 +40,13 @@ def test_failures_are_told_by_index() -> None:
 def test_a_slow_call_fails_alone() -> None:
     before, made = named(), []
     thread = MaskThread(LIMIT)
-    failures = thread.run([lambda: made.append(0), lambda: spin(20 * LIMIT), lambda: made.append(2), lambda: spin(20 * LIMIT)])
-    assert {i: type(error) for i, error in failures.items()} == {1: JengineError, 3: JengineError} and made == [0, 2]
+    failures = thread.run(
+        [lambda: made.append(0), lambda: spin(20 * LIMIT), lambda: made.append(2), lambda: spin(20 * LIMIT)]
+    )
+    assert {i: type(error) for i, error in failures.items()} == {
+        1: JengineError,
+        3: JengineError,
+    } and made == [0, 2]
     assert thread.run([lambda: made.append(4)]) == {} and made == [0, 2, 4]
     until = time.monotonic() + 30
     while len(named() - before) > 1:  # those that were given up end by themselves

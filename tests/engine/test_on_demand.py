@@ -19,7 +19,11 @@ def test_programs_depend_on_all_sources_of_a_cpus_kernels() -> None:
     for file in (FOLDER / "cpu").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             imported = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            names = [imported, *(alias.name for alias in node.names)] if isinstance(node, ast.Import) else [imported]
+            names = (
+                [imported, *(alias.name for alias in node.names)]
+                if isinstance(node, ast.Import)
+                else [imported]
+            )
             for name in names:
                 assert not re.match(r"jengine\b|pallas_kernels$", name), "not found by kernel_sources"
                 if re.match(r"pallas_kernels\.(?!cpu\b)", name):

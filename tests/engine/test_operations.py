@@ -35,7 +35,9 @@ def test_an_operation_that_fails_fails_alone(llm: LLM) -> None:
     with pytest.raises(ZeroDivisionError, match="odd"):
         llm._shared.do(Fails())
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(lambda: llm.generate("dog", SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False))
+        other = pool.submit(
+            lambda: llm.generate("dog", SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False)
+        )
         while llm._shared._leader is None and not other.done():
             time.sleep(0.0005)
         for _ in range(10):

@@ -1,4 +1,6 @@
-"""Every parameter in the engine, alone and combined, in mixed batches, compared with a replay of each request alone."""
+"""Every parameter in the engine, alone and combined, in mixed batches, compared with a replay of each request
+alone.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ PROMPTS = [*prompts(7, vocab=VOCAB, longest=100, seed=2), [5, 66, 67, 66, 66, 70
 
 @pytest.fixture(scope="module")
 def folder(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with logits so far apart that truncation matters, and an end-of-sequence token that may come anywhere."""
+    """The tiny model, with logits so far apart that truncation matters, and an end-of-sequence token that may
+    come anywhere.
+    """
     folder: Path = tmp_path_factory.mktemp("peaked")
     shutil.copytree(text_model, folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
@@ -58,8 +62,14 @@ def run(llm: LLM, replay: Replay, work: list[tuple[list[int], SamplingParams]]) 
     seeds = copy.deepcopy(llm.engine._seeds)  # from which requests without a seed draw theirs, in order
     outputs = llm.generate([prompt for prompt, _ in work], [params for _, params in work], use_tqdm=False)
     for output, (prompt, params) in zip(outputs, work, strict=True):
-        replay.check(output, params, seeds.getrandbits(64) if params.seed is None else prompt_seed(params.seed, prompt))
-    assert llm.engine.compiles_since_start == 0 and not llm.engine.has_work and llm.engine.scheduler.blocks.owned == 0
+        replay.check(
+            output, params, seeds.getrandbits(64) if params.seed is None else prompt_seed(params.seed, prompt)
+        )
+    assert (
+        llm.engine.compiles_since_start == 0
+        and not llm.engine.has_work
+        and llm.engine.scheduler.blocks.owned == 0
+    )
     return outputs
 
 
@@ -88,8 +98,12 @@ FIELDS = {
     "repetition_penalty": st.sampled_from([0.6, 1.2, 2.0]),
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2),
-    "logit_bias": st.dictionaries(st.sampled_from(LETTERS), st.sampled_from([-100.0, -3.0, 2.5, 6.0, 9.0]), max_size=8),
-    "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=5).map(lambda more: [*LETTERS, 1, *more]),
+    "logit_bias": st.dictionaries(
+        st.sampled_from(LETTERS), st.sampled_from([-100.0, -3.0, 2.5, 6.0, 9.0]), max_size=8
+    ),
+    "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=5).map(
+        lambda more: [*LETTERS, 1, *more]
+    ),
     "bad_words": st.lists(st.sampled_from(BAD), min_size=1, max_size=4),
     "structured_outputs": st.sampled_from(list(LANGUAGES)),
     "logprobs": st.sampled_from([0, 1, 5, 20]),
@@ -98,13 +112,17 @@ FIELDS = {
 
 
 def possible(fields: dict[str, Any]) -> SamplingParams:
-    """Leaves out rejected combinations, and stop strings that begin before min_tokens, which have a separate test."""
+    """Leaves out rejected combinations, and stop strings that begin before min_tokens, which have a separate
+    test.
+    """
     n, least, most = fields["n"], fields["min_tokens"], fields["max_tokens"]
     least = 0 if fields["stop"] else least if most is None else min(least, most)
     return SamplingParams(**{**fields, "min_tokens": least, "n": n if fields["temperature"] else 1})
 
 
-PARAMS = st.fixed_dictionaries({name: or_default(name, values) for name, values in FIELDS.items()}).map(possible)
+PARAMS = st.fixed_dictionaries({name: or_default(name, values) for name, values in FIELDS.items()}).map(
+    possible
+)
 BATCH = st.lists(st.tuples(st.sampled_from(PROMPTS), PARAMS), min_size=4, max_size=8)
 
 
@@ -117,7 +135,9 @@ def check_combinations(llm: LLM, replay: Replay, examples: int) -> None:
         run(llm, replay, work)
 
     check()
-    assert replay.certain > 0.98 * replay.tokens > 40 * examples, "the oracle allows so much that the test says little"
+    assert replay.certain > 0.98 * replay.tokens > 40 * examples, (
+        "the oracle allows so much that the test says little"
+    )
     assert replay.stuck < examples, "too many requests forbid themselves everything"
 
 
@@ -145,7 +165,8 @@ def test_combinations_with_few_pages(folder: Path, replay: Replay) -> None:
 PLAIN = {"temperature": 1.0, "max_tokens": 20}
 ENDS = {"logit_bias": {END: 6.0}}
 SPELLS = {"logit_bias": dict.fromkeys(LETTERS[:3], 9.0)}
-ALONE: dict[str, tuple[object, dict[str, Any]]] = {  # a value, and what must be there besides for it to matter
+# a value, and what must be there besides for it to matter
+ALONE: dict[str, tuple[object, dict[str, Any]]] = {
     "n": (3, {}),
     "temperature": (0.6, {}),
     "top_k": (10, {}),
@@ -190,7 +211,13 @@ def test_alone_beside_neighbours_that_lack_it(name: str, llm: LLM, replay: Repla
 
     def batch(**field: object) -> list[RequestOutput]:
         params = [SamplingParams(**{**PLAIN, "seed": i, **context, **field}) for i in range(4)]  # type: ignore[arg-type]
-        return run(llm, replay, list(zip(PROMPTS, [p for pair in zip(params, NEIGHBOURS, strict=True) for p in pair], strict=True)))
+        return run(
+            llm,
+            replay,
+            list(
+                zip(PROMPTS, [p for pair in zip(params, NEIGHBOURS, strict=True) for p in pair], strict=True)
+            ),
+        )
 
     without, beside = batch(), batch(**{name: value})
     changed = [shown(one) != shown(other) for one, other in zip(without, beside, strict=True)]
@@ -199,5 +226,8 @@ def test_alone_beside_neighbours_that_lack_it(name: str, llm: LLM, replay: Repla
 
 def shown(output: RequestOutput) -> object:
     """Everything except the digits of log probabilities, which may depend on the program's shape."""
-    parts = [(c.text, c.token_ids, c.finish_reason, c.stop_reason, [sorted(e) for e in c.logprobs or ()]) for c in output.outputs]
+    parts = [
+        (c.text, c.token_ids, c.finish_reason, c.stop_reason, [sorted(e) for e in c.logprobs or ()])
+        for c in output.outputs
+    ]
     return parts, [sorted(entry or ()) for entry in output.prompt_logprobs or ()]

@@ -1,4 +1,6 @@
-"""Fills pages without holder with NaN after every step, so that any read of them shows in tokens and log probabilities."""
+"""Fills pages without holder with NaN after every step, so that any read of them shows in tokens and log
+probabilities.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ FORMS: list[Any] = [
     *(pytest.param(("deepseek_v3", form, SMALLER), marks=pytest.mark.full) for form in ("llvm", "xla")),
     *(
         pytest.param((variant, form, {**SMALLER, "kv_cache_dtype": dtype}), marks=pytest.mark.full)
-        for variant, dtypes in (("gemma2", ("auto", "int8", "fp8")), ("gemma3", ("int8",)), ("mistral_window", ("int8",)))
+        for variant, dtypes in (
+            ("gemma2", ("auto", "int8", "fp8")),
+            ("gemma3", ("int8",)),
+            ("mistral_window", ("int8",)),
+        )
         for form in ("llvm", "xla")
         for dtype in dtypes
     ),
@@ -39,7 +45,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:kv_cache_dtype='fp8' is emulated
 
 
 class Poison:
-    """Fills pages of an engine's cache: those that no running sequence holds and that cannot be found, and the null page.
+    """Fills pages of an engine's cache: those that no running sequence holds and that cannot be found, and
+    the null page.
 
     Attributes:
         pages, states: filled so far.
@@ -55,12 +62,16 @@ class Poison:
     def __call__(self) -> None:
         every = []
         for pool in self.engine.scheduler.blocks.pools:
-            every.append([page for page in range(1, pool.num_pages) if pool.holders(page) or page in pool._cached])
+            every.append(
+                [page for page in range(1, pool.num_pages) if pool.holders(page) or page in pool._cached]
+            )
             assert len(every[-1]) == pool.owned + pool.cached
         self.fill(*every)
 
     def fill(self, *every: list[int]) -> None:
-        """Fills all pages of each pool except these, after all dispatched steps, which may still use free pages."""
+        """Fills all pages of each pool except these, after all dispatched steps, which may still use free
+        pages.
+        """
         masks = [np.ones(pages, bool) for pages in self.worker.spec.pool_pages]
         for mask, kept in zip(masks, every, strict=True):
             mask[kept] = False
@@ -70,13 +81,18 @@ class Poison:
 
 
 def _filled(cache: Cache, masks: list[jax.Array]) -> Cache:
-    """Fills the masked pages of each pool with NaN. An 8-bit cache gets NaN as scales, and as values 127, or 0x7F in fp8, which is NaN."""
+    """Fills the masked pages of each pool with NaN. An 8-bit cache gets NaN as scales, and as values 127, or
+    0x7F in fp8, which is NaN.
+    """
 
     def filled(pages: jax.Array, mask: jax.Array) -> jax.Array:
         value: Any = {"int8": 127, "uint8": 0x7F}.get(str(pages.dtype), jnp.nan)
         return jnp.where(mask.reshape(-1, *[1] * (pages.ndim - 1)), jnp.asarray(value, pages.dtype), pages)
 
-    return [jax.tree.map(lambda pages, mask=mask: filled(pages, mask), pool) for pool, mask in zip(cache, masks, strict=True)]
+    return [
+        jax.tree.map(lambda pages, mask=mask: filled(pages, mask), pool)
+        for pool, mask in zip(cache, masks, strict=True)
+    ]
 
 
 def name(form: tuple[str, str, dict[str, Any]]) -> str:
@@ -90,13 +106,16 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -
         if form == "xla":
             for module in ("pallas_kernels.products", "jengine.execution.spec", "jengine.engine.shapes"):
                 patch.setattr(f"{module}.cpu_refused", lambda: "XLA's form is wanted")
-        engine: Engine = make_engine(variant, whole=form == "xla", **options)  # what is patched must last until all is compiled
+        # what is patched must last until all is compiled
+        engine: Engine = make_engine(variant, whole=form == "xla", **options)
         assert isinstance(engine.runner, Runner)
         assert (engine.runner.spec.identity()["kernels"] == "llvm") == (form == "llvm")
     return engine
 
 
-def outputs(engine: Engine, work: list[Work], pages: int, each_step: Callable[[], object]) -> list[tuple[list[int], list[Any]]]:
+def outputs(
+    engine: Engine, work: list[Work], pages: int, each_step: Callable[[], object]
+) -> list[tuple[list[int], list[Any]]]:
     """Tokens, and log probabilities of tokens and prompts."""
 
     def of(answer: Answer) -> tuple[list[int], list[Any]]:
@@ -112,7 +131,11 @@ def vocabulary(engine: Engine) -> int:
 
 def test_pages_without_a_holder_are_not_read(engine: Engine) -> None:
     pages = engine.scheduler.limits.most_pages(191) + 2
-    poison, work, scheduler = Poison(engine), mixed(40, vocab=vocabulary(engine), seed=2, masks=True), engine.scheduler
+    poison, work, scheduler = (
+        Poison(engine),
+        mixed(40, vocab=vocabulary(engine), seed=2, masks=True),
+        engine.scheduler,
+    )
     preempted = scheduler.registry.num_preemptions
     expected = outputs(engine, work, pages, lambda: None)
     assert scheduler.registry.num_preemptions > preempted
@@ -148,4 +171,12 @@ def test_pages_that_are_held_are_read(engine: Engine) -> None:
     poison, step = Poison(engine), itertools.count()
     work: list[Work] = [(list(range(40)), params(3, max_tokens=20))]
     expected = outputs(engine, work, 40, lambda: None)
-    assert outputs(engine, work, 40, lambda: next(step) == 8 and poison.fill(*[[]] * len(engine.scheduler.blocks.pools))) != expected
+    assert (
+        outputs(
+            engine,
+            work,
+            40,
+            lambda: next(step) == 8 and poison.fill(*[[]] * len(engine.scheduler.blocks.pools)),
+        )
+        != expected
+    )

@@ -26,8 +26,13 @@ def llm(text_model: Path) -> LLM:
 def test_predictions_of_prompts_and_lengths(llm: LLM) -> None:
     llm.reset_prefix_cache()
     fixed = GREEDY.clone(max_tokens=20, ignore_eos=True)
-    (short,), (long,) = (llm.predict(prompt_tokens=length, sampling_params=fixed) for length in (2, 150))  # a tile; more than a step takes
-    assert 0.0 < short.first_token < short.last_token and short.first_token < long.first_token and short.last_token < long.last_token
+    # a tile; more than a step takes
+    (short,), (long,) = (llm.predict(prompt_tokens=length, sampling_params=fixed) for length in (2, 150))
+    assert (
+        0.0 < short.first_token < short.last_token
+        and short.first_token < long.first_token
+        and short.last_token < long.last_token
+    )
     assert llm.predict([[5, 6]], fixed) == [short]
     first, second = llm.predict(prompt_tokens=[60, 60], sampling_params=fixed)
     assert first.first_token <= second.first_token
@@ -39,7 +44,10 @@ def test_a_prediction_knows_what_runs_and_what_is_cached(llm: LLM, monkeypatch: 
         monkeypatch.setattr(StepCosts, name, lambda *_: None)
     llm.reset_prefix_cache()
     prompt, params = [*range(2, 62)], GREEDY.clone(max_tokens=4, ignore_eos=True)
-    scheduler, request = llm.engine.scheduler, Request(request_id="new", prompt_token_ids=prompt, params=params)
+    scheduler, request = (
+        llm.engine.scheduler,
+        Request(request_id="new", prompt_token_ids=prompt, params=params),
+    )
     (idle,) = llm.predict([prompt], params)
     assert hypothetical(scheduler, request).cached == 0
     llm.generate(prompt, params, use_tqdm=False)
@@ -58,7 +66,8 @@ def test_a_prediction_knows_what_runs_and_what_is_cached(llm: LLM, monkeypatch: 
 
 @pytest.mark.parametrize(
     "arguments, field",
-    [({}, "prompt_tokens"), ({"prompts": ["a"], "prompt_tokens": 3}, "prompt_tokens"), ({"prompt_tokens": 0}, "prompt_tokens"),
+    [({}, "prompt_tokens"), ({"prompts": ["a"], "prompt_tokens": 3}, "prompt_tokens"),
+        ({"prompt_tokens": 0}, "prompt_tokens"),
      ({"prompt_tokens": 10**6}, "prompt_tokens"), ({"prompts": [[10**9]]}, "prompt_token_ids")],
 )  # fmt: skip
 def test_bad_predictions(arguments: dict[str, Any], field: str, llm: LLM) -> None:

@@ -103,10 +103,13 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [answer.tokens for answer in run(engine, work())]
 
 
-def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_waits_for_a_compilation(
+    gate: Gate, model: Path, whole: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With all other compilations blocked, every request is answered as by an engine with the whole table."""
     read = Runner.read
-    monkeypatch.setattr(Runner, "read", lambda self, step: dataclasses.replace(read(self, step), waited=True))  # so that all steps count
+    # so that all steps count
+    monkeypatch.setattr(Runner, "read", lambda self, step: dataclasses.replace(read(self, step), waited=True))
     expected = tokens(whole)
     engine = start(model, warm_up="progressive", cache_dir=tmp_path)
     gate.wait()
@@ -124,7 +127,9 @@ def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine,
     gate.open()
     assert engine.wait_until_compiled(PATIENCE) and tokens(engine) == expected
     assert engine.scheduler.predictor.ready.max_rows == 16 and engine.compiles_since_start == 0
-    assert {TrunkKey(16, 0), TrunkKey(16, 1)} <= {*engine.scheduler.predictor.costs.known}, "learned from steps"
+    assert {TrunkKey(16, 0), TrunkKey(16, 1)} <= {*engine.scheduler.predictor.costs.known}, (
+        "learned from steps"
+    )
     engine.close()
 
 
@@ -150,18 +155,30 @@ def test_what_was_compiled_before_an_interruption_is_kept(gate: Gate, model: Pat
     assert not first.wait_until_compiled(PATIENCE)
     done = first.load.programs_ready
     assert done == len(first_keys(first.runner.spec)) + 5  # type: ignore[attr-defined]
-    again, started = start_engine(EngineConfig.of(str(model), {**OPTIONS, "cache_dir": tmp_path, "warm_up": "progressive"}), progress=False)
+    again, started = start_engine(
+        EngineConfig.of(str(model), {**OPTIONS, "cache_dir": tmp_path, "warm_up": "progressive"}),
+        progress=False,
+    )
     gate.wait()  # all that was saved has been loaded
     assert started.programs_compiled == 0 and again.load.programs_ready == done
     gate.open()
     assert again.wait_until_compiled(PATIENCE)
-    last, started = start_engine(EngineConfig.of(str(model), {**OPTIONS, "cache_dir": tmp_path}), progress=False)
-    assert (started.programs_compiled, started.programs_loaded) == (0, started.programs) and last.wait_until_compiled()
+    last, started = start_engine(
+        EngineConfig.of(str(model), {**OPTIONS, "cache_dir": tmp_path}), progress=False
+    )
+    assert (started.programs_compiled, started.programs_loaded) == (
+        0,
+        started.programs,
+    ) and last.wait_until_compiled()
 
 
 @pytest.mark.full
 def test_a_compilation_that_fails_leaves_the_engine_with_the_others(
-    model: Path, whole: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path,
+    whole: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     compile_all = programs_module.compile_all
 

@@ -23,7 +23,10 @@ from tests.engine.running import limit_pages, prompts, run
 from tests.golden.weights import Golden, max_model_len, write_model
 from tests.models.dense import DenseCausal
 
-WORK = [(prompt, SamplingParams(temperature=0.0, max_tokens=24)) for prompt in prompts(8, vocab=96, longest=140, seed=3)]
+WORK = [
+    (prompt, SamplingParams(temperature=0.0, max_tokens=24))
+    for prompt in prompts(8, vocab=96, longest=140, seed=3)
+]
 
 
 @pytest.mark.filterwarnings("ignore:kv_cache_dtype='fp8' is emulated")
@@ -52,7 +55,9 @@ def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[
 def test_the_cache_and_the_weights_shrink(make_engine: Callable[..., Engine]) -> None:
     def sizes(engine: Engine) -> tuple[int, int]:
         worker = engine.runner.worker  # type: ignore[attr-defined]
-        return tuple(sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.state.params, worker.state.cache))  # type: ignore[return-value]
+        return tuple(
+            sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.state.params, worker.state.cache)
+        )  # type: ignore[return-value]
 
     plain, small = make_engine(), make_engine(quantization="w8a8", kv_cache_dtype="int8")
     weights, cache = (after / before for before, after in zip(sizes(plain), sizes(small), strict=True))
@@ -74,13 +79,19 @@ def test_the_cache_and_the_weights_shrink(make_engine: Callable[..., Engine]) ->
         ("bloom", 2 * 2 * 6 * (12 + 4)),
     ],
 )
-def test_caches_of_eight_bits(variant: str, token_bytes: int, kind: str, make_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """Log probabilities are near those of a dense pass that rounds keys and values, from prompts and from prefix hits."""
+def test_caches_of_eight_bits(
+    variant: str, token_bytes: int, kind: str, make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Log probabilities are near those of a dense pass that rounds keys and values, from prompts and from
+    prefix hits.
+    """
     engine, cases = make_engine(variant, kv_cache_dtype=kind), Golden.read(variant).cases
     assert engine.runner.spec.page_bytes == 16 * token_bytes  # type: ignore[attr-defined]
     write_model(tmp_path, variant)
     wanted = dense_logprobs(tmp_path, variant, [case.prompt for case in cases], CACHE_DTYPES[kind])
-    work = [(case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)) for case in cases]
+    work = [
+        (case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)) for case in cases
+    ]
     errors, rounding = [], []
     for _ in range(2):
         for answer, case, logprobs in zip(run(engine, work), cases, wanted, strict=True):
@@ -89,7 +100,8 @@ def test_caches_of_eight_bits(variant: str, token_bytes: int, kind: str, make_en
             exact = case.logits[0] - np.logaddexp.reduce(case.logits[0].astype(np.float64))
             errors += [abs(value - logprobs[token]) for token, value in update.logprobs.top]
             rounding += [abs(value - exact[token]) for token, value in update.logprobs.top]
-    assert np.median(errors) < 1e-4 and max(errors) < 0.05  # a number between two eight-bit ones may be rounded to either
+    # a number between two eight-bit ones may be rounded to either
+    assert np.median(errors) < 1e-4 and max(errors) < 0.05
     assert np.mean(rounding) < 0.2
 
 
@@ -97,7 +109,10 @@ def dense_logprobs(folder: Path, variant: str, prompts: list[np.ndarray], kind: 
     """Log probabilities after each prompt [prompts, vocab]; keys and values are rounded to `kind`."""
     model = build(read_config(folder), "float32", max_model_len(variant))
     lengths = [len(prompt) for prompt in prompts]
-    sequence, positions = np.repeat(np.arange(len(prompts)), lengths), np.concatenate([np.arange(length) for length in lengths])
+    sequence, positions = (
+        np.repeat(np.arange(len(prompts)), lengths),
+        np.concatenate([np.arange(length) for length in lengths]),
+    )
 
     @jax.jit
     def logprobs(params: Params) -> jax.Array:
@@ -110,7 +125,10 @@ def dense_logprobs(folder: Path, variant: str, prompts: list[np.ndarray], kind: 
 
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
-    [("quantization", "int2", "None, int4, int4_mixed, int8, w8a8, fp8, none"), ("kv_cache_dtype", "int4", "auto, int8 or fp8")],
+    [
+        ("quantization", "int2", "None, int4, int4_mixed, int8, w8a8, fp8, none"),
+        ("kv_cache_dtype", "int4", "auto, int8 or fp8"),
+    ],
 )
 def test_others_are_refused(field: str, value: str, limit: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{field}='{value}': must be {limit}"):

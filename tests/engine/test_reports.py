@@ -23,7 +23,9 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> Virtual:
     return virtual
 
 
-def test_a_prediction_that_fails_is_missing(virtual: Virtual, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prediction_that_fails_is_missing(
+    virtual: Virtual, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = virtual.engine
     assert engine.load.first_token_seconds is not None
     virtual.turn()
@@ -37,11 +39,17 @@ def test_a_prediction_that_fails_is_missing(virtual: Virtual, monkeypatch: pytes
         load = engine.load
     assert load.report_faults == 4
     [logged] = caplog.records
-    assert logged.levelno == logging.WARNING and "first_token_seconds" in logged.message and "planted" in (logged.exc_text or "")
+    assert (
+        logged.levelno == logging.WARNING
+        and "first_token_seconds" in logged.message
+        and "planted" in (logged.exc_text or "")
+    )
     monkeypatch.undo()
 
 
-def test_totals_and_traces_that_fail_are_old_or_empty(virtual: Virtual, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_totals_and_traces_that_fail_are_old_or_empty(
+    virtual: Virtual, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = virtual.engine
     virtual.turn()
     virtual.turn()
@@ -53,7 +61,9 @@ def test_totals_and_traces_that_fail_are_old_or_empty(virtual: Virtual, monkeypa
     assert engine.load.report_faults == 3
 
 
-def test_requests_end_although_they_cannot_be_recorded(virtual: Virtual, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_end_although_they_cannot_be_recorded(
+    virtual: Virtual, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Full:
         def ended(self, sequence: object) -> None:
             raise OSError(28, "No space left on device")

@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, InvalidArgument, RequestOutput, SamplingParams
+from jengine import (
+    LLM,
+    AsyncLLM,
+    CompletionOutput,
+    EngineThread,
+    InvalidArgument,
+    RequestOutput,
+    SamplingParams,
+)
 from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.api.prompts import make_requests
 from jengine.core.request import MAX_SAMPLES, Request
@@ -73,17 +81,27 @@ KINDS: dict[str, dict[str, Any]] = {
     "bad_words": {"bad_words": ["ab", "c"], "allowed_token_ids": range(60, 80)},
     "choice": {"structured_outputs": {"choice": ["abcdefgh", "abx", "xyz"]}, "max_tokens": 6},
     "regex": {"structured_outputs": {"regex": "[a-d]{3,9}x"}},
-    "stop tokens": {"stop_token_ids": list(range(70, 80)), "logit_bias": {i: 3.0 for i in range(70, 80)}, "min_tokens": 2},
+    "stop tokens": {
+        "stop_token_ids": list(range(70, 80)),
+        "logit_bias": {i: 3.0 for i in range(70, 80)},
+        "min_tokens": 2,
+    },
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_is_what_its_sample_index_gives_alone(kind: str, llm: LLM) -> None:
     """Includes masks: each of n samples is at a different place in its grammar."""
-    params = {**SAMPLED, **KINDS[kind], "allowed_token_ids": list(KINDS[kind].get("allowed_token_ids", ())) or None}
+    params = {
+        **SAMPLED,
+        **KINDS[kind],
+        "allowed_token_ids": list(KINDS[kind].get("allowed_token_ids", ())) or None,
+    }
     output = generate(llm, **params)
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3] and output.finished
-    assert [completion.token_ids for completion in output.outputs] == [alone(llm, i, **params) for i in range(4)]
+    assert [completion.token_ids for completion in output.outputs] == [
+        alone(llm, i, **params) for i in range(4)
+    ]
     assert output.outputs[0] == generate(llm, **{**params, "n": 1}).outputs[0]
     assert len({tuple(completion.token_ids) for completion in output.outputs}) > 1
 
@@ -102,7 +120,10 @@ def test_beside_other_prompts(llm: LLM) -> None:
     prompts: list[Any] = [TEXT, [5] * 70, "The end", [7, 8], TEXT]
     together = llm.generate(prompts, params, use_tqdm=False)
     for prompt, p, output in zip(prompts, params, together, strict=True):
-        assert output.outputs == llm.generate(prompt, p, use_tqdm=False)[0].outputs and len(output.outputs) == p.n
+        assert (
+            output.outputs == llm.generate(prompt, p, use_tqdm=False)[0].outputs
+            and len(output.outputs) == p.n
+        )
     assert len({output.request_id for output in together}) == 5
     assert llm.engine.compiles_since_start == 0
 
@@ -135,7 +156,9 @@ def test_a_stop_string_ends_one_of_them(llm: LLM) -> None:
     plain = generate(llm, **SAMPLED).outputs
     text = plain[2].text
     stop = next(
-        s for s in (text[i : i + 3] for i in range(3, 20)) if "\ufffd" not in s and all(s not in c.text for c in plain if c.index != 2)
+        s
+        for s in (text[i : i + 3] for i in range(3, 20))
+        if "\ufffd" not in s and all(s not in c.text for c in plain if c.index != 2)
     )
     output = generate(llm, **SAMPLED, stop=stop)
     assert ends(output) == [("length", None), ("length", None), ("stop", stop), ("length", None)]
@@ -173,11 +196,15 @@ def test_online_in_three_ways(llm: LLM, online: AsyncLLM) -> None:
 
     async def main() -> None:
         kinds: Any = ("cumulative", "delta", "final")
-        cumulative, delta, final = await asyncio.gather(*[collect(online, TEXT, params, output_kind=kind) for kind in kinds])
+        cumulative, delta, final = await asyncio.gather(
+            *[collect(online, TEXT, params, output_kind=kind) for kind in kinds]
+        )
         assert len(final) == 1
         for series in (cumulative, delta, final):
             assert [output.finished for output in series] == [False] * (len(series) - 1) + [True]
-            assert all([completion.index for completion in output.outputs] == [0, 1, 2, 3] for output in series)
+            assert all(
+                [completion.index for completion in output.outputs] == [0, 1, 2, 3] for output in series
+            )
         assert sum(output.prompt_logprobs is not None for output in delta) == 1
         for i, known in enumerate(expected.outputs):
             parts = [output.outputs[i] for output in delta]
@@ -196,21 +223,31 @@ def test_online_in_three_ways(llm: LLM, online: AsyncLLM) -> None:
 def test_an_abort_ends_those_that_have_not_ended(llm: LLM, online: AsyncLLM) -> None:
     """A sample that ended with its stop string keeps its output."""
     plain = generate(llm, **LONG).outputs
-    stop = next(token for token in plain[1].token_ids[1:] if not any(token in c.token_ids for c in plain if c.index != 1))
+    stop = next(
+        token
+        for token in plain[1].token_ids[1:]
+        if not any(token in c.token_ids for c in plain if c.index != 1)
+    )
     at = plain[1].token_ids.index(stop)
 
     async def main() -> None:
         outputs = []
-        async for output in online.generate(TEXT, SamplingParams(**LONG, stop_token_ids=[stop]), request_id="mine"):
+        async for output in online.generate(
+            TEXT, SamplingParams(**LONG, stop_token_ids=[stop]), request_id="mine"
+        ):
             outputs.append(output)
             if output.outputs[1].finish_reason is not None and not output.finished:
                 await online.abort("mine")
-        assert ends(outputs[-1]) == [("abort", None), ("stop", stop), ("abort", None)] and outputs[-1].finished
+        assert (
+            ends(outputs[-1]) == [("abort", None), ("stop", stop), ("abort", None)] and outputs[-1].finished
+        )
         assert outputs[-1].outputs[1].token_ids == plain[1].token_ids[: at + 1]
         assert not await online.abort("mine")
         async with aclosing(online.generate(TEXT, SamplingParams(**LONG), request_id="mine")) as left:
             await anext(left)
-        assert (await collect(online, TEXT, SamplingParams(n=2, max_tokens=3), request_id="mine"))[-1].finished
+        assert (await collect(online, TEXT, SamplingParams(n=2, max_tokens=3), request_id="mine"))[
+            -1
+        ].finished
 
     asyncio.run(main())
 
@@ -242,7 +279,10 @@ def test_each_needs_pages_of_its_own(text_model: Path, llm: LLM) -> None:
     assert output.metrics.preemptions == tight.stats["preemptions"] > 0
     metrics = output.metrics
     assert metrics.first_token is not None and metrics.finished is not None
-    assert metrics.scheduled is not None and metrics.arrival < metrics.scheduled < metrics.first_token < metrics.finished
+    assert (
+        metrics.scheduled is not None
+        and metrics.arrival < metrics.scheduled < metrics.first_token < metrics.finished
+    )
     with pytest.raises(InvalidArgument, match="need 12 pages of 16 tokens; the cache has 11"):
         tight.generate(TEXT, SamplingParams(n=2, max_tokens=None), use_tqdm=False)
     assert not tight.engine.has_work
@@ -285,11 +325,19 @@ def test_completions_grow_in_any_order(order: list[int]) -> None:
         assert not output.finished and output.metrics.finished is None
         given[i] += 1
         last = given[i] == lengths[i]
-        update = TokenUpdate(requests[i].request_id, 100 * i + given[i], "length" if last else None, preemptions=i * given[i])
+        update = TokenUpdate(
+            requests[i].request_id, 100 * i + given[i], "length" if last else None, preemptions=i * given[i]
+        )
         assert live.take([update]) == [output] and output.metrics.first_token is not None
-    assert [c.token_ids for c in output.outputs] == [[100 * i + 1 + j for j in range(length)] for i, length in enumerate(lengths)]
+    assert [c.token_ids for c in output.outputs] == [
+        [100 * i + 1 + j for j in range(length)] for i, length in enumerate(lengths)
+    ]
     assert output.finished and output.metrics.finished is not None and output.metrics.preemptions == 3 + 10
-    assert live.take([TokenUpdate(request.request_id, 1) for request in requests]) == [] and live.abort("7") is None and live.ended == []
+    assert (
+        live.take([TokenUpdate(request.request_id, 1) for request in requests]) == []
+        and live.abort("7") is None
+        and live.ended == []
+    )
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -307,7 +355,12 @@ def test_cached_tokens_are_the_first_completions(order: tuple[int, int]) -> None
 def test_what_comes_for_one_that_has_ended_is_dropped() -> None:
     live, output, _ = opened(2, stop="b")
     assert live.take([TokenUpdate("7", 66), TokenUpdate("7", 67), TokenUpdate("7", 68)]) == [output] * 2
-    assert live.take([PromptScores("7", 1, [5], [TokenLogprobs(-1.0, 1, [])])]) == [] and output.prompt_logprobs is None
-    assert output.outputs[0] == CompletionOutput(text="a", token_ids=[66, 67], finish_reason="stop", stop_reason="b")
+    assert (
+        live.take([PromptScores("7", 1, [5], [TokenLogprobs(-1.0, 1, [])])]) == []
+        and output.prompt_logprobs is None
+    )
+    assert output.outputs[0] == CompletionOutput(
+        text="a", token_ids=[66, 67], finish_reason="stop", stop_reason="b"
+    )
     assert live.abort("7", "why") is output and ends(output) == [("stop", "b"), ("abort", "why")]
     assert live.ended == [Ended("7", "stop", "b"), Ended("7/1", "abort", "why")] and live.abort("7") is None

@@ -39,7 +39,8 @@ def ended(answer: Answer) -> tuple[str | None, int | str | None]:
     return last.finish_reason, last.stop_reason
 
 
-# What a neighbour of each kind does to a batch. Greedy and sampled tokens for PROMPTS are fixed by these alone.
+# What a neighbour of each kind does to a batch. Greedy and sampled tokens for PROMPTS are fixed by these
+# alone.
 KINDS = {
     "temperature": {"temperature": 0.6},
     "high temperature": {"temperature": 5.0},
@@ -59,7 +60,15 @@ KINDS = {
     "allowed_token_ids": {"allowed_token_ids": list(range(0, 96, 3))},
     "prompt_logprobs": {"prompt_logprobs": 2},
     "all": {
-        **{"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "min_tokens": 4, "stop_token_ids": [1, 2], "logprobs": 2},
+        **{
+            "temperature": 0.9,
+            "top_k": 30,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "min_tokens": 4,
+            "stop_token_ids": [1, 2],
+            "logprobs": 2,
+        },
         **{"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {7: 3.0}},
     },
 }
@@ -73,42 +82,77 @@ def plain(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_neighbours_do_not_notice(kind: str, engine: Engine, plain: list[list[int]]) -> None:
-    """Every third request has the parameter. It has the same tokens alone as in the batch, and so do the others."""
+    """Every third request has the parameter. It has the same tokens alone as in the batch, and so do the
+    others.
+    """
     wanted = params(**KINDS[kind])
-    work = [(prompt, wanted if i % 3 == 0 else SAMPLED if i % 2 else GREEDY) for i, prompt in enumerate(PROMPTS)]
+    work = [
+        (prompt, wanted if i % 3 == 0 else SAMPLED if i % 2 else GREEDY) for i, prompt in enumerate(PROMPTS)
+    ]
     for i, answer in enumerate(run(engine, work)):
         expected = one(engine, wanted, PROMPTS[i]).tokens if i % 3 == 0 else plain[i]
         assert answer.tokens == expected
 
 
-EFFECTIVE = ["temperature", "high temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "allowed_token_ids"]
+EFFECTIVE = [
+    "temperature",
+    "high temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "logit_bias",
+    "allowed_token_ids",
+]
 EFFECTIVE += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
 
 
 @pytest.mark.parametrize("kind", EFFECTIVE)
 def test_each_has_an_effect(kind: str, engine: Engine) -> None:
-    changed = [one(engine, params(**KINDS[kind]), prompt).tokens != one(engine, SAMPLED, prompt).tokens for prompt in PROMPTS]
+    changed = [
+        one(engine, params(**KINDS[kind]), prompt).tokens != one(engine, SAMPLED, prompt).tokens
+        for prompt in PROMPTS
+    ]
     assert sum(changed) >= len(PROMPTS) // 2
 
 
 def test_parameters_that_leave_one_token_are_greedy(engine: Engine) -> None:
     greedy = one(engine, GREEDY).tokens
-    for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}, {"temperature": 1e-9}, {"temperature": 20.0, "top_k": 1}):
+    for narrow in (
+        {"top_k": 1},
+        {"min_p": 1.0},
+        {"top_p": 1e-9},
+        {"temperature": 1e-9},
+        {"temperature": 20.0, "top_k": 1},
+    ):
         assert one(engine, params(**narrow)).tokens == greedy, narrow
 
 
 def test_parameters_that_leave_every_token_change_nothing(engine: Engine) -> None:
     plain = one(engine, SAMPLED).tokens
-    for wide in ({"top_k": VOCAB}, {"top_k": 0}, {"top_k": -1}, {"top_k": 10**6}, {"top_p": 1.0}, {"min_p": 1e-12}, {"min_tokens": 3}):
+    for wide in (
+        {"top_k": VOCAB},
+        {"top_k": 0},
+        {"top_k": -1},
+        {"top_k": 10**6},
+        {"top_p": 1.0},
+        {"min_p": 1e-12},
+        {"min_tokens": 3},
+    ):
         assert one(engine, params(**wide)).tokens == plain, wide
 
 
 def test_truncated_tokens_are_among_those_left(engine: Engine) -> None:
-    """Checked against the log probabilities that come with them: ranks within top_k, masses within top_p and min_p."""
+    """Checked against the log probabilities that come with them: ranks within top_k, masses within top_p and
+    min_p.
+    """
     for update in one(engine, params(top_k=3, temperature=50.0, logprobs=0)).updates:
         assert update.logprobs is not None and update.logprobs.rank <= 3
     for update in one(engine, params(min_p=0.3, logprobs=1)).updates:
-        assert update.logprobs is not None and update.logprobs.chosen >= update.logprobs.top[0][1] + np.log(0.3) - 1e-5
+        assert (
+            update.logprobs is not None
+            and update.logprobs.chosen >= update.logprobs.top[0][1] + np.log(0.3) - 1e-5
+        )
     for update in one(engine, params(top_p=0.5, logprobs=MAX_LOGPROBS)).updates:
         assert update.logprobs is not None
         likelier = [np.exp(value) for _, value in update.logprobs.top if value > update.logprobs.chosen]
@@ -121,14 +165,18 @@ def test_temperature_flattens(engine: Engine) -> None:
     for temperature in (0.2, 1.0, 3.0):
         wanted = [params(temperature=temperature, seed=seed, logprobs=0) for seed in range(8)]
         answers = run(engine, [(PROMPT, w) for w in wanted])
-        means.append(np.mean([u.logprobs.chosen for a in answers for u in a.updates if u.logprobs is not None]))
+        means.append(
+            np.mean([u.logprobs.chosen for a in answers for u in a.updates if u.logprobs is not None])
+        )
     assert means[0] > means[1] + 0.2 > means[2] + 0.4
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, MAX_LOGPROBS])
 @pytest.mark.parametrize("base", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_logprobs(base: SamplingParams, count: int, engine: Engine) -> None:
-    """As many as requested, likeliest first, and the chosen token's; requesting them does not change the tokens."""
+    """As many as requested, likeliest first, and the chosen token's; requesting them does not change the
+    tokens.
+    """
     answer, most = one(engine, params(base, logprobs=count)), one(engine, params(base, logprobs=MAX_LOGPROBS))
     assert answer.tokens == one(engine, base).tokens
     for update, full in zip(answer.updates, most.updates, strict=True):
@@ -136,7 +184,11 @@ def test_logprobs(base: SamplingParams, count: int, engine: Engine) -> None:
         assert update.logprobs.top == full.logprobs.top[:count]
         assert (update.logprobs.chosen, update.logprobs.rank) == (full.logprobs.chosen, full.logprobs.rank)
         values = [value for _, value in full.logprobs.top]
-        assert values == sorted(values, reverse=True) and len(values) == MAX_LOGPROBS and np.exp(values).sum() <= 1 + 1e-5
+        assert (
+            values == sorted(values, reverse=True)
+            and len(values) == MAX_LOGPROBS
+            and np.exp(values).sum() <= 1 + 1e-5
+        )
         if full.logprobs.rank <= MAX_LOGPROBS:
             assert full.logprobs.top[full.logprobs.rank - 1] == (update.token, update.logprobs.chosen)
         assert base is SAMPLED or update.logprobs.rank == 1
@@ -147,7 +199,12 @@ def test_logprobs_are_those_of_the_raw_logits(engine: Engine) -> None:
     """Other parameters do not change the log probabilities of the first token."""
     first = one(engine, params(GREEDY, logprobs=MAX_LOGPROBS)).updates[0].logprobs
     assert first is not None
-    hot = one(engine, params(temperature=4.0, top_k=2, min_tokens=4, stop_token_ids=[first.top[0][0]], logprobs=MAX_LOGPROBS))
+    hot = one(
+        engine,
+        params(
+            temperature=4.0, top_k=2, min_tokens=4, stop_token_ids=[first.top[0][0]], logprobs=MAX_LOGPROBS
+        ),
+    )
     assert hot.updates[0].logprobs is not None and hot.updates[0].logprobs.top == first.top
 
 
@@ -240,7 +297,11 @@ def test_any_number_of_stop_tokens(ends: bool, engine: Engine, with_eos: Engine)
     for seed in range(4):
         hot = params(seed=seed, temperature=50.0, stop_token_ids=stops, max_tokens=40)
         answer = one(with_eos if ends else engine, hot)
-        assert ended(answer) == ("stop", answer.tokens[-1]) and answer.tokens[-1] in stops and not {*answer.tokens[:-1]} & {*stops}
+        assert (
+            ended(answer) == ("stop", answer.tokens[-1])
+            and answer.tokens[-1] in stops
+            and not {*answer.tokens[:-1]} & {*stops}
+        )
         answer = one(with_eos if ends else engine, hot.clone(min_tokens=12))
         assert len(answer.tokens) > 12 and not {*answer.tokens[:12]} & {*stops}
 
@@ -256,17 +317,27 @@ def test_a_large_bias_decides(engine: Engine) -> None:
 
 
 def test_penalties_are_those_of_the_formula(engine: Engine) -> None:
-    """Greedy tokens replayed: the raw log probabilities of all tokens are not known, but those of the likeliest decide."""
+    """Greedy tokens replayed: the raw log probabilities of all tokens are not known, but those of the
+    likeliest decide.
+    """
     prompt = [3, 3, 9, 20]
-    for penalties in ({"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 1.0}, {"frequency_penalty": -0.5}):
+    for penalties in (
+        {"repetition_penalty": 1.8},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 1.0},
+        {"frequency_penalty": -0.5},
+    ):
         answer = one(engine, params(GREEDY, logprobs=MAX_LOGPROBS, **penalties), prompt)
         wanted = params(**penalties)
         output: list[int] = []
         for update in answer.updates:
             assert update.logprobs is not None
-            if "repetition_penalty" not in penalties:  # that one scales logits, which log probabilities give up to a constant
+            # that one scales logits, which log probabilities give up to a constant
+            if "repetition_penalty" not in penalties:
                 values = {
-                    token: value - wanted.presence_penalty * (token in output) - wanted.frequency_penalty * output.count(token)
+                    token: value
+                    - wanted.presence_penalty * (token in output)
+                    - wanted.frequency_penalty * output.count(token)
                     for token, value in update.logprobs.top
                 }
                 assert values[update.token] >= max(values.values()) - 1e-4
@@ -289,7 +360,11 @@ def test_prompt_logprobs(engine: Engine) -> None:
     """For a prompt and its greedy continuation, they equal the log probabilities of decoding."""
     greedy = one(engine, params(GREEDY, logprobs=3))
     longer = PROMPT + greedy.tokens
-    scores = [s for answer in [one(engine, params(GREEDY, prompt_logprobs=3, max_tokens=1), longer)] for s in answer.scores]
+    scores = [
+        s
+        for answer in [one(engine, params(GREEDY, prompt_logprobs=3, max_tokens=1), longer)]
+        for s in answer.scores
+    ]
     assert [s.position for s in scores] == [1 + 64 * i for i in range(len(scores))]
     assert [token for s in scores for token in s.tokens] == longer[1:]
     got = [entry for s in scores for entry in s.logprobs][len(PROMPT) - 1 :]

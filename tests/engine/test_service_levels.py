@@ -24,7 +24,9 @@ def with_options(engine: Engine, **options: object) -> Engine:
 
 def add(engine: Engine, name: str, **level: float) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    engine.add(Request(request_id=name, prompt_token_ids=[5, 6, 7], params=params, arrival=time.monotonic(), **level))  # type: ignore[arg-type]
+    engine.add(
+        Request(request_id=name, prompt_token_ids=[5, 6, 7], params=params, arrival=time.monotonic(), **level)
+    )  # type: ignore[arg-type]
 
 
 def drain(engine: Engine) -> list[object]:
@@ -66,7 +68,9 @@ def test_an_idle_engine_waits_for_a_batch_without_spinning(engine: Engine) -> No
 def test_a_strategy_is_checked_where_it_is_set(engine: Engine) -> None:
     with_options(engine, batching="static")
     assert engine.limits.strategies == ("throughput", "memory")
-    with pytest.raises(InvalidArgument, match="must be one of throughput, memory; the others need batching='continuous'"):
+    with pytest.raises(
+        InvalidArgument, match="must be one of throughput, memory; the others need batching='continuous'"
+    ):
         engine.limits.check_strategy("latency")
     assert engine.limits.check_strategy("memory") == "memory"
 
@@ -77,6 +81,12 @@ def test_every_strategy_gives_the_same_tokens(engine: Engine) -> None:
         with_options(engine, strategy=strategy, tpot_ms=1e9)
         for i in range(6):
             add(engine, str(i))
-        outputs.append(sorted((update.request_id, update.token) for update in drain(engine) if isinstance(update, TokenUpdate)))
+        outputs.append(
+            sorted(
+                (update.request_id, update.token)
+                for update in drain(engine)
+                if isinstance(update, TokenUpdate)
+            )
+        )
         assert engine.load.strategy in (strategy, "throughput")
     assert all(output == outputs[0] for output in outputs)

@@ -1,4 +1,6 @@
-"""Sharing pages does not change tokens: each kind of sharing is forced, verified, and compared with requests alone."""
+"""Sharing pages does not change tokens: each kind of sharing is forced, verified, and compared with requests
+alone.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,14 @@ from tests.engine.sharing import LENGTH, Sharing, cached, check_equal, mixed, pa
 
 PAGE = 16
 VARIANTS = ["llama_gqa", "gemma2"]  # full attention; windows beside it
-# windows alone; as many layers of full attention as groups of windows; fewer; sinks; one latent vector a token
+# windows alone; as many layers of full attention as groups of windows; fewer; sinks; one latent vector a
+# token
 REST = ["mistral_window", "gemma3", "qwen2_window", "gpt_oss", "deepseek_v3"]
 
 
-@pytest.fixture(scope="module", params=[*VARIANTS, *(pytest.param(variant, marks=pytest.mark.full) for variant in REST)])
+@pytest.fixture(
+    scope="module", params=[*VARIANTS, *(pytest.param(variant, marks=pytest.mark.full) for variant in REST)]
+)
 def sharing(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Sharing:
     return Sharing(make_engine(request.param), make_engine(request.param, enable_prefix_caching=False))
 
@@ -36,15 +41,24 @@ def some(count: int, seed: int) -> list[int]:
 
 def test_prompts_that_begin_as_earlier_ones(sharing: Sharing) -> None:
     engine = sharing.fresh()
-    work: list[Work] = [(prompt, params(i)) for i, prompt in enumerate(prompts(4, vocab=96, longest=70, seed=1))]
+    work: list[Work] = [
+        (prompt, params(i)) for i, prompt in enumerate(prompts(4, vocab=96, longest=70, seed=1))
+    ]
     first = [answer for [answer] in sharing.check(work)]
     assert cached(first) == [0] * 4
-    turns: list[Work] = [([*prompt, *a.tokens, *some(20, i)], how) for i, (a, (prompt, how)) in enumerate(zip(first, work, strict=True))]
+    turns: list[Work] = [
+        ([*prompt, *a.tokens, *some(20, i)], how)
+        for i, (a, (prompt, how)) in enumerate(zip(first, work, strict=True))
+    ]
     found = [answer for [answer] in sharing.check(turns)]
-    assert cached(found) == [whole(len(prompt) + LENGTH) for prompt, _ in work], "an output's last token is not computed"
+    assert cached(found) == [whole(len(prompt) + LENGTH) for prompt, _ in work], (
+        "an output's last token is not computed"
+    )
     again = [answer for [answer] in sharing.check(turns)]
     assert cached(again) == [whole(len(prompt)) for prompt, _ in turns]
-    parts: list[Work] = [([*turns[3][0][:40], *some(length, length)], params(length)) for length in (1, 8, 9, 60)]
+    parts: list[Work] = [
+        ([*turns[3][0][:40], *some(length, length)], params(length)) for length in (1, 8, 9, 60)
+    ]
     assert cached([answer for [answer] in sharing.check(parts)]) == [32] * 4
     scheduler = engine.scheduler
     assert scheduler.prefixes.hits == sum(map(sum, (cached(found), cached(again), [32] * 4)))
@@ -72,18 +86,26 @@ def test_evicted_and_computed_again(sharing: Sharing) -> None:
 
 def test_samples_copy_the_page_that_their_prompt_ends_in(sharing: Sharing) -> None:
     engine = sharing.fresh()
-    work: list[Work] = [(some(37, seed=3), params(1, n=3)), ([5], params(2, n=2)), (some(100, seed=4), params(3, n=2))]
+    work: list[Work] = [
+        (some(37, seed=3), params(1, n=3)),
+        ([5], params(2, n=2)),
+        (some(100, seed=4), params(3, n=2)),
+    ]
     for one in work:
         sharing.calls.clear()
         n = one[1].n
         [answers] = sharing.check([one])
         assert cached(answers) == [0] + [len(one[0])] * (n - 1)
         assert len({tuple(answer.tokens) for answer in answers}) == n
-        assert sharing.calls["pages copied"] == (n - 1) * len(sharing.groups), "each but the last to write copies"
+        assert sharing.calls["pages copied"] == (n - 1) * len(sharing.groups), (
+            "each but the last to write copies"
+        )
         assert sharing.calls["update"] >= (n > 2), "three slots are set in a step of one tile"
     sharing.calls.clear()
     [answers] = sharing.check([(some(3 * PAGE, seed=5), params(1, n=4))])
-    assert cached(answers) == [0] + [3 * PAGE] * 3 and not sharing.calls["copy"], "a whole page is not written again"
+    assert cached(answers) == [0] + [3 * PAGE] * 3 and not sharing.calls["copy"], (
+        "a whole page is not written again"
+    )
     assert engine.scheduler.registry.num_preemptions == 0
     sharing.check([*work, *work[::-1]])
 
@@ -95,7 +117,9 @@ def test_samples_are_preempted_with_their_pages_shared(sharing: Sharing) -> None
 
 
 def test_preempted_into_the_cache_and_resumed_from_there(sharing: Sharing) -> None:
-    """Whenever the policy's last sequence is preempted, all its whole pages are found again, unless its last token is in flight."""
+    """Whenever the policy's last sequence is preempted, all its whole pages are found again, unless its last
+    token is in flight.
+    """
     scheduler, step, expected = sharing.fresh().scheduler, itertools.count(), 0
 
     def preempt() -> None:
@@ -122,7 +146,10 @@ def test_pages_behind_the_window_are_freed(sharing: Sharing) -> None:
     """The pool cannot hold every page of this sequence; it runs alone, and with another."""
     most, every = sharing.most_pages(191), 12 * len(sharing.groups)
     assert (most < every) == sharing.windows
-    work: list[Work] = [(some(100, seed=6), params(0, max_tokens=92)), (some(160, seed=7), params(1, max_tokens=32))]
+    work: list[Work] = [
+        (some(100, seed=6), params(0, max_tokens=92)),
+        (some(160, seed=7), params(1, max_tokens=32)),
+    ]
     for pages, together in ((most, work[:1]), (most, work), (most + 4, work)):
         sharing.fresh(pages)
         sharing.check(together)
@@ -130,7 +157,9 @@ def test_pages_behind_the_window_are_freed(sharing: Sharing) -> None:
     owned: list[int] = []
     sharing.check(work[:1], lambda: owned.append(scheduler.blocks.owned))
     windows = [group.window for group in sharing.groups]
-    assert max(owned[-40:]) <= sum(12 if window is None else -(-window // PAGE) + 1 for window in windows), "what no token sees is held"
+    assert max(owned[-40:]) <= sum(12 if window is None else -(-window // PAGE) + 1 for window in windows), (
+        "what no token sees is held"
+    )
 
 
 def test_prompt_logprobs_are_computed(sharing: Sharing) -> None:
@@ -149,7 +178,9 @@ def test_salts_and_resets(sharing: Sharing) -> None:
     engine, prompt = sharing.fresh(), some(60, seed=9)
     for salt in (None, "a", "b", ""):
         assert [cached(sharing.check([(prompt, params(0), salt)])[0]) for _ in range(2)] == [[0], [48]], salt
-    together = [answer for [answer] in sharing.check([([*prompt, i], params(i), "cd"[i % 2]) for i in range(6)])]
+    together = [
+        answer for [answer] in sharing.check([([*prompt, i], params(i), "cd"[i % 2]) for i in range(6)])
+    ]
     assert cached(together) == [0, 0, 48, 48, 48, 48]
     assert engine.do(ResetPrefixCache()) and engine.scheduler.blocks.cached == 0
     for salt in (None, "a", "c"):
@@ -169,7 +200,11 @@ def test_nothing_is_compiled_and_steps_overlap(sharing: Sharing) -> None:
     found = run(engine, work)
     assert engine.compiles_since_start == compiles
     scheduler = engine.scheduler
-    assert scheduler.registry.num_preemptions > 5 and scheduler.blocks.evictions > 100 and scheduler.prefixes.hits > 2000
+    assert (
+        scheduler.registry.num_preemptions > 5
+        and scheduler.blocks.evictions > 100
+        and scheduler.prefixes.hits > 2000
+    )
     assert sharing.calls["pages copied"] > 50 and sharing.calls["update"] > 20 and sharing.calls["score"] > 10
     overlapped, steps = overlapped_steps(engine)
     assert steps > 300 and overlapped >= 0.95 * steps

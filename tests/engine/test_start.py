@@ -1,4 +1,6 @@
-"""Programs are compiled before the first request. A second start compiles nothing, nor do requests. Steps overlap."""
+"""Programs are compiled before the first request. A second start compiles nothing, nor do requests. Steps
+overlap.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ print(json.dumps([started.programs_compiled, started.programs_loaded, compile_co
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    """Counted over the whole life of a process, including weights and first tokens. A table with one program of each sort."""
+    """Counted over the whole life of a process, including weights and first tokens. A table with one program
+    of each sort.
+    """
     write_model(tmp_path / "model", "llama_gqa")
     options = json.dumps({**SMALL, "max_model_len": 64, "batch_invariant": True, "cache_dir": str(tmp_path)})
 
@@ -89,7 +93,8 @@ def test_no_request_compiles_anything(make_engine: Callable[..., Engine]) -> Non
     limit_pages(engine, 20)
     before = engine.compiles_since_start
     texts = prompts(200, vocab=VOCAB, longest=130)
-    coming = [(texts[i], random_params(rng, 3 - n // 50)) for n, i in enumerate(rng.permutation(200))]  # taken from the end
+    # taken from the end
+    coming = [(texts[i], random_params(rng, 3 - n // 50)) for n, i in enumerate(rng.permutation(200))]
     unfinished: set[str] = set()
     ended = aborted = 0
     while coming or engine.has_work:
@@ -121,7 +126,10 @@ def test_no_request_compiles_anything(make_engine: Callable[..., Engine]) -> Non
 
 def test_steady_steps_overlap(engine: Engine) -> None:
     """Step n + 1 is dispatched before step n is read; without overlap, never."""
-    work = [(prompt, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)) for prompt in prompts(8, vocab=VOCAB, longest=60)]
+    work = [
+        (prompt, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        for prompt in prompts(8, vocab=VOCAB, longest=60)
+    ]
     run(engine, work)
     overlapped, steps = overlapped_steps(engine)
     assert steps >= 100 and overlapped >= 0.95 * steps

@@ -23,13 +23,19 @@ OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 4 + 64}  # chunks of one
 
 @pytest.fixture(scope="module")
 def sharing(make_engine: Callable[..., Engine]) -> Sharing:
-    return Sharing(make_engine(VARIANT, **OPTIONS), make_engine(VARIANT, **OPTIONS, enable_prefix_caching=False))
+    return Sharing(
+        make_engine(VARIANT, **OPTIONS), make_engine(VARIANT, **OPTIONS, enable_prefix_caching=False)
+    )
 
 
 def test_states_over_chunks_and_from_snapshots_against_transformers(sharing: Sharing) -> None:
-    """130 tokens in three chunks of a tile, beside others; then from the snapshots that the first two left."""
+    """130 tokens in three chunks of a tile, beside others; then from the snapshots that the first two
+    left.
+    """
     engine, cases = sharing.fresh(), Golden.read(VARIANT).cases
-    work: list[Work] = [(case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=24, logprobs=20)) for case in cases]
+    work: list[Work] = [
+        (case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=24, logprobs=20)) for case in cases
+    ]
     for hits in ([0, 0, 0, 0], [0, 0, 64, 128]):
         answers = run(engine, work)
         for answer, case in zip(answers, cases, strict=True):
@@ -39,14 +45,19 @@ def test_states_over_chunks_and_from_snapshots_against_transformers(sharing: Sha
 
 
 def test_preempted_at_any_time(sharing: Sharing) -> None:
-    """Resumed from a snapshot, or computed again: states are of all tokens before, generated ones among them."""
+    """Resumed from a snapshot, or computed again: states are of all tokens before, generated ones among
+    them.
+    """
     scheduler, step = sharing.fresh().scheduler, itertools.count()
 
     def preempt() -> None:
         if next(step) % 7 == 6 and scheduler.registry.num_running > 1:
             scheduler.registry.preempt(victim(scheduler.registry.running))
 
-    sharing.check([(prompt, params(FULL, max_tokens=30)) for prompt in prompts(5, vocab=64, longest=140, seed=4)], preempt)
+    sharing.check(
+        [(prompt, params(FULL, max_tokens=30)) for prompt in prompts(5, vocab=64, longest=140, seed=4)],
+        preempt,
+    )
     assert scheduler.registry.num_preemptions > 3 and scheduler.blocks.hit_pages["state"] > 0
 
 
@@ -54,7 +65,9 @@ def test_samples_begin_with_one_state(sharing: Sharing) -> None:
     [prompt] = prompts(1, vocab=64, longest=100, seed=5)
     sharing.fresh()
     [answers] = sharing.check([(prompt, params(FULL, n=4))])
-    assert cached(answers) == [0] + [len(prompt)] * 3 and len({tuple(answer.tokens) for answer in answers}) == 4
+    assert (
+        cached(answers) == [0] + [len(prompt)] * 3 and len({tuple(answer.tokens) for answer in answers}) == 4
+    )
 
 
 @pytest.mark.full
@@ -71,14 +84,24 @@ def test_many_in_few_pages_and_states(sharing: Sharing) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"num_scheduler_steps": 8, "tile_size": 16}, {"overlap": False, "tile_size": 8}, {"tile_size": 96}])
-def test_in_other_programs(options: dict[str, object], sharing: Sharing, make_engine: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"num_scheduler_steps": 8, "tile_size": 16}, {"overlap": False, "tile_size": 8}, {"tile_size": 96}],
+)
+def test_in_other_programs(
+    options: dict[str, object], sharing: Sharing, make_engine: Callable[..., Engine]
+) -> None:
     tile = options["tile_size"]
     engine = make_engine(VARIANT, **{"max_num_seqs": 8, **options, "max_num_batched_tokens": 8 + 2 * tile})  # type: ignore[operator]
     seen, dispatch = list[int](), engine.runner.dispatch
     engine.runner.dispatch = lambda plan: seen.append(plan.steps) or dispatch(plan)  # type: ignore[method-assign,func-returns-value]
-    work: list[Work] = [(prompt, params(i, max_tokens=40)) for i, prompt in enumerate(prompts(10, vocab=64, longest=140, seed=6))]
+    work: list[Work] = [
+        (prompt, params(i, max_tokens=40))
+        for i, prompt in enumerate(prompts(10, vocab=64, longest=140, seed=6))
+    ]
     for _ in range(2):
         for answer, (prompt, how, *_) in zip(run(engine, work), work, strict=True):
             assert [answer.tokens] == sharing.alone(prompt, how)
-    assert (max(seen) > 1) == ("num_scheduler_steps" in options) and engine.scheduler.blocks.hit_pages["state"] > 0
+    assert (max(seen) > 1) == ("num_scheduler_steps" in options) and engine.scheduler.blocks.hit_pages[
+        "state"
+    ] > 0

@@ -30,7 +30,9 @@ def test_buckets_end_at_the_width_and_grow_fourfold() -> None:
 def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
     dynamic = make_engine("llama_mqa")
     before: Runner = dynamic.runner  # type: ignore[assignment]
-    spec = dataclasses.replace(before.spec, table=dataclasses.replace(before.spec.table, page_buckets=(4, 12)))
+    spec = dataclasses.replace(
+        before.spec, table=dataclasses.replace(before.spec.table, page_buckets=(4, 12))
+    )
     runner = Runner(Worker(spec, Programs(spec, None, threads=2, progress=False), before.worker.state.params))
     scheduler = Scheduler(
         spec.table,
@@ -42,14 +44,21 @@ def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
     )
     engine = Engine(dynamic.model, runner, scheduler)
     cases = Golden.read("llama_mqa").cases
-    work = [(case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)) for case in cases]
+    work = [
+        (case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+        for case in cases
+    ]
     assert [answer.tokens for answer in run(engine, work)] == [case.tokens.tolist() for case in cases]
     used = {str(step.trunk) for step in engine.records.steps}
     assert any(",4p]" in trunk for trunk in used) and any(",12p]" in trunk for trunk in used)
 
 
-def test_no_loop_of_unknown_length(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA can count the iterations of every loop of a static program, but not of the dynamic form. Both without kernels."""
+def test_no_loop_of_unknown_length(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA can count the iterations of every loop of a static program, but not of the dynamic form. Both
+    without kernels.
+    """
     spec = make_engine().runner.spec  # type: ignore[attr-defined]
     monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "XLA's form is wanted")
     static = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=(4, 12)))

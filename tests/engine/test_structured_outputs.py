@@ -1,4 +1,6 @@
-"""Structured output with the demo model: complete outputs satisfy the constraint, and errors end only their own request."""
+"""Structured output with the demo model: complete outputs satisfy the constraint, and errors end only their
+own request.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def llm() -> LLM:
 def params(structure: Structure, seed: int, temperature: float) -> SamplingParams:
     """The penalty prevents a small model from generating white space forever."""
     return SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=300, frequency_penalty=0.5, structured_outputs=structure.asked, logprobs=0
+        temperature=temperature,
+        seed=seed,
+        max_tokens=300,
+        frequency_penalty=0.5,
+        structured_outputs=structure.asked,
+        logprobs=0,
     )
 
 
@@ -52,7 +59,9 @@ def assert_valid(wanted: list[Structure], got: list[CompletionOutput], llm: LLM)
 
 
 def assert_begins(structure: Structure, completion: CompletionOutput, llm: LLM) -> None:
-    """Checks with a mask that has accepted the same tokens that each was allowed, and that the text can continue."""
+    """Checks with a mask that has accepted the same tokens that each was allowed, and that the text can
+    continue.
+    """
     mask = make_mask(SamplingParams(structured_outputs=structure.asked), llm.tokenizer)
     assert mask is not None
     for token in [*completion.token_ids, None]:
@@ -69,7 +78,10 @@ def check_all(llm: LLM, seed: int, temperature: float) -> None:
     """Also runs requests without structure, whose tokens must not change."""
     wanted = structures(COUNT, seed)
     work = [params(structure, i, temperature) for i, structure in enumerate(wanted)]
-    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * (COUNT + 8), [PLAIN] * 4 + work + [PLAIN] * 4, use_tqdm=False)]
+    outputs = [
+        output.outputs[0]
+        for output in llm.generate([PROMPT] * (COUNT + 8), [PLAIN] * 4 + work + [PLAIN] * 4, use_tqdm=False)
+    ]
     assert_valid(wanted, outputs[4:-4], llm)
     alone = llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0]
     assert all(output.token_ids == alone.token_ids for output in outputs[:4] + outputs[-4:])
@@ -96,13 +108,18 @@ def test_judges_can_say_no() -> None:
 def test_preemption_changes_no_output(text_model: Path) -> None:
     """Masks keep their state; the tokens are computed again."""
     patterns = [f"(?:[a-z]{{2,3}}{i}){{12,14}}" for i in range(16)]
-    work = [SamplingParams(seed=i, max_tokens=100, structured_outputs={"regex": pattern}) for i, pattern in enumerate(patterns)]
+    work = [
+        SamplingParams(seed=i, max_tokens=100, structured_outputs={"regex": pattern})
+        for i, pattern in enumerate(patterns)
+    ]
     got, preemptions = [], []
     for pages in (120, 12):
         with on_demand():
             llm = LLM(text_model, progress=False, **SMALL, max_model_len=192)
         limit_pages(llm.engine, pages)
-        got.append([output.outputs[0] for output in llm.generate([[9] * 30] * len(work), work, use_tqdm=False)])
+        got.append(
+            [output.outputs[0] for output in llm.generate([[9] * 30] * len(work), work, use_tqdm=False)]
+        )
         preemptions.append(llm.stats["preemptions"])
     assert preemptions[0] == 0 < preemptions[1]
     assert [completion.token_ids for completion in got[0]] == [completion.token_ids for completion in got[1]]
@@ -117,7 +134,10 @@ def test_the_tokenizers_end_of_sequence_ends_a_structure(text_model: Path) -> No
     assert llm.engine.model.eos_token_ids == (llm.tokenizer.eos_token_id,)
     wanted = SamplingParams(structured_outputs={"choice": ["dog", "quick fox"]}, seed=1)
     completion = llm.generate("The", wanted, use_tqdm=False)[0].outputs[0]
-    assert completion.text in ("dog", "quick fox") and (completion.finish_reason, completion.stop_reason) == ("stop", None)
+    assert completion.text in ("dog", "quick fox") and (completion.finish_reason, completion.stop_reason) == (
+        "stop",
+        None,
+    )
 
 
 # --- faults ------------------------------------------------------------------------------------------
@@ -128,14 +148,25 @@ def test_the_tokenizers_end_of_sequence_ends_a_structure(text_model: Path) -> No
     [
         ({"structured_outputs": BEYOND, "seed": 0, "temperature": 5.0}, "llguidance failed"),
         ({"structured_outputs": {"regex": "[ab]"}, "min_tokens": 3}, "together allow no token"),
-        ({"structured_outputs": {"regex": "[ab]{4}"}, "bad_words": ["a", "b", "ab"]}, "together allow no token"),
+        (
+            {"structured_outputs": {"regex": "[ab]{4}"}, "bad_words": ["a", "b", "ab"]},
+            "together allow no token",
+        ),
     ],
 )
-def test_a_request_that_cannot_go_on_ends_with_an_error(faulty: dict[str, object], why: str, llm: LLM) -> None:
+def test_a_request_that_cannot_go_on_ends_with_an_error(
+    faulty: dict[str, object], why: str, llm: LLM
+) -> None:
     work = [PLAIN, SamplingParams(**{"max_tokens": 200, **faulty}), PLAIN]  # type: ignore[arg-type]
     before, failed, after = (output.outputs[0] for output in llm.generate([PROMPT] * 3, work, use_tqdm=False))
-    assert failed.finish_reason == "error" and isinstance(failed.stop_reason, str) and why in failed.stop_reason
-    assert before.token_ids == after.token_ids == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
+    assert (
+        failed.finish_reason == "error" and isinstance(failed.stop_reason, str) and why in failed.stop_reason
+    )
+    assert (
+        before.token_ids
+        == after.token_ids
+        == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
+    )
     assert llm.engine.scheduler.blocks.owned == 0 and not llm.engine.has_work
 
 
@@ -158,9 +189,14 @@ class Faulty:
 
 
 def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
-    """The output of a request with this mask. Another request runs with it, and must get the same tokens as alone."""
+    """The output of a request with this mask. Another request runs with it, and must get the same tokens as
+    alone.
+    """
     ids = llm.tokenizer.encode(PROMPT)
-    given = [Request(request_id=f"beside{i}", prompt_token_ids=ids, params=PLAIN, mask=mask if i else None) for i in range(2)]
+    given = [
+        Request(request_id=f"beside{i}", prompt_token_ids=ids, params=PLAIN, mask=mask if i else None)
+        for i in range(2)
+    ]
     call = Call()
     llm._shared.open(call, [[request] for request in given])
     plain, faulty = call.outputs
@@ -176,7 +212,8 @@ def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
 def test_a_fault_in_a_mask_ends_its_request_alone(calls: int, llm: LLM) -> None:
     failed, tokens = beside(llm, Faulty(calls))
     assert (failed.finish_reason, failed.stop_reason) == ("error", "ZeroDivisionError: a fault")
-    assert failed.token_ids == tokens[: (calls + 1) // 2]  # with the one that could not be accepted: it was sampled as it should be
+    # with the one that could not be accepted: it was sampled as it should be
+    assert failed.token_ids == tokens[: (calls + 1) // 2]
 
 
 class Slow:
@@ -193,7 +230,10 @@ class Slow:
 
 def test_a_slow_mask_ends_its_request_alone(llm: LLM) -> None:
     failed, _ = beside(llm, Slow())
-    assert (failed.finish_reason, failed.stop_reason) == ("error", f"its token mask took more than {MASK_SECONDS} s")
+    assert (failed.finish_reason, failed.stop_reason) == (
+        "error",
+        f"its token mask took more than {MASK_SECONDS} s",
+    )
     assert not failed.token_ids
 
 
@@ -201,7 +241,10 @@ def test_online_the_caller_is_told_and_the_engine_lives(llm: LLM) -> None:
     async def both() -> list[CompletionOutput]:
         wanted = [SamplingParams(structured_outputs={"regex": "[ab]"}, min_tokens=3), PLAIN]
         async with AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer) as online:
-            return [[output async for output in online.generate(PROMPT, one, output_kind="final")][-1].outputs[0] for one in wanted]
+            return [
+                [output async for output in online.generate(PROMPT, one, output_kind="final")][-1].outputs[0]
+                for one in wanted
+            ]
 
     failed, plain = asyncio.run(both())
     assert failed.finish_reason == "error" and plain.finish_reason == "length"

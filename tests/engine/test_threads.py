@@ -1,4 +1,6 @@
-"""One LLM in several threads: they share batches, and do not affect each other when interrupted, failing or leaving."""
+"""One LLM in several threads: they share batches, and do not affect each other when interrupted, failing or
+leaving.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def prompt(thread: int, i: int) -> str:
 
 
 def params(thread: int, i: int) -> SamplingParams:
-    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"seed": i}, {"seed": i, "n": 2}, {"temperature": 0.0, "stop": "e"}]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": i},
+        {"seed": i, "n": 2},
+        {"temperature": 0.0, "stop": "e"},
+    ]
     return SamplingParams(max_tokens=3 + (i + thread) % 6, **kinds[i % 4])
 
 
@@ -87,7 +94,11 @@ def test_a_thread_that_waits_sleeps(llm: LLM) -> None:
     steps, turns = llm._shared._step, []
 
     def work(thread: int) -> None:
-        llm.generate([WORDS[thread]] * 8, SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True), use_tqdm=False)
+        llm.generate(
+            [WORDS[thread]] * 8,
+            SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True),
+            use_tqdm=False,
+        )
 
     def count() -> None:
         turns.append(threading.get_ident())
@@ -135,7 +146,14 @@ def test_streams_that_are_collected_as_garbage(llm: LLM) -> None:
         if change == 1:
             del stream
         gc.collect()
-        assert len(llm.generate("fox", SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids) == 4
+        assert (
+            len(
+                llm.generate("fox", SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)[0]
+                .outputs[0]
+                .token_ids
+            )
+            == 4
+        )
 
 
 # Interrupts.
@@ -143,7 +161,9 @@ def test_streams_that_are_collected_as_garbage(llm: LLM) -> None:
 
 @pytest.mark.parametrize("at", ["dispatch", "read"])
 def test_an_interrupt_in_a_step(at: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes effect after the step: this call is aborted, another thread's continues, and the engine is intact."""
+    """Takes effect after the step: this call is aborted, another thread's continues, and the engine is
+    intact.
+    """
     greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     expected = answers(llm.generate("dog", greedy, use_tqdm=False))
     runner: Any = llm.engine.runner
@@ -227,7 +247,9 @@ def test_a_reset_comes_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine, "do", do)
     assert [llm.reset_prefix_cache(), llm.reset_prefix_cache()] == [True, False]
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(lambda: llm.generate("dog", SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False))
+        other = pool.submit(
+            lambda: llm.generate("dog", SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False)
+        )
         while llm._shared._leader is None and not other.done():
             time.sleep(0.0005)
         got = [llm.reset_prefix_cache() for _ in range(10)]
@@ -303,7 +325,11 @@ def test_closing(text_model: Path) -> None:
     ):
         with pytest.raises(EngineDead, match="has been closed"):
             use()
-    assert repr(llm).endswith("closed)") and llm.max_model_len == 192 and llm.get_tokenizer().tokenizer is llm.tokenizer
+    assert (
+        repr(llm).endswith("closed)")
+        and llm.max_model_len == 192
+        and llm.get_tokenizer().tokenizer is llm.tokenizer
+    )
     llm.close()
     del one
     gc.collect()
@@ -345,7 +371,10 @@ def test_a_forked_process_cannot_use_it(llm: LLM) -> None:
     next(stream)
     child, said = said_by_child(lambda: llm.generate("the", use_tqdm=False), lambda: next(stream), llm.close)
     stream.close()
-    why = f"JengineError: this model was loaded in process {os.getpid()} and cannot be used in process {child}, which was forked from it"
+    why = (
+        f"JengineError: this model was loaded in process {os.getpid()} and cannot be used in process {child},"
+        " which was forked from it"
+    )
     assert said[0].startswith(why) and said[1].startswith(why)
     assert said[2] == "nothing", "closing is for those that loaded it"
 

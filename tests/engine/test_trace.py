@@ -30,7 +30,9 @@ def test_steps_and_requests(text_model: Path, tmp_path: Path) -> None:
     steps = trace.steps
     assert len(trace.requests) == 9 and {request.reason for request in trace.requests} == {"length"}
     assert sum(step.rows + bool(step.chunks) for step in steps) >= 29
-    assert max(step.waiting for step in steps) > 0 and {step.compiles for step in steps} == {steps[0].compiles}
+    assert max(step.waiting for step in steps) > 0 and {step.compiles for step in steps} == {
+        steps[0].compiles
+    }
     assert all(step.predicted > 0.0 and step.begun < step.dispatched <= step.ended for step in steps)
     assert any(step.text > 0.0 for step in steps)
     for before, after in pairwise(steps):

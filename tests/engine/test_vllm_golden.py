@@ -16,9 +16,11 @@ from tests.golden.vllm.cases import ANSWERS, CASES, DEFAULTS, REFUSED
 RECORDED: dict[str, Any] = json.loads(ANSWERS.read_text())
 NOTHING_LEFT = "structured_outputs, allowed_token_ids, bad_words and min_tokens together allow no token"
 
-# By case, what jengine answers instead. The rules below cover two more: unfinished characters, and log probabilities under a grammar.
+# By case, what jengine answers instead. The rules below cover two more: unfinished characters, and log
+# probabilities under a grammar.
 DIFFERENCES: dict[str, dict[str, Any]] = {
-    # vLLM names an end-of-sequence token that is not the tokenizer's as if it were a stop token; its documentation says None.
+    # vLLM names an end-of-sequence token that is not the tokenizer's as if it were a stop token; its
+    # documentation says None.
     "second end-of-sequence": {"stop_reason": None},
     "second end-of-sequence included": {"stop_reason": None},
     "second end-of-sequence, min_tokens": {"stop_reason": None},
@@ -38,7 +40,13 @@ def outputs(case_models: dict[str, LLM]) -> dict[str, RequestOutput]:
     for model, llm in case_models.items():
         mine = {name: case for name, case in CASES.items() if case.model == model}
         params = [SamplingParams(**{**DEFAULTS, **case.params}) for case in mine.values()]
-        answered |= dict(zip(mine, llm.generate([case.prompt for case in mine.values()], params, use_tqdm=False), strict=True))
+        answered |= dict(
+            zip(
+                mine,
+                llm.generate([case.prompt for case in mine.values()], params, use_tqdm=False),
+                strict=True,
+            )
+        )
     return answered
 
 
@@ -46,13 +54,19 @@ def outputs(case_models: dict[str, LLM]) -> dict[str, RequestOutput]:
 def test_answer(name: str, outputs: dict[str, RequestOutput], case_models: dict[str, LLM]) -> None:
     recorded = RECORDED["answers"][name]
     given = outputs[name].outputs[0]
-    wanted = {**recorded, "text": text(name, case_models[CASES[name].model].tokenizer), **DIFFERENCES.get(name, {})}
+    wanted = {
+        **recorded,
+        "text": text(name, case_models[CASES[name].model].tokenizer),
+        **DIFFERENCES.get(name, {}),
+    }
     assert outputs[name].prompt_token_ids == wanted["prompt_token_ids"]
     for field in ("token_ids", "text", "finish_reason", "stop_reason"):
         assert getattr(given, field) == wanted[field], field
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "structured_outputs" not in case.params])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if "structured_outputs" not in case.params]
+)
 def test_logprobs(name: str, outputs: dict[str, RequestOutput]) -> None:
     recorded, given = RECORDED["answers"][name], outputs[name]
     assert_same(given.outputs[0].logprobs, recorded["logprobs"])
@@ -61,12 +75,18 @@ def test_logprobs(name: str, outputs: dict[str, RequestOutput]) -> None:
         assert given.outputs[0].cumulative_logprob == pytest.approx(recorded["cumulative_logprob"], abs=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "structured_outputs" in case.params])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if "structured_outputs" in case.params]
+)
 def test_logprobs_under_a_grammar_are_raw(name: str, outputs: dict[str, RequestOutput]) -> None:
-    """vLLM normalizes over the tokens that a grammar allows (but not over allowed_token_ids); jengine always uses the raw logits."""
+    """vLLM normalizes over the tokens that a grammar allows (but not over allowed_token_ids); jengine always
+    uses the raw logits.
+    """
     given = outputs[name].outputs[0]
     assert given.logprobs is not None
-    for token, mine, theirs in zip(given.token_ids, given.logprobs, RECORDED["answers"][name]["logprobs"], strict=False):
+    for token, mine, theirs in zip(
+        given.token_ids, given.logprobs, RECORDED["answers"][name]["logprobs"], strict=False
+    ):
         if token != theirs[0][0]:
             break  # listed in DIFFERENCES
         likeliest = list(mine.values())[1:] if len(mine) > DEFAULTS["logprobs"] else list(mine.values())
@@ -98,8 +118,12 @@ def text(name: str, tokenizer: Tokenizer) -> str:
     return whole if whole.startswith(told) and whole.endswith("\ufffd") else told
 
 
-def assert_same(given: list[dict[int, Logprob]] | list[dict[int, Logprob] | None] | None, recorded: list[Any] | None) -> None:
-    """Tokens, their order and their ranks are equal; values are within 1e-4; text is equal where a token has text by itself."""
+def assert_same(
+    given: list[dict[int, Logprob]] | list[dict[int, Logprob] | None] | None, recorded: list[Any] | None
+) -> None:
+    """Tokens, their order and their ranks are equal; values are within 1e-4; text is equal where a token has
+    text by itself.
+    """
     if given is None or recorded is None:
         assert given is recorded
         return
@@ -107,7 +131,9 @@ def assert_same(given: list[dict[int, Logprob]] | list[dict[int, Logprob] | None
         if mine is None or theirs is None:
             assert mine is theirs
             continue
-        assert [(token, entry.rank) for token, entry in mine.items()] == [(token, rank) for token, _, rank, _ in theirs]
+        assert [(token, entry.rank) for token, entry in mine.items()] == [
+            (token, rank) for token, _, rank, _ in theirs
+        ]
         for entry, (_, value, _, shown) in zip(mine.values(), theirs, strict=True):
             assert math.isclose(entry.logprob, value, abs_tol=1e-4)
             unfinished = entry.decoded_token is not None and "\ufffd" in entry.decoded_token

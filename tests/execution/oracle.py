@@ -1,7 +1,8 @@
 """Which tokens a row may get: the documented meaning of each parameter in vLLM's order, in numpy and float64.
 
-An answer may differ from the oracle's only where rounding decides: a token that lies on a threshold, or a draw on the
-border between two tokens. The oracle gives all tokens that are possible then, and tests assert that this is rare.
+An answer may differ from the oracle's only where rounding decides: a token that lies on a threshold, or a
+draw on the border between two tokens. The oracle gives all tokens that are possible then, and tests assert
+that this is rare.
 """
 
 from __future__ import annotations
@@ -71,12 +72,19 @@ class Oracle:
         if self._greedy:
             return set(np.flatnonzero(self._z >= -2 * self._error).tolist())
         share = self.mass / self.mass.sum()
-        unsure = (np.exp(self._z) * (self.maybe & ~self.kept)).sum() / self.mass.sum()  # all of it may lie before u, or none
+        # all of it may lie before u, or none
+        unsure = (np.exp(self._z) * (self.maybe & ~self.kept)).sum() / self.mass.sum()
         slack, ends = EPS + self._error + unsure, np.cumsum(share)
-        return set(np.flatnonzero((ends > u - slack) & (ends - share <= u + slack) & self.maybe & np.isfinite(self._z)).tolist())
+        return set(
+            np.flatnonzero(
+                (ends > u - slack) & (ends - share <= u + slack) & self.maybe & np.isfinite(self._z)
+            ).tolist()
+        )
 
     def _truncated(self, params: SamplingParams, side: int) -> np.ndarray:
-        """Applies min_p, then top_k, then top_p; tokens on a threshold are included (side 1) or excluded (side -1)."""
+        """Applies min_p, then top_k, then top_p; tokens on a threshold are included (side 1) or excluded
+        (side -1).
+        """
         z, swap = self._z, 2 * self._error  # tokens as near as that may stand in another order
         slack = self._error + np.where(np.isfinite(z), 1e-6 * (1 + np.abs(z)), 0.0)
         min_p = 0.0 if side > 0 and params.min_p < SMALLEST else params.min_p
@@ -85,7 +93,11 @@ class Oracle:
         if 0 < params.top_k < kept.sum():
             kth = np.sort(z[kept])[-params.top_k]
             below = z[z < kth].max(initial=-np.inf)
-            kept &= z >= kth - (slack + swap if np.isfinite(kth) else 0.0) if side > 0 else (z > below + swap) | (z == 0)
+            kept &= (
+                z >= kth - (slack + swap if np.isfinite(kth) else 0.0)
+                if side > 0
+                else (z > below + swap) | (z == 0)
+            )
         if params.top_p < 1:
             mass = np.exp(z) * kept
             order = np.argsort(-z, kind="stable")

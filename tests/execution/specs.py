@@ -28,7 +28,8 @@ def make_spec(
     host_pages: int = 0,
     num_states: int = 20,
 ) -> ExecutionSpec:
-    table = ProgramTable((16,), (8,), (1,), 32, page_buckets)  # one of each kind, all with samplers of 16 rows
+    # one of each kind, all with samplers of 16 rows
+    table = ProgramTable((16,), (8,), (1,), 32, page_buckets)
     model = build(model_config(VARIANTS[variant]), dtype, 192, quantization, devices)
     return ExecutionSpec(
         model=model,

@@ -25,7 +25,9 @@ SMALL = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 8, "dtype": 
 LLAMA = {**VARIANTS["llama_gqa"], **SMALL}
 
 
-def described(backend: str, model: dict[str, Any] = LLAMA, devices: Any = None, **options: Any) -> ExecutionSpec:
+def described(
+    backend: str, model: dict[str, Any] = LLAMA, devices: Any = None, **options: Any
+) -> ExecutionSpec:
     small = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16}
     config = EngineConfig.of("MODEL", {**small, "attention_backend": backend, **options})
     return describe(config, model_config(model), make_mesh(1, devices), Path())
@@ -52,7 +54,9 @@ def test_it_is_part_of_a_programs_identity(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("jengine.execution.spec.flashinfer_version", lambda: "0.7.2")
     assert spec.identity() == before  # where it is not faster, it does not matter whether it is there
     case = fastest.Case("bfloat16", 8, 2, 16, 64, 8)
-    table = fastest.updated({}, spec.mesh.devices.flat[0].device_kind, case, {"mosaic": 2.0, "flashinfer": 1.0})
+    table = fastest.updated(
+        {}, spec.mesh.devices.flat[0].device_kind, case, {"mosaic": 2.0, "flashinfer": 1.0}
+    )
     monkeypatch.setattr(fastest, "table", lambda: table)
     assert spec.identity()["flashinfer"] == "0.7.2"
 
@@ -103,5 +107,7 @@ def test_decode_rows_call_it_and_programs_are_prepared(h200: Any, monkeypatch: p
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_heads_of_two_sizes_are_described_for_a_gpu(kv_cache_dtype: str, h200: Any) -> None:
     """Before there is a number of pages. Kernels have no heads of 16."""
-    spec = described("auto", {**VARIANTS["gemma4_text"], "dtype": "bfloat16"}, h200, kv_cache_dtype=kv_cache_dtype)
+    spec = described(
+        "auto", {**VARIANTS["gemma4_text"], "dtype": "bfloat16"}, h200, kv_cache_dtype=kv_cache_dtype
+    )
     assert spec.table.page_buckets == (16,)

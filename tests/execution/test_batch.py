@@ -84,7 +84,9 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, BatchLayout]:
         span = draw(st.integers(0, len(spans) - 1))
         samples.append(Sample(span, draw(st.integers(0, spans[span].length - 1)), draw(WHOLE), draw(WHOLE)))
     trunk = table.trunk(placement.rows, len(placement.tiles), samples=len(samples))
-    layout = BatchLayout.of(trunk, table, page_size=draw(st.sampled_from([16, 64])), groups=draw(st.integers(1, 3)))
+    layout = BatchLayout.of(
+        trunk, table, page_size=draw(st.sampled_from([16, 64])), groups=draw(st.integers(1, 3))
+    )
     plan = StepPlan(
         trunk=trunk,
         sampler=table.sampler(trunk, "greedy"),
@@ -110,29 +112,48 @@ def test_pack_and_unpack(case: tuple[StepPlan, BatchLayout]) -> None:
     rows = [span for span in plan.spans if span.tokens is None]
     assert got.row_slots == padded([span.slot for span in rows], 0, key.rows)
     assert got.row_positions == padded([span.start for span in rows], 0, key.rows)
-    tiles = [(span, at, span.tokens[at : at + size]) for span in plan.spans[len(rows) :] for at in range(0, span.length, size)]  # type: ignore[index]
+    tiles = [
+        (span, at, span.tokens[at : at + size])
+        for span in plan.spans[len(rows) :]
+        for at in range(0, span.length, size)
+    ]  # type: ignore[index]
     assert got.tile_slots == padded([span.slot for span, _, _ in tiles], 0, key.tiles)
     assert got.tile_positions == padded([span.start + at for span, at, _ in tiles], 0, key.tiles)
     assert got.tile_lengths == padded([len(tokens) for _, _, tokens in tiles], 0, key.tiles)
-    assert got.tile_tokens == padded([padded([*tokens], 0, size) for _, _, tokens in tiles], [0] * size, key.tiles)
+    assert got.tile_tokens == padded(
+        [padded([*tokens], 0, size) for _, _, tokens in tiles], [0] * size, key.tiles
+    )
     axis = [*rows, *[None] * (key.rows - len(rows))]  # of each place, the span that is there
     axis += [span for span, _, tokens in tiles for _ in padded([*tokens], 0, size)]
     begins = [next(i for i, other in enumerate(axis) if other is span) for span in plan.spans]
     where = [begins[sample.span] + sample.offset for sample in plan.samples]
     assert got.sample_tokens == padded([*where], 0, layout.table.sample_rows(key))
-    assert got.sample_slots == padded([sample.slot for sample in plan.samples], 0, layout.table.sample_rows(key))
+    assert got.sample_slots == padded(
+        [sample.slot for sample in plan.samples], 0, layout.table.sample_rows(key)
+    )
     entries, resets = layout.rest(plan)
     inside = plan.table[: len(plan.table) - len(entries)]
-    assert got.table == padded([[*entry] for entry in inside], [0] * 4, len(got.table)) and (not entries or len(inside) == len(got.table))
+    assert got.table == padded([[*entry] for entry in inside], [0] * 4, len(got.table)) and (
+        not entries or len(inside) == len(got.table)
+    )
     packed_resets = [pack_sampling(reset).tolist() for reset in plan.resets]
-    assert got.resets == padded(packed_resets[: len(plan.resets) - len(resets)], [0] * (1 + SAMPLING_WORDS), key.tiles)
+    assert got.resets == padded(
+        packed_resets[: len(plan.resets) - len(resets)], [0] * (1 + SAMPLING_WORDS), key.tiles
+    )
     assert not resets or len(plan.resets) - len(resets) == key.tiles
 
 
-@given(st.lists(st.tuples(*[st.integers(1, 9)] * 4), unique_by=lambda entry: entry[:3], max_size=1200), st.integers(0, 40))
-def test_what_a_batch_has_no_room_for_changes_slots_by_itself(entries: list[tuple[int, int, int, int]], count: int) -> None:
+@given(
+    st.lists(st.tuples(*[st.integers(1, 9)] * 4), unique_by=lambda entry: entry[:3], max_size=1200),
+    st.integers(0, 40),
+)
+def test_what_a_batch_has_no_room_for_changes_slots_by_itself(
+    entries: list[tuple[int, int, int, int]], count: int
+) -> None:
     resets = [SlotReset(slot, SamplingParams(top_k=slot), slot, 0, 5, ()) for slot in range(1, count + 1)]
-    slots = SlotState(np.zeros((50, 2)), np.zeros((10, 50, 10), np.int32), np.zeros((50, SAMPLING_WORDS), np.int32))  # type: ignore[arg-type]
+    slots = SlotState(
+        np.zeros((50, 2)), np.zeros((10, 50, 10), np.int32), np.zeros((50, SAMPLING_WORDS), np.int32)
+    )  # type: ignore[arg-type]
     for packed in pack_updates(entries, resets):
         slots = jax.jit(update_slots)(slots, packed)
     table, sampling = np.array(slots.block_table), np.array(slots.sampling)

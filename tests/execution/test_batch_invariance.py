@@ -1,4 +1,6 @@
-"""Programs for batch invariance: which exist, where it is rejected, and that rows of a sampler are independent."""
+"""Programs for batch invariance: which exist, where it is rejected, and that rows of a sampler are
+independent.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,14 @@ from tests.golden.weights import VARIANTS
 ROWS, VOCAB = 8, 301
 
 
-def described(capability: str | None, devices: int = 1, variant: str = "llama_gqa", **options: Any) -> ExecutionSpec:
+def described(
+    capability: str | None, devices: int = 1, variant: str = "llama_gqa", **options: Any
+) -> ExecutionSpec:
     """For GPUs of this compute capability, or for the CPU."""
     model = model_config({**VARIANTS[variant], "head_dim": 64})
-    config = EngineConfig.of("MODEL", {"batch_invariant": True, "max_model_len": 192, "tensor_parallel_size": devices, **options})
+    config = EngineConfig.of(
+        "MODEL", {"batch_invariant": True, "max_model_len": 192, "tensor_parallel_size": devices, **options}
+    )
     if capability is None:
         return describe(config, model, make_mesh(devices), Path())
     stand_ins = np.array([TargetDevice(i, "GPU", capability) for i in range(devices)], object)
@@ -48,7 +54,9 @@ def described(capability: str | None, devices: int = 1, variant: str = "llama_gq
 
 def test_one_program_of_each_kind() -> None:
     def sizes(spec: ExecutionSpec) -> tuple[tuple[int, ...], ...]:
-        assert spec.table.batch_invariant and len(spec.table.trunks()) == 2 and len(spec.table.samplers()) == 1
+        assert (
+            spec.table.batch_invariant and len(spec.table.trunks()) == 2 and len(spec.table.samplers()) == 1
+        )
         return spec.table.row_buckets, spec.table.tile_buckets, spec.table.page_buckets
 
     assert sizes(described(None)) == ((32,), (1,), (0,))
@@ -56,7 +64,9 @@ def test_one_program_of_each_kind() -> None:
     assert sizes(described(None, tile_size=128)) == ((32,), (1,), (0,))
     assert sizes(described("9.0")) == ((256,), (16,), (0,))
     assert sizes(described("9.0", max_num_seqs=8, max_num_batched_tokens=136)) == ((8,), (2,), (0,))
-    assert sizes(described("7.5")) == ((256,), (16,), (3,)), "XLA's attention reads as many pages of each sequence"
+    assert sizes(described("7.5")) == ((256,), (16,), (3,)), (
+        "XLA's attention reads as many pages of each sequence"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,12 +95,18 @@ def test_it_does_not_go_with_targets(strategy: str) -> None:
 
 def test_a_sum_over_many_devices_keeps_it_in_one_process_of_a_cpu_alone() -> None:
     spec = described(None)
-    many = dataclasses.replace(spec, mesh=jax.sharding.Mesh(np.array([jax.devices()[0]] * 4, object), (AXIS,)))
+    many = dataclasses.replace(
+        spec, mesh=jax.sharding.Mesh(np.array([jax.devices()[0]] * 4, object), (AXIS,))
+    )
     assert why_not_batch_invariant(many, 1) is None
-    assert "at most 2" in (why_not_batch_invariant(many, 2) or "") and why_not_batch_invariant(spec, 2) is None
+    assert (
+        "at most 2" in (why_not_batch_invariant(many, 2) or "") and why_not_batch_invariant(spec, 2) is None
+    )
 
 
-def test_products_take_no_form_that_sums_a_row_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_take_no_form_that_sums_a_row_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(choice, "_fastest", lambda able, *_: able[-1])
     assert "xla" in product_forms(described(None, batch_invariant=False), tmp_path).values()
     assert {*product_forms(described(None), tmp_path).values()} <= {"kernel", "amx"}
@@ -98,7 +114,9 @@ def test_products_take_no_form_that_sums_a_row_by_its_place(tmp_path: Path, monk
 
 def test_rows_that_repeat_take_their_tokens_from_the_batch() -> None:
     table = ProgramTable.build_batch_invariant(max_num_seqs=8, tiles=1, tile_size=16)
-    plan = StepPlan(TrunkKey(8, 0), table.samplers()[0], [Span(1, 1, 5), Span(2, 2, 7, known=0), Span(3, 3, 9, known=42)])
+    plan = StepPlan(
+        TrunkKey(8, 0), table.samplers()[0], [Span(1, 1, 5), Span(2, 2, 7, known=0), Span(3, 3, 9, known=42)]
+    )
     layout = BatchLayout.of(plan.trunk, table, page_size=16, groups=1)
     batch = layout.unpack(jax.numpy.asarray(layout.pack(plan)))
     assert batch.row_tokens.tolist()[:3] == [-1, 0, 42]
@@ -116,19 +134,28 @@ def test_a_samplers_row_does_not_see_where_it_is_nor_what_is_beside_it() -> None
         Row(SamplingParams(**common, temperature=0.0, min_tokens=9), stops=(7,)),
     ]
     rng = np.random.default_rng(0)
-    logits, seen = rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32), rng.integers(0, 4, (len(rows), VOCAB)).astype(np.int32)
+    logits, seen = (
+        rng.normal(0, 3, (len(rows), VOCAB)).astype(np.float32),
+        rng.integers(0, 4, (len(rows), VOCAB)).astype(np.int32),
+    )
     every_mask = np.full((len(rows), mask_words(VOCAB)), ALL_ALLOWED)
     every_mask[1, 2] = 12345
 
     @jax.jit
-    def program(logits: jax.Array, words: jax.Array, positions: jax.Array, counts: jax.Array, mask: jax.Array) -> Any:
+    def program(
+        logits: jax.Array, words: jax.Array, positions: jax.Array, counts: jax.Array, mask: jax.Array
+    ) -> Any:
         tokens = sample(logits, sampling_of(words), positions, "full", lambda: counts, mask)
         return tokens, with_wanted_logprobs(logits, tokens, sampling_of(words))
 
     def bits(places: dict[int, int]) -> dict[int, list[bytes]]:
         """The bits of the rows at these places."""
         words, positions = (np.zeros((ROWS, *x.shape[1:]), x.dtype) for x in map(np.asarray, stacked(rows)))
-        given = np.zeros((ROWS, VOCAB), np.float32), np.zeros((ROWS, VOCAB), np.int32), np.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED)
+        given = (
+            np.zeros((ROWS, VOCAB), np.float32),
+            np.zeros((ROWS, VOCAB), np.int32),
+            np.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED),
+        )
         for place, row in places.items():
             words[place], positions[place] = (np.asarray(x)[row] for x in stacked(rows))
             for target, source in zip(given, (logits, seen, every_mask), strict=True):

@@ -38,18 +38,31 @@ compiler_for_gpus()
 
 LAYERS = 2
 STATEFUL = {**VARIANTS["qwen3_next"], "head_dim": 64, "hidden_size": 128, "dtype": "bfloat16"}
-MODEL = {**VARIANTS["llama_gqa"], "head_dim": 64, "hidden_size": 256, "num_attention_heads": 8, "dtype": "bfloat16"}
+MODEL = {
+    **VARIANTS["llama_gqa"],
+    "head_dim": 64,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "dtype": "bfloat16",
+}
 
 
 def described(target: str, devices: int = 1, model: dict[str, Any] = MODEL, **options: Any) -> ExecutionSpec:
     mesh = make_mesh(devices, ahead_of_time.devices(target, devices))
-    small = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 72, "tensor_parallel_size": devices}
+    small = {
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 72,
+        "tensor_parallel_size": devices,
+    }
     spec = describe(EngineConfig.of("MODEL", {**small, **options}), model_config(model), mesh, Path())
     return dataclasses.replace(spec, num_pages=4096)
 
 
 def loops_of_unknown_length(text: str) -> list[str]:
-    return [line for line in text.splitlines() if re.search(r"\bwhile\(", line) and "known_trip_count" not in line]
+    return [
+        line for line in text.splitlines() if re.search(r"\bwhile\(", line) and "known_trip_count" not in line
+    ]
 
 
 def check_on_hopper(devices: int) -> None:
@@ -63,7 +76,9 @@ def check_on_hopper(devices: int) -> None:
         assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == kernels * LAYERS
         assert not re.search(r"\b(while|conditional)\(", text)
         assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == (2 * LAYERS + 1 if devices > 1 else 0)
-        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots))
+        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots)
+        )
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
     check_swaps(spec)
 
@@ -74,13 +89,17 @@ def check_swaps(spec: ExecutionSpec) -> None:
         compiled = lower(spec, key).compile()
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
-        assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(| all-(reduce|gather|to-all)", text)
+        assert not loops_of_unknown_length(text) and not re.search(
+            r"\bconditional\(| all-(reduce|gather|to-all)", text
+        )
         assert memory.alias_size_in_bytes >= (spec.cache_bytes if key == "fill" else 0)
         assert memory.temp_size_in_bytes <= 4 * SWAPS * spec.page_bytes + (1 << 16) < spec.cache_bytes // 8
 
 
 def elsewhere(check: Callable[..., None], *args: Any) -> None:
-    """Runs `check` in a separate process, since a process compiles kernels for only one compute capability."""
+    """Runs `check` in a separate process, since a process compiles kernels for only one compute
+    capability.
+    """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(check, *args).result()
 
@@ -94,14 +113,28 @@ def on_hopper() -> Iterator[Callable[..., None]]:
 
 QWEN3_30B_A3B = {
     **VARIANTS["qwen3_moe"],
-    **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
-    **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1, "mlp_only_layers": []},
+    **{
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    **{
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_hidden_layers": 1,
+        "mlp_only_layers": [],
+    },
     **{"dtype": "bfloat16"},
 }
 
 
 def check_experts_on_hopper(quantization: str | None) -> None:
-    """The experts of a layer of Qwen3-30B-A3B. XLA's own form multiplied by all experts, and transposed their weights."""
+    """The experts of a layer of Qwen3-30B-A3B. XLA's own form multiplied by all experts, and transposed their
+    weights.
+    """
     options = {"max_num_batched_tokens": 136} | ({"quantization": quantization} if quantization else {})
     spec = described("h200", model=QWEN3_30B_A3B, **options)
     config, most = spec.model.config, spec.table.trunks()[-1]
@@ -112,22 +145,33 @@ def check_experts_on_hopper(quantization: str | None) -> None:
         assert text is not None and memory is not None
         dense = 2 if quantization == "int8" else 0  # attention's weights, which are read as stored too
         assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (5 if key.tiles else 4) + dense
-        rows = spec.table.tokens(key) * config.experts_per_token * (1 if key.tiles else GRID)  # few rows: each alone in its expert
-        activations = rows * 2 * (2 * config.hidden_size + 3 * config.expert_size)  # bytes: what goes into both products and comes out
+        # few rows: each alone in its expert
+        rows = spec.table.tokens(key) * config.experts_per_token * (1 if key.tiles else GRID)
+        # bytes: what goes into both products and comes out
+        activations = rows * 2 * (2 * config.hidden_size + 3 * config.expert_size)
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
-        assert quantization or memory.temp_size_in_bytes <= 2 * activations  # XLA converts eight-bit weights that all tokens share
+        # XLA converts eight-bit weights that all tokens share
+        assert quantization or memory.temp_size_in_bytes <= 2 * activations
         assert len(thunks) == 1, "all of it in a command buffer"
-        moved = re.findall(r"= \S*\[128,(?:768,2|1536|2048),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
+        moved = re.findall(
+            r"= \S*\[128,(?:768,2|1536|2048),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text
+        )
         assert not moved, "expert weights are read as they lie"
 
 
-@pytest.mark.parametrize("quantization", [None, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8", "fp8"))])
-def test_on_hopper_experts_take_what_their_rows_take(on_hopper: Callable[..., None], quantization: str | None) -> None:
+@pytest.mark.parametrize(
+    "quantization", [None, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8", "fp8"))]
+)
+def test_on_hopper_experts_take_what_their_rows_take(
+    on_hopper: Callable[..., None], quantization: str | None
+) -> None:
     on_hopper(check_experts_on_hopper, quantization)
 
 
 def check_four_bit_experts_on_hopper() -> None:
-    """A layer of gpt-oss-120b, whose experts are in MXFP4. Without the kernel, XLA dequantizes all of them in each step."""
+    """A layer of gpt-oss-120b, whose experts are in MXFP4. Without the kernel, XLA dequantizes all of them in
+    each step.
+    """
     model = json.loads((Path(__file__).parent.parent / "data" / "gpt-oss-120b" / "config.json").read_text())
     model |= {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
     spec = described("h200", model=model, max_num_batched_tokens=136)
@@ -140,7 +184,9 @@ def check_four_bit_experts_on_hopper() -> None:
         assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (5 if key.tiles else 4)
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key) < dequantized // 16
         assert len(thunks) == 1, "all of it in a command buffer"
-        moved = re.findall(r"= \S*\[128,(?:2880,2|5760|2880),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
+        moved = re.findall(
+            r"= \S*\[128,(?:2880,2|5760|2880),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text
+        )
         assert not moved, "expert weights are read as they lie"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(product_dispatch, "why_grouped_product_unsupported", lambda *args, **how: "as before")
@@ -155,28 +201,42 @@ def test_on_hopper_four_bit_experts_are_not_dequantized(on_hopper: Callable[...,
 
 def check_batch_invariant_on_hopper() -> None:
     spec = described("h200", 2, batch_invariant=True)
-    built = {one.key: one.program.as_text() for one in compile_all(spec, [*program_keys(spec)], threads=2, progress=False, options=UNTUNED)}
+    built = {
+        one.key: one.program.as_text()
+        for one in compile_all(spec, [*program_keys(spec)], threads=2, progress=False, options=UNTUNED)
+    }
     for key in spec.table.trunks():
-        assert len(re.findall(r'custom_call_target="mosaic_gpu', built[key])) == 2 * LAYERS  # writes, and attends from rows or from tiles
+        # writes, and attends from rows or from tiles
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', built[key])) == 2 * LAYERS
         assert len(re.findall(r" all-reduce(?:-start)?\(", built[key])) == 2 * LAYERS + 1
 
 
 @pytest.mark.full
-def test_batch_invariant_programs_compile_without_nondeterministic_operations(on_hopper: Callable[..., None]) -> None:
+def test_batch_invariant_programs_compile_without_nondeterministic_operations(
+    on_hopper: Callable[..., None],
+) -> None:
     """XLA rejects operations without a deterministic form."""
     on_hopper(check_batch_invariant_on_hopper)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_on_hopper_kernels_do_all_that_touches_the_cache(on_hopper: Callable[..., None], devices: int) -> None:
+def test_on_hopper_kernels_do_all_that_touches_the_cache(
+    on_hopper: Callable[..., None], devices: int
+) -> None:
     on_hopper(check_on_hopper, devices)
 
 
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192}  # Llama 3.1 8B's
+# Llama 3.1 8B's
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192}
 
 
 def check_launches(devices: int) -> None:
-    [program] = compiled(described("h200", devices, {**MODEL, **HEADS}, max_model_len=8192), [TrunkKey(8, 1)], threads=1, progress=False)
+    [program] = compiled(
+        described("h200", devices, {**MODEL, **HEADS}, max_model_len=8192),
+        [TrunkKey(8, 1)],
+        threads=1,
+        progress=False,
+    )
     assert program.launches == 1
 
 
@@ -191,7 +251,12 @@ KERNELS = {TrunkKey(8, 0): 9, TrunkKey(8, 1): 11}  # of a dense layer
 
 def check_layer(model: dict[str, Any], keys: list[TrunkKey], more: int) -> None:
     """From the second layer's `kv_write` to the third's: what is computed once a step stands in the first."""
-    spec = described("h200", 1, {**model, **HEADS, "hidden_size": 256, "num_hidden_layers": 3, "dtype": "bfloat16"}, max_model_len=8192)
+    spec = described(
+        "h200",
+        1,
+        {**model, **HEADS, "hidden_size": 256, "num_hidden_layers": 3, "dtype": "bfloat16"},
+        max_model_len=8192,
+    )
     for program in compiled(spec, keys, threads=1, progress=False):
         kernels = [f"{one.name}: {one.source}" for one, _, _ in program.program.kernels()]
         _, second, third = (i for i, kernel in enumerate(kernels) if "/kv_write/" in kernel)
@@ -209,22 +274,38 @@ def check_layer(model: dict[str, Any], keys: list[TrunkKey], more: int) -> None:
         pytest.param("olmo2", [*KERNELS], 4, marks=pytest.mark.full),  # a norm over all heads, in XLA
     ],
 )
-def test_a_dense_layer_is_few_kernels(on_hopper: Callable[..., None], variant: str, keys: list[TrunkKey], more: int) -> None:
+def test_a_dense_layer_is_few_kernels(
+    on_hopper: Callable[..., None], variant: str, keys: list[TrunkKey], more: int
+) -> None:
     on_hopper(check_layer, VARIANTS[variant], keys, more)
 
 
-DEEPSEEK_V3 = {**VARIANTS["deepseek_v3"], "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+DEEPSEEK_V3 = {
+    **VARIANTS["deepseek_v3"],
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 LONG = {"rope_scaling": None, "max_position_embeddings": 8192}
 LATENT_KERNELS = 21  # of a dense layer of a decode step
 
 
 def check_latent_on_hopper() -> None:
     """One of eight devices' heads of DeepSeek V3, in dense layers."""
-    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 512, "q_lora_rank": 256, "dtype": "bfloat16"}
+    sizes = {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_size": 512,
+        "q_lora_rank": 256,
+        "dtype": "bfloat16",
+    }
     model = {**DEEPSEEK_V3, **sizes, "num_hidden_layers": 3, "first_k_dense_replace": 3, **LONG}
     spec = described("h200", model=model, max_model_len=8192, attention_backend="mosaic")
     assert decode_refused(spec) is None and "head_dim=576" in str(kernels_refused(spec))
-    rows, mixed = ([key for key in spec.table.trunks() if bool(key.tiles) == tiles] for tiles in (False, True))
+    rows, mixed = (
+        [key for key in spec.table.trunks() if bool(key.tiles) == tiles] for tiles in (False, True)
+    )
     assert {key.pages for key in rows} == {0} and len({key.pages for key in mixed}) > 1
     for key in (TrunkKey(8, 0), min(mixed)):
         built, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
@@ -234,7 +315,9 @@ def check_latent_on_hopper() -> None:
         assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
         assert memory.alias_size_in_bytes >= spec.cache_bytes
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
-        assert key.tiles or (len(thunks) == 1 and not re.search(r"\bwhile\(", text)), "all of it in a command buffer"
+        assert key.tiles or (len(thunks) == 1 and not re.search(r"\bwhile\(", text)), (
+            "all of it in a command buffer"
+        )
     [program] = compiled(spec, [TrunkKey(8, 0)], threads=1, progress=False)
     kernels = [f"{one.name}: {one.source}" for one, _, _ in program.program.kernels()]
     _, second, third = (i for i, kernel in enumerate(kernels) if "/latent_attention_decode/" in kernel)
@@ -246,16 +329,24 @@ def test_on_hopper_latent_attention_reads_the_tokens_that_rows_have(on_hopper: C
     on_hopper(check_latent_on_hopper)
 
 
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}  # as DeepSeek's and Qwen3's
+# as DeepSeek's and Qwen3's
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | None) -> None:
     """Kernels of a layer, beyond those of bfloat16; and no weight is converted or copied."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "dtype": "bfloat16"}
-    model = {**VARIANTS["qwen3_untied"], **HEADS, **sizes, **({} if quantization else {"quantization_config": FP8_BLOCKS})}
+    model = {
+        **VARIANTS["qwen3_untied"],
+        **HEADS,
+        **sizes,
+        **({} if quantization else {"quantization_config": FP8_BLOCKS}),
+    }
     options = {"quantization": quantization} if quantization else {}
     spec = described("h200", 1, model, max_model_len=8192, **options)
-    weights = [leaf for leaf in jax.tree.leaves(spec.params["layers"], is_leaf=is_quantized) if is_quantized(leaf)]
+    weights = [
+        leaf for leaf in jax.tree.leaves(spec.params["layers"], is_leaf=is_quantized) if is_quantized(leaf)
+    ]
     assert len(weights) == 3 * 4 and all(leaf.values.dtype.itemsize == 1 for leaf in weights)
     shapes = "|".join(f"{math.prod(leaf.shape[:-1])},{leaf.shape[-1]}" for leaf in weights)
     for key in keys:
@@ -266,7 +357,9 @@ def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | N
         _, second, third = (i for i, kernel in enumerate(kernels) if "/kv_write/" in kernel)
         assert third - second <= KERNELS[key] + more, kernels[second:third]
         assert len(thunks) == 1, "all of it in a command buffer"
-        moved = re.findall(rf"= \S*\[(?:1,)?(?:{shapes})\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
+        moved = re.findall(
+            rf"= \S*\[(?:1,)?(?:{shapes})\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text
+        )
         assert not moved, "weights are read as they lie"
         assert memory.temp_size_in_bytes < 2 * 8192 * 1024 // 2, "half of the largest weight in bfloat16"
 
@@ -301,8 +394,12 @@ def check_bursts_on_hopper() -> None:
         assert text is not None and memory is not None
         assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == 2 * LAYERS, "in the loop's body"
         assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
-        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots))
-        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key.trunk) + temporaries_bound(spec, key.sampler)
+        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots)
+        )
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key.trunk) + temporaries_bound(
+            spec, key.sampler
+        )
 
 
 @pytest.mark.full
@@ -311,15 +408,25 @@ def test_bursts_on_hopper_copy_no_cache(on_hopper: Callable[..., None]) -> None:
 
 
 def check_states_on_hopper(devices: int) -> None:
-    spec = dataclasses.replace(described("h200", devices, STATEFUL, num_scheduler_steps=8), num_states=1 << 16)
+    spec = dataclasses.replace(
+        described("h200", devices, STATEFUL, num_scheduler_steps=8), num_states=1 << 16
+    )
     for key in (*spec.table.trunks(), *spec.table.bursts()):
         compiled = lower(spec, key).compile()
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
         assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
-        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots))
-        bound = temporaries_bound(spec, key) if isinstance(key, TrunkKey) else temporaries_bound(spec, key.trunk) << 1
-        assert memory.temp_size_in_bytes <= bound < spec.num_states * spec.state_bytes // 4, "a layer's states are not copied"
+        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots)
+        )
+        bound = (
+            temporaries_bound(spec, key)
+            if isinstance(key, TrunkKey)
+            else temporaries_bound(spec, key.trunk) << 1
+        )
+        assert memory.temp_size_in_bytes <= bound < spec.num_states * spec.state_bytes // 4, (
+            "a layer's states are not copied"
+        )
 
 
 @pytest.mark.full

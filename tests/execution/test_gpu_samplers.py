@@ -26,11 +26,14 @@ compiler_for_gpus()
 ROWS, VOCAB = 8, 128256
 LAUNCHES = 12  # of a sampler; a command buffer is one
 KERNELS = {"greedy": 4, "sample": 13, "truncated": 71, "full": 89}  # in command buffers and beside them
-DIFFERENT = {"greedy": 4, "sample": 13, "truncated": 35, "full": 50}  # these are compiled: passes of a search share theirs
+# these are compiled: passes of a search share theirs
+DIFFERENT = {"greedy": 4, "sample": 13, "truncated": 35, "full": 50}
 
 
 def sampler(variant: Variant) -> Callable[..., Any]:
-    def run(logits: jax.Array, words: jax.Array, positions: jax.Array, counts: jax.Array, mask: jax.Array) -> Any:
+    def run(
+        logits: jax.Array, words: jax.Array, positions: jax.Array, counts: jax.Array, mask: jax.Array
+    ) -> Any:
         sampling = sampling_of(words)
         if variant != "full":
             return sample(logits, sampling, positions, variant)
@@ -40,7 +43,10 @@ def sampler(variant: Variant) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("variant", ["greedy", *(pytest.param(name, marks=pytest.mark.full) for name in ("sample", "truncated")), "full"])
+@pytest.mark.parametrize(
+    "variant",
+    ["greedy", *(pytest.param(name, marks=pytest.mark.full) for name in ("sample", "truncated")), "full"],
+)
 def test_a_sampler_is_few_launches_without_loops_and_branches(variant: Variant) -> None:
     """XLA would wait for the host at each of these."""
     h200 = ahead_of_time.device("h200")
@@ -51,7 +57,9 @@ def test_a_sampler_is_few_launches_without_loops_and_branches(variant: Variant) 
         ((ROWS, VOCAB), jnp.int32),
         ((ROWS, mask_words(VOCAB)), jnp.uint32),
     ]
-    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(h200)) for shape, dtype in shapes]
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(h200)) for shape, dtype in shapes
+    ]
     with jax.default_device(h200):
         lowered = jax.jit(sampler(variant)).lower(*args)
     compiled, thunks = compiled_with_thunks(lowered, UNTUNED)
@@ -61,12 +69,17 @@ def test_a_sampler_is_few_launches_without_loops_and_branches(variant: Variant) 
     assert len(leaves(thunks)) <= KERNELS[variant]
     assert len({thunk.name for thunk in leaves(thunks)}) <= DIFFERENT[variant]
     sorts = [thunk for thunk in leaves(thunks) if "sort" in thunk.name]
-    assert all(thunk.blocks <= ROWS for thunk in sorts), "of a row's few candidates: a vocabulary would take many blocks"
+    assert all(thunk.blocks <= ROWS for thunk in sorts), (
+        "of a row's few candidates: a vocabulary would take many blocks"
+    )
 
 
 def test_a_head_is_not_converted_for_a_single_row() -> None:
     h200 = ahead_of_time.device("h200")
-    x, head = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(h200)) for shape in ((1, 512), (VOCAB, 512)))
+    x, head = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(h200))
+        for shape in ((1, 512), (VOCAB, 512))
+    )
     with jax.default_device(h200):
         compiled = jax.jit(lambda x, head: product(x, head, jnp.float32)).lower(x, head).compile(UNTUNED)
     memory = compiled.memory_analysis()

@@ -26,7 +26,10 @@ from tests.execution.specs import make_spec
 from tests.golden.weights import VARIANTS
 
 MANY = 16384  # pages
-FORMS: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"variant": "gemma2", "kv_cache_dtype": "float8_e4m3fn"}]
+FORMS: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"variant": "gemma2", "kv_cache_dtype": "float8_e4m3fn"},
+]
 REST: list[dict[str, Any]] = [{}, {"kv_cache_dtype": "int8"}]
 
 
@@ -49,7 +52,8 @@ def test_pages_are_copied_and_others_left_alone(spec: ExecutionSpec) -> None:
     worker = Worker(spec, programs, {})
     rng = np.random.default_rng(0)
     worker.state.cache = jax.tree.map(
-        lambda x: jax.device_put(rng.integers(0, 100, x.shape).astype(x.dtype), x.sharding), worker.state.cache
+        lambda x: jax.device_put(rng.integers(0, 100, x.shape).astype(x.dtype), x.sharding),
+        worker.state.cache,
     )
     before, runner = contents(worker), Runner(worker)
     pages = [*range(1, SWAPS + 4)]  # two calls, one of them padded
@@ -68,16 +72,26 @@ def test_pages_are_copied_and_others_left_alone(spec: ExecutionSpec) -> None:
 
 def test_the_cache_is_not_copied(spec: ExecutionSpec) -> None:
     many = dataclasses.replace(spec, num_pages=MANY)
-    few, lots = ({key: lower(one, key).compile().memory_analysis() for key in ("spill", "fill")} for one in (spec, many))
+    few, lots = (
+        {key: lower(one, key).compile().memory_analysis() for key in ("spill", "fill")}
+        for one in (spec, many)
+    )
     assert lots["fill"].alias_size_in_bytes >= many.cache_bytes and lots["spill"].alias_size_in_bytes == 0
     for key in ("spill", "fill"):
-        assert lots[key].temp_size_in_bytes == few[key].temp_size_in_bytes <= 4 * SWAPS * spec.page_bytes + (1 << 16), key
+        assert (
+            lots[key].temp_size_in_bytes
+            == few[key].temp_size_in_bytes
+            <= 4 * SWAPS * spec.page_bytes + (1 << 16)
+        ), key
     assert few["spill"].output_size_in_bytes < 2 * SWAPS * spec.page_bytes + (1 << 16)
 
 
 def test_more_than_the_host_has_is_refused() -> None:
     spec = make_spec(host_pages=1 << 40)
-    with pytest.raises(InvalidArgument, match=r"swap_space=9: must be at most [0-9.e+]+ GiB for each device, 70% of the host's"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"swap_space=9: must be at most [0-9.e+]+ GiB for each device, 70% of the host's",
+    ):
         check_host_memory(9, spec)
     check_host_memory(9, make_spec(host_pages=1))
 
@@ -86,7 +100,10 @@ def test_more_than_the_host_has_is_refused() -> None:
     ("options", "message"),
     [
         ({"swap_space": -1}, "swap_space=-1: must be a finite number, at least 0"),
-        ({"swap_space": 1, "enable_prefix_caching": False}, "swap_space=1: must be 0 without enable_prefix_caching"),
+        (
+            {"swap_space": 1, "enable_prefix_caching": False},
+            "swap_space=1: must be 0 without enable_prefix_caching",
+        ),
         ({"swap_space": 1e-9}, r"swap_space=1e-09: must be 0 or at least [0-9.e-]+, the size of a page"),
     ],
 )
@@ -97,4 +114,6 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 def test_off_by_default() -> None:
     spec = describe(EngineConfig.of("demo", {}), model_config(VARIANTS["llama_gqa"]), make_mesh(1), Path())
-    assert spec.host_pages == spec.staged == spec.staging_bytes == 0 and not {"spill", "fill"} & {*program_keys(spec)}
+    assert spec.host_pages == spec.staged == spec.staging_bytes == 0 and not {"spill", "fill"} & {
+        *program_keys(spec)
+    }

@@ -56,7 +56,9 @@ def test_what_is_not_trusted_is_compiled_again(tmp_path: Path, caplog: pytest.Lo
     folder.chmod(0o777)
     (folder / "planted.o").write_bytes(b"x" * 99)
     assert answer(eight) == 8
-    assert [file.name.partition("-")[0] for file in folder.iterdir()] == ["kernel"], "what others may have written is gone"
+    assert [file.name.partition("-")[0] for file in folder.iterdir()] == ["kernel"], (
+        "what others may have written is gone"
+    )
     assert answer(SEVEN) == 8, "and now it is kept"
 
 
@@ -83,4 +85,7 @@ def test_files_begin_with_their_hash(tmp_path: Path) -> None:
     objects = KernelObjects(tmp_path / "kernels")
     assert objects.load("kernel") is None
     objects.save("kernel", b"code")
-    assert objects.load("kernel") == b"code" and len((tmp_path / "kernels" / "kernel.o").read_bytes()) == HASH + 4
+    assert (
+        objects.load("kernel") == b"code"
+        and len((tmp_path / "kernels" / "kernel.o").read_bytes()) == HASH + 4
+    )

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jengine.execution.kv_cache import COPIES, abstract_cache, abstract_page, fill_pages, make_copy, page_bytes, spill_pages
+from jengine.execution.kv_cache import (
+    COPIES,
+    abstract_cache,
+    abstract_page,
+    fill_pages,
+    make_copy,
+    page_bytes,
+    spill_pages,
+)
 from jengine.models.cache import TOKENS, CacheGroup, PageArray
 from jengine.parallel.mesh import make_mesh
 from jengine.table.pages import SWAPS
@@ -29,14 +37,19 @@ def test_arrays_are_as_declared() -> None:
     ]
     assert [tuple(x.sharding.spec) for x in cache[0][0]] == [(None, "tensor"), (), (None, "tensor")]
     assert page_bytes(GROUPS, 0, PAGE_SIZE, DTYPE, devices=1) == 3 * 2 * (32 + 24 + 32)
-    assert page_bytes(GROUPS, 0, PAGE_SIZE, DTYPE, devices=2) == 3 * 2 * (16 + 24 + 16), "the flat one is on both"
+    assert page_bytes(GROUPS, 0, PAGE_SIZE, DTYPE, devices=2) == 3 * 2 * (16 + 24 + 16), (
+        "the flat one is on both"
+    )
     assert page_bytes(GROUPS, 1, PAGE_SIZE, DTYPE, devices=2) == 4 * 15
     assert sum(group.token_bytes(2, devices=2) for group in GROUPS[:2]) == 5 * 2 * (4 + 6 + 4)
 
 
 def test_eight_bits_have_a_scale_for_each_row() -> None:
     cache = abstract_cache(GROUPS[:2], (PAGES,), PAGE_SIZE, np.dtype("int8"), make_mesh(1))
-    assert [(x.values.shape, x.scale.shape) for x in cache[0][0][:2]] == [((PAGES, 2, 4, 4), (PAGES, 2, 4)), ((PAGES, 4, 6), (PAGES, 4))]
+    assert [(x.values.shape, x.scale.shape) for x in cache[0][0][:2]] == [
+        ((PAGES, 2, 4, 4), (PAGES, 2, 4)),
+        ((PAGES, 4, 6), (PAGES, 4)),
+    ]
 
 
 def test_whole_pages_of_any_arrays_are_copied_and_swapped() -> None:
@@ -49,7 +62,11 @@ def test_whole_pages_of_any_arrays_are_copied_and_swapped() -> None:
     numbers = np.arange(1, SWAPS + 1, dtype=np.int32)
     spilled = spill_pages(cache, jnp.asarray(numbers))
     wanted = abstract_page(GROUPS, PAGE_SIZE, DTYPE, mesh)
-    assert [(x.shape, x.dtype) for x in spilled[0]] == [(x.shape, x.dtype) for x in wanted] == [((6, 2, 4, 4), DTYPE), ((3, 4, 6), DTYPE)]
+    assert (
+        [(x.shape, x.dtype) for x in spilled[0]]
+        == [(x.shape, x.dtype) for x in wanted]
+        == [((6, 2, 4, 4), DTYPE), ((3, 4, 6), DTYPE)]
+    )
     filled = fill_pages(cache, spilled[::-1], jnp.asarray(numbers))
     assert jax.tree.structure(copied) == jax.tree.structure(filled) == jax.tree.structure(cache)
     for before, copy, fill in zip(*map(jax.tree.leaves, (cache[0], copied[0], filled[0])), strict=True):

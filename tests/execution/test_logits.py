@@ -10,17 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jengine.core.request import SamplingParams
-from jengine.execution.logits import COUNT_CHUNK, add_bias, apply_mask, count_chunks, count_tokens, mask_words, penalize
+from jengine.execution.logits import (
+    COUNT_CHUNK,
+    add_bias,
+    apply_mask,
+    count_chunks,
+    count_tokens,
+    mask_words,
+    penalize,
+)
 from jengine.execution.sampling_row import pack_sampling, sampling_of
 from jengine.scheduling.step_plan import SlotReset
 from tests.execution.oracle import adjusted
 
 ROWS, VOCAB, SLOTS = 4, 75, 3
-apply, penalized, biased, counted = jax.jit(apply_mask), jax.jit(penalize), jax.jit(add_bias), jax.jit(count_tokens)
+apply, penalized, biased, counted = (
+    jax.jit(apply_mask),
+    jax.jit(penalize),
+    jax.jit(add_bias),
+    jax.jit(count_tokens),
+)
 
 
 def sampling(*params: SamplingParams):
-    return sampling_of(jnp.asarray(np.stack([pack_sampling(SlotReset(1, p, 0, 0, 5, ()))[1:] for p in params])))
+    return sampling_of(
+        jnp.asarray(np.stack([pack_sampling(SlotReset(1, p, 0, 0, 5, ()))[1:] for p in params]))
+    )
 
 
 def counts_of(prompt: list[int], output: list[int]) -> np.ndarray:
@@ -33,7 +48,11 @@ def counts_of(prompt: list[int], output: list[int]) -> np.ndarray:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, VOCAB - 1), max_size=12), st.lists(st.integers(0, VOCAB - 1), max_size=12))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(0, VOCAB - 1), max_size=12),
+    st.lists(st.integers(0, VOCAB - 1), max_size=12),
+)
 def test_penalties(seed: int, prompt: list[int], output: list[int]) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(ROWS, VOCAB)).astype(np.float32) * 4

@@ -1,4 +1,6 @@
-"""Prebuilt programs on a CPU: an engine loads them and compiles nothing, or rejects the folder with the reason."""
+"""Prebuilt programs on a CPU: an engine loads them and compiles nothing, or rejects the folder with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from tests.execution.specs import make_spec
 from tests.golden.weights import Golden, write_model
 
 OPTIONS: dict[str, Any] = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 192, "kv_cache_memory": "512KiB", "swap_space": 0.01,
+    "max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 192, "kv_cache_memory": "512KiB",
+    "swap_space": 0.01,
 }  # fmt: skip
 START = """
 import json, sys
@@ -45,12 +48,16 @@ print(json.dumps([started.programs_compiled, started.programs_loaded, compile_co
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, and one with its programs, which were compiled from a copy that has config.json alone."""
+    """A folder with a model, and one with its programs, which were compiled from a copy that has config.json
+    alone.
+    """
     root: Path = tmp_path_factory.mktemp("ahead")
     write_model(root / "model", "llama_gqa")
     (root / "config only").mkdir()
     shutil.copy(root / "model" / "config.json", root / "config only")
-    done = compile_table(EngineConfig.of(str(root / "config only"), OPTIONS), root / "programs", progress=False)
+    done = compile_table(
+        EngineConfig.of(str(root / "config only"), OPTIONS), root / "programs", progress=False
+    )
     assert len(done.file_bytes) == len(program_keys(done.spec)) and done.autotune is None
     return root
 
@@ -74,19 +81,33 @@ def test_an_engine_that_is_given_programs_compiles_nothing(compiled: Path, tmp_p
     """Counted over the whole life of a process, weights and tokens included."""
     case = Golden.read("llama_gqa").cases[0]
     options = json.dumps({**OPTIONS, "cache_dir": str(tmp_path), "programs": str(compiled / "programs")})
-    command = [sys.executable, "-W", "error", "-c", START, str(compiled / "model"), options, json.dumps(case.prompt.tolist())]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        START,
+        str(compiled / "model"),
+        options,
+        json.dumps(case.prompt.tolist()),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     programs_compiled, programs_loaded, compilations, tokens = json.loads(done.stdout.splitlines()[-1])
     assert (programs_compiled, compilations, tokens) == (0, 0, case.tokens.tolist())
     assert programs_loaded == len(list((compiled / "programs").glob("*.bin")))
-    assert {path.name for path in tmp_path.iterdir()} <= {"costs", "kernels"}, "no program is written to the cache"
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "costs",
+        "kernels",
+    }, "no program is written to the cache"
 
 
 def test_the_manifest_says_what_was_compiled(compiled: Path) -> None:
     manifest = json.loads((compiled / "programs" / "manifest.json").read_text())
     names = {"memory", "bytes", "compile_seconds"}
-    assert names == set(manifest["notes"]) and len({frozenset(manifest["notes"][name]) for name in names}) == 1
+    assert (
+        names == set(manifest["notes"]) and len({frozenset(manifest["notes"][name]) for name in names}) == 1
+    )
     sizes = sorted(file.stat().st_size for file in (compiled / "programs").glob("*.bin"))
     assert sizes == sorted(manifest["notes"]["bytes"].values())
     assert manifest["identity"]["max_model_len"] == 192 and manifest["identity"]["model"]["family"] == "llama"
@@ -114,12 +135,16 @@ def test_what_is_left_to_the_machine_is_as_the_folder_has_it(compiled: Path) -> 
     ],
 )
 def test_other_options_are_refused(compiled: Path, options: dict[str, Any], fact: str) -> None:
-    assert f"its programs are for something else: {fact}" in refusal(compiled, compiled / "programs", **{**OPTIONS, **options})
+    assert f"its programs are for something else: {fact}" in refusal(
+        compiled, compiled / "programs", **{**OPTIONS, **options}
+    )
 
 
 def test_another_model_is_refused(compiled: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "other", "llama_mqa")
-    assert "model.vocab_size is 96 there, 101 is wanted" in refusal(compiled, compiled / "programs", model=str(tmp_path / "other"))
+    assert "model.vocab_size is 96 there, 101 is wanted" in refusal(
+        compiled, compiled / "programs", model=str(tmp_path / "other")
+    )
 
 
 def change_fact(name: str, value: object) -> Callable[[Path], None]:
@@ -155,7 +180,9 @@ def flip_a_bit(folder: Path) -> None:
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
     ],
 )
-def test_a_folder_in_doubt_is_refused(compiled: Path, programs: Path, damage: Callable[[Path], object], why: str) -> None:
+def test_a_folder_in_doubt_is_refused(
+    compiled: Path, programs: Path, damage: Callable[[Path], object], why: str
+) -> None:
     damage(programs)
     assert why in refusal(compiled, programs)
 
@@ -171,7 +198,9 @@ def test_no_folder(compiled: Path, tmp_path: Path) -> None:
     assert "No such file or directory" in refusal(compiled, tmp_path / "nowhere")
 
 
-def test_a_folder_with_files_is_not_written_to(compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_files_is_not_written_to(
+    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     assert cli.main(["compile", str(compiled / "model"), "--out", str(tmp_path)]) == 2
     assert "must be a new or an empty folder" in capsys.readouterr().err
@@ -179,18 +208,30 @@ def test_a_folder_with_files_is_not_written_to(compiled: Path, tmp_path: Path, c
 
 def test_differences_are_named() -> None:
     assert difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [1]}}) is None
-    assert difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2]}}) == "b.c is [1] there, [2] is wanted"
+    assert (
+        difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2]}}) == "b.c is [1] there, [2] is wanted"
+    )
     assert difference({"a": 1}, {}) == "a is 1 there, null is wanted"
     assert difference({"a": {"b": 1}}, {"a": None}) == 'a is {"b": 1} there, null is wanted'
 
 
 def test_pages_are_what_the_rest_leaves() -> None:
-    """1 MiB less a fiftieth, weights, state and the largest program's needs; in pages, rounded down to the grid of 64."""
+    """1 MiB less a fiftieth, weights, state and the largest program's needs; in pages, rounded down to the
+    grid of 64.
+    """
     spec = make_spec()
-    programs = [ProgramMemory(arguments=10**9, outputs=9000, aliased=8000, temporaries=2000), ProgramMemory(0, 0, 0, 2999)]
+    programs = [
+        ProgramMemory(arguments=10**9, outputs=9000, aliased=8000, temporaries=2000),
+        ProgramMemory(0, 0, 0, 2999),
+    ]
     memory = DeviceMemory.of(1 << 20, spec, programs)
-    page = 2 * 2 * spec.model.config.num_kv_heads * 16 * spec.model.config.head_dim * 4  # layers, keys and values, tokens, float32
-    assert (memory.working, memory.margin, memory.page) == (3000, 20971, page) and spec.model.config.num_layers == 2
+    # layers, keys and values, tokens, float32
+    page = 2 * 2 * spec.model.config.num_kv_heads * 16 * spec.model.config.head_dim * 4
+    assert (memory.working, memory.margin, memory.page) == (
+        3000,
+        20971,
+        page,
+    ) and spec.model.config.num_layers == 2
     free = (1 << 20) - 20971 - memory.weights - memory.state - 3000
     assert memory.pages == free // page // 64 * 64 > 0
     config = EngineConfig(model="demo")

@@ -1,4 +1,6 @@
-"""Filling the program cache: compiled programs are not lost, processes share the work, and its size is limited."""
+"""Filling the program cache: compiled programs are not lost, processes share the work, and its size is
+limited.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def _start_and_hang(root: Path, one_saved: Event) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_what_an_interrupted_start_compiled_is_kept_and_the_next_goes_on(end: signal.Signals, tmp_path: Path) -> None:
+def test_what_an_interrupted_start_compiled_is_kept_and_the_next_goes_on(
+    end: signal.Signals, tmp_path: Path
+) -> None:
     """The next one is already waiting when the first one ends."""
     context = multiprocessing.get_context("spawn")
     one_saved = context.Event()
@@ -93,7 +97,9 @@ def test_what_an_interrupted_start_compiled_is_kept_and_the_next_goes_on(end: si
     assert counts(start(tmp_path)) == (0, 3)
 
 
-def test_an_interrupt_within_a_library_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_within_a_library_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -158,7 +164,9 @@ def test_a_lock_file_that_was_removed_guards_nothing(tmp_path: Path) -> None:
     second.release()
 
 
-def test_where_the_file_system_has_no_locks_programs_are_saved_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_file_system_has_no_locks_programs_are_saved_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -174,14 +182,17 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_compiles(tmp_pat
     left = [folder / "tmp8x1", folder / f"count-{'0' * 16}.bin"]
     for file in left:
         file.write_bytes(b"half")
-    assert counts(start(tmp_path)) == (0, 3) and all(file.exists() for file in left)  # a start that only loads, deletes nothing
+    # a start that only loads, deletes nothing
+    assert counts(start(tmp_path)) == (0, 3) and all(file.exists() for file in left)
     next(folder.glob("allocate-counts-*")).unlink()
     assert counts(start(tmp_path)) == (1, 2)
     assert {file.name.split("-")[0] for file in folder.iterdir()} == {name.split("-")[0] for name in files}
     assert len([*folder.iterdir()]) == len(files)
 
 
-def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace, written = os.replace, []
 
     def full(source: Path, target: Path) -> None:
@@ -196,7 +207,12 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path
             programs = start(tmp_path)
     assert len(warned) == 1 and counts(programs) == (3, 0) and all(programs[key] for key in KEYS)
     folder = open_cache(make_spec(), tmp_path, LIMIT).folder
-    assert sorted(file.suffix for file in folder.iterdir() if file.suffix != ".lock") == ["", ".bin", ".bin", ".json"]
+    assert sorted(file.suffix for file in folder.iterdir() if file.suffix != ".lock") == [
+        "",
+        ".bin",
+        ".bin",
+        ".json",
+    ]
     assert counts(start(tmp_path)) == (2, 1)
 
 
@@ -222,7 +238,9 @@ def test_the_least_recently_used_are_removed_above_the_limit(tmp_path: Path) -> 
     trim(tmp_path, 3 * each, keep=folders[3])
     assert [folder.exists() for folder in folders] == [False, True, False, True, True]
     trim(tmp_path, 1, keep=folders[4])
-    assert [folder.exists() for folder in folders] == [False, False, False, False, True], "what is in use stays, however large"
+    assert [folder.exists() for folder in folders] == [False, False, False, False, True], (
+        "what is in use stays, however large"
+    )
 
 
 def test_a_folder_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
@@ -236,7 +254,11 @@ def test_a_folder_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
 
 def test_what_an_update_left_and_what_has_no_manifest_is_removed(tmp_path: Path) -> None:
     now = saved(tmp_path, 0, days=0)
-    kept = [saved(tmp_path, 1, days=300), saved(tmp_path, 2, days=13, source="before"), saved(tmp_path, 3, days=0)]
+    kept = [
+        saved(tmp_path, 1, days=300),
+        saved(tmp_path, 2, days=13, source="before"),
+        saved(tmp_path, 3, days=0),
+    ]
     gone = [saved(tmp_path, 4, days=15, source="before"), saved(tmp_path, 5, days=1)]
     for folder, days in ((kept[2], 0), (gone[1], 1)):
         (folder / "manifest.json").unlink()
@@ -246,7 +268,9 @@ def test_what_an_update_left_and_what_has_no_manifest_is_removed(tmp_path: Path)
         folder.mkdir()
         used(folder, 300)
     trim(tmp_path, LIMIT, keep=now)
-    assert all(folder.exists() for folder in (now, *kept, *foreign)) and not any(folder.exists() for folder in gone)
+    assert all(folder.exists() for folder in (now, *kept, *foreign)) and not any(
+        folder.exists() for folder in gone
+    )
 
 
 def test_a_load_counts_as_use_and_a_start_that_compiles_trims(tmp_path: Path) -> None:

@@ -143,7 +143,9 @@ ALL_LOST = {
     "folder writable by all": lambda folder: folder.chmod(0o707),
     "manifest writable by its group": lambda folder: (folder / "manifest.json").chmod(0o660),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
-    "manifest truncated": lambda folder: (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes()[:-9]),
+    "manifest truncated": (
+        lambda folder: (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes()[:-9])
+    ),
     "manifest of no text": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe\x00"),
     "manifest a list": change_manifest(lambda m: [m]),
     "manifest null": change_manifest(lambda m: None),
@@ -154,16 +156,23 @@ ALL_LOST = {
 }
 
 
-@pytest.mark.parametrize(("damage", "lost"), [*((d, 1) for d in ONE_LOST.values()), *((d, len(KEYS)) for d in ALL_LOST.values())],
+@pytest.mark.parametrize(("damage", "lost"),
+    [*((d, 1) for d in ONE_LOST.values()), *((d, len(KEYS)) for d in ALL_LOST.values())],
                          ids=[*ONE_LOST, *ALL_LOST])  # fmt: skip
 def test_what_is_in_doubt_is_compiled_again(
-    damage: Callable[[Path], object], lost: int, saved: Callable[[Path], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: Callable[[Path], object],
+    lost: int,
+    saved: Callable[[Path], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = saved(tmp_path)
     damage(folder)
     again = start(tmp_path)
     rejected = [record for record in caplog.records if "rejected and compiled again" in record.getMessage()]
-    assert len(rejected) == (0 if damage is ALL_LOST["no manifest"] else 1), "a first start has nothing to reject"
+    assert len(rejected) == (0 if damage is ALL_LOST["no manifest"] else 1), (
+        "a first start has nothing to reject"
+    )
     assert (again.compiled, again.loaded) == (lost, len(KEYS) - lost)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     repaired = start(tmp_path)
@@ -172,7 +181,10 @@ def test_what_is_in_doubt_is_compiled_again(
 
 
 def test_what_kubernetes_grants_at_a_mount_is_taken_back(
-    saved: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    saved: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """kubelet's fsGroup: chmod g+rw on every file, and g+rwxs on every folder, at each mount."""
     caplog.set_level("INFO", "jengine")

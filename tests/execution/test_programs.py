@@ -1,5 +1,6 @@
-"""XLA's report on every program of a table: memory is updated in place, nothing grows with the cache, and there
-are no closures."""
+"""XLA's report on every program of a table: memory is updated in place, nothing grows with the cache, and
+there are no closures.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ LARGE = 4096  # bytes of a constant; rotary frequencies are smaller
     scope="module",
     params=[
         *CASES[1:],
-        *(pytest.param(case, marks=pytest.mark.full) for case in [CASES[0], *QUANTIZED, *({"variant": v} for v in OTHERS)]),
+        *(
+            pytest.param(case, marks=pytest.mark.full)
+            for case in [CASES[0], *QUANTIZED, *({"variant": v} for v in OTHERS)]
+        ),
     ],
     ids=lambda case: "-".join(map(str, case.values())),
 )
@@ -98,7 +102,9 @@ def test_cache_and_slots_are_updated_in_place(programs: tuple[ExecutionSpec, Pro
         assert compiled.memory[sampler].aliased >= nbytes(spec.slots.last) + counts, sampler
 
 
-@pytest.mark.parametrize("case", [case if case == CASES[0] else pytest.param(case, marks=pytest.mark.full) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [case if case == CASES[0] else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
 def test_a_burst_copies_no_cache(case: dict[str, Any]) -> None:
     """Neither the burst nor its steps copy it: the cache is the carry of a loop, updated in place."""
     spec = make_spec(**case, num_pages=MANY)
@@ -107,10 +113,14 @@ def test_a_burst_copies_no_cache(case: dict[str, Any]) -> None:
         compiled = lower(spec, key).compile()
         memory = compiled.memory_analysis()
         assert memory.alias_size_in_bytes >= nbytes(spec.cache) + nbytes(spec.slots), key
-        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key.trunk) + temporaries_bound(spec, key.sampler), key
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key.trunk) + temporaries_bound(
+            spec, key.sampler
+        ), key
 
 
-def test_temporaries_do_not_grow_with_the_cache(programs: tuple[ExecutionSpec, Programs], request: pytest.FixtureRequest) -> None:
+def test_temporaries_do_not_grow_with_the_cache(
+    programs: tuple[ExecutionSpec, Programs], request: pytest.FixtureRequest
+) -> None:
     spec, compiled = programs
     for key in (*spec.table.trunks(), *spec.table.samplers()):
         assert compiled.memory[key].temporaries <= temporaries_bound(spec, key), key
@@ -151,7 +161,12 @@ def test_a_copy_of_the_cache_is_noticed() -> None:
 
     def wasteful(cache: Any) -> Any:
         copies = jax.lax.optimization_barrier([(k + 1, v) for k, v in cache[0]])
-        return [[(k.at[0].set(copy[1:2, :, :, :].sum(0)), v) for (k, v), (copy, _) in zip(cache[0], copies, strict=True)]]
+        return [
+            [
+                (k.at[0].set(copy[1:2, :, :, :].sum(0)), v)
+                for (k, v), (copy, _) in zip(cache[0], copies, strict=True)
+            ]
+        ]
 
     memory = jax.jit(wasteful, donate_argnums=0).lower(spec.cache).compile().memory_analysis()
     assert memory.temp_size_in_bytes > max(temporaries_bound(spec, key) for key in spec.table.trunks())
@@ -161,7 +176,9 @@ def test_allocate_makes_the_cache_and_the_slots(programs: tuple[ExecutionSpec, P
     spec, compiled = programs
     cache, slots = compiled[ALLOCATE]()
     for made, wanted in ((cache, spec.cache), (slots, spec.slots)):
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), wanted
+        )
         assert all(not np.asarray(x).any() for x in jax.tree.leaves(made))
 
 
@@ -177,7 +194,9 @@ def test_memory_is_reported_in_bytes(programs: tuple[ExecutionSpec, Programs]) -
 def largest_constant(lowered: jax.stages.Lowered) -> int:
     """Bytes of the largest constant in a program's text that is not one value repeated."""
     sizes = [0]
-    for value, shape, kind in re.findall(r"constant dense<(.+?)> : tensor<((?:\d+x)*)\w*?(\d+)>", lowered.as_text()):
+    for value, shape, kind in re.findall(
+        r"constant dense<(.+?)> : tensor<((?:\d+x)*)\w*?(\d+)>", lowered.as_text()
+    ):
         if value.startswith(("[", '"')):
             sizes.append(int(np.prod([int(n) for n in shape.split("x") if n])) * int(kind) // 8)
     return max(sizes)

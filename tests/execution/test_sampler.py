@@ -30,8 +30,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @functools.cache
 def compiled(variant: Variant) -> object:
-    extra = (lambda: jnp.zeros((ROWS, VOCAB), jnp.int32), jnp.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED)) if variant == "full" else ()
-    return jax.jit(lambda logits, words, positions: sample(logits, sampling_of(words), positions, variant, *extra))
+    extra = (
+        (lambda: jnp.zeros((ROWS, VOCAB), jnp.int32), jnp.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED))
+        if variant == "full"
+        else ()
+    )
+    return jax.jit(
+        lambda logits, words, positions: sample(logits, sampling_of(words), positions, variant, *extra)
+    )
 
 
 @jax.jit
@@ -60,7 +66,9 @@ class Row:
 
     @property
     def words(self) -> np.ndarray:
-        return pack_sampling(SlotReset(1, self.params, self.seed, self.sample_index, PROMPT_LEN, self.stops))[1:]
+        return pack_sampling(SlotReset(1, self.params, self.seed, self.sample_index, PROMPT_LEN, self.stops))[
+            1:
+        ]
 
 
 GREEDY_ROW = Row(GREEDY)
@@ -115,7 +123,10 @@ ONE_AT_A_TIME = {
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("values", ONE_AT_A_TIME.values(), ids=ONE_AT_A_TIME)
 def test_each_parameter_alone(values: list[dict[str, float]], kind: str) -> None:
-    rows = [Row(SamplingParams(**values[i % len(values)]), seed=i, position=PROMPT_LEN + i % 4) for i in range(ROWS * 4)]  # type: ignore[arg-type]
+    rows = [
+        Row(SamplingParams(**values[i % len(values)]), seed=i, position=PROMPT_LEN + i % 4)
+        for i in range(ROWS * 4)
+    ]  # type: ignore[arg-type]
     for start in range(0, len(rows), ROWS):
         some, logits = rows[start : start + ROWS], logits_for([kind] * ROWS, seed=start)
         for row, scores in zip(some, logits, strict=True):  # the likeliest are the ones that may not come
@@ -206,30 +217,51 @@ SEARCHES = {search.__name__: jax.jit(search) for search in (by_bits, by_digits)}
 
 @pytest.mark.parametrize("search", SEARCHES)
 @settings(max_examples=30)
-@given(kinds=st.lists(st.sampled_from(list(LOGITS)), min_size=ROWS, max_size=ROWS), seed=st.integers(0, 2**32), data=st.data())
-def test_a_search_finds_the_largest_threshold(search: str, kinds: list[str], seed: int, data: st.DataObject) -> None:
+@given(
+    kinds=st.lists(st.sampled_from(list(LOGITS)), min_size=ROWS, max_size=ROWS),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_a_search_finds_the_largest_threshold(
+    search: str, kinds: list[str], seed: int, data: st.DataObject
+) -> None:
     """Counts are exact, so both find the k-th largest number."""
     x = logits_for(kinds, seed)
     k = np.array(data.draw(st.lists(st.integers(1, VOCAB + 3), min_size=ROWS, max_size=ROWS)))
     got = np.asarray(SEARCHES[search](x, np.float32(1), k.astype(np.float32)))
-    expected = np.array([np.sort(row)[-n] if n <= VOCAB else -np.inf for row, n in zip(x, k, strict=True)], np.float32)
-    np.testing.assert_array_equal(np.where(abs(got) <= np.finfo(np.float32).tiny, 0, got), expected)  # processors may take less for 0
+    expected = np.array(
+        [np.sort(row)[-n] if n <= VOCAB else -np.inf for row, n in zip(x, k, strict=True)], np.float32
+    )
+    # processors may take less for 0
+    np.testing.assert_array_equal(np.where(abs(got) <= np.finfo(np.float32).tiny, 0, got), expected)
 
 
 def test_ties_at_a_threshold_are_all_kept() -> None:
     scaled = np.full((ROWS, VOCAB), -5.0, np.float32)
     scaled[:, :4], scaled[:, 4:7] = [0, -1, -1, -1], -2
-    cases = {"top_k=1": 1, "top_k=2": 4, "top_k=4": 4, "top_k=5": 7, "min_p=0.37": 1, "min_p=0.36": 4, "min_p=0.13": 7}
+    cases = {
+        "top_k=1": 1,
+        "top_k=2": 4,
+        "top_k=4": 4,
+        "top_k=5": 7,
+        "min_p=0.37": 1,
+        "min_p=0.36": 4,
+        "min_p=0.13": 7,
+    }
     cases |= {"top_p=0.22": 1, "top_p=0.23": 4, "top_p=0.46": 4, "top_p=0.48": 7}
     for text, count in cases.items():
         name, value = text.split("=")
         rows = [Row(SamplingParams(**{name: int(value) if name == "top_k" else float(value)}))] * ROWS  # type: ignore[arg-type]
-        assert np.isfinite(np.asarray(truncated(scaled, stacked(rows)[0]))).sum(-1).tolist() == [count] * ROWS, text
+        assert (
+            np.isfinite(np.asarray(truncated(scaled, stacked(rows)[0]))).sum(-1).tolist() == [count] * ROWS
+        ), text
 
 
 @settings(max_examples=60)
 @given(BATCH)
-def test_a_row_does_not_depend_on_its_neighbours_or_its_place(batch: tuple[list[Row], list[str], int]) -> None:
+def test_a_row_does_not_depend_on_its_neighbours_or_its_place(
+    batch: tuple[list[Row], list[str], int],
+) -> None:
     rows, kinds, seed = batch
     logits = logits_for(kinds, seed)
     together = tokens_of(logits, rows)
@@ -243,7 +275,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place(batch: tuple[list[
 def test_each_variant_does_all_that_those_before_it_do() -> None:
     """A row's result does not change if another row needs a larger variant."""
     logits = logits_for(["normal", "wide"] * (ROWS // 2), 0)
-    plain = [Row(SamplingParams(temperature=0.0 if i % 3 == 0 else 0.8), seed=i, stops=(3, 5)) for i in range(ROWS)]
+    plain = [
+        Row(SamplingParams(temperature=0.0 if i % 3 == 0 else 0.8), seed=i, stops=(3, 5)) for i in range(ROWS)
+    ]
     greedy = [Row(GREEDY)] * ROWS
     assert tokens_of(logits, greedy, "greedy") == logits.argmax(-1).tolist()
     assert (
@@ -252,7 +286,11 @@ def test_each_variant_does_all_that_those_before_it_do() -> None:
         == tokens_of(logits, greedy, "truncated")
         == tokens_of(logits, greedy, "full")
     )
-    assert tokens_of(logits, plain, "sample") == tokens_of(logits, plain, "truncated") == tokens_of(logits, plain, "full")
+    assert (
+        tokens_of(logits, plain, "sample")
+        == tokens_of(logits, plain, "truncated")
+        == tokens_of(logits, plain, "full")
+    )
     full = [Row(SamplingParams(top_k=9, top_p=0.8, min_tokens=2), seed=i, stops=(3, 5)) for i in range(ROWS)]
     assert tokens_of(logits, full, "truncated") == tokens_of(logits, full, "full")
 
@@ -271,7 +309,10 @@ def test_a_draw_never_gives_a_token_without_mass(u: float) -> None:
 def test_min_tokens_holds_until_its_position() -> None:
     logits = np.zeros((ROWS, VOCAB), np.float32)
     logits[:, [7, 9]] = 50.0, 40.0
-    rows = [Row(SamplingParams(min_tokens=4, temperature=i % 2), position=PROMPT_LEN + i, stops=(7,)) for i in range(ROWS)]
+    rows = [
+        Row(SamplingParams(min_tokens=4, temperature=i % 2), position=PROMPT_LEN + i, stops=(7,))
+        for i in range(ROWS)
+    ]
     assert tokens_of(logits, rows) == [9] * 4 + [7] * 4
 
 
@@ -287,7 +328,9 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert got.ranks.tolist() == (1 + (logits > logits[np.arange(ROWS), tokens, None]).sum(-1)).tolist()
     for row in range(ROWS):
         assert len(set(got.top_ids[row].tolist())) == MAX_LOGPROBS
-        np.testing.assert_allclose(got.top_logprobs[row], np.sort(exact[row])[::-1][:MAX_LOGPROBS], rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose(
+            got.top_logprobs[row], np.sort(exact[row])[::-1][:MAX_LOGPROBS], rtol=1e-6, atol=1e-5
+        )
         np.testing.assert_allclose(exact[row, got.top_ids[row]], got.top_logprobs[row], rtol=1e-6, atol=1e-5)
 
 
@@ -341,11 +384,16 @@ def test_distribution_over_a_larger_vocabulary() -> None:
     assert_distributed(draws(SPREAD, [Row(SamplingParams(), seed=i) for i in range(DRAWS)]), SPREAD)
 
 
-@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.2}, {"temperature": 2.0}, {"temperature": 0.5, "top_k": 4}])
+@pytest.mark.parametrize(
+    "params",
+    [{"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.2}, {"temperature": 2.0}, {"temperature": 0.5, "top_k": 4}],
+)
 def test_distribution_after_truncation(params: dict[str, float]) -> None:
     row = Row(SamplingParams(**params))  # type: ignore[arg-type]
     oracle = row.oracle(np.log(UNEVEN))
-    assert_distributed(draws(UNEVEN, [Row(row.params, seed=i) for i in range(DRAWS)]), oracle.mass / oracle.mass.sum())
+    assert_distributed(
+        draws(UNEVEN, [Row(row.params, seed=i) for i in range(DRAWS)]), oracle.mass / oracle.mass.sum()
+    )
 
 
 def test_equal_inputs_repeat_and_each_input_matters() -> None:
@@ -362,5 +410,7 @@ def test_equal_inputs_repeat_and_each_input_matters() -> None:
     assert number(**base) == number(**base)
     assert number(seed=-5) == number(seed=2**64 - 5)
     assert len({number(**base), *numbers}) == 1 + len(others)
-    assert number(seed=9, position=5) != number(seed=5, position=9) != number(seed=5 << 32, position=9), "inputs are mixed up"
+    assert number(seed=9, position=5) != number(seed=5, position=9) != number(seed=5 << 32, position=9), (
+        "inputs are mixed up"
+    )
     assert all(0 <= n < 1 for n in numbers)

@@ -25,7 +25,9 @@ FILES = [file.relative_to(PACKAGES).as_posix() for file in source_files()]
 
 
 def once(function: Callable[..., Iterable[Any]]) -> Callable[..., list[Any]]:
-    """The function, which searches a file's text, or for a file, once only: tests change few texts, and no names."""
+    """The function, which searches a file's text, or for a file, once only: tests change few texts, and no
+    names.
+    """
     return functools.cache(lambda *args: [*function(*args)])
 
 
@@ -48,7 +50,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def before(packages: Path) -> str:
-    """The digest that every test finds, as each puts back a file that counts; the same without what is remembered."""
+    """The digest that every test finds, as each puts back a file that counts; the same without what is
+    remembered.
+    """
     whole: str = sources.source_digest.__wrapped__(packages)
     assert digest(packages) == whole
     return whole
@@ -56,10 +60,18 @@ def before(packages: Path) -> str:
 
 def test_every_module_that_lowering_imports_is_hashed() -> None:
     """Modules executed by a process that only imports the code that lowers programs."""
-    code = f"import sys, {TRACED}; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith(('jengine.', '{KERNELS}'))))"
+    code = (
+        f"import sys, {TRACED}; print(*(m.__file__ for n, m in sys.modules.items() if"
+        f" n.startswith(('jengine.', '{KERNELS}'))))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = {Path(file).relative_to(PACKAGES).as_posix() for file in done.stdout.split()}
-    assert {"jengine/core/request.py", "jengine/core/config.py", "jengine/models/llama.py", "pallas_kernels/xla.py"} <= imported
+    assert {
+        "jengine/core/request.py",
+        "jengine/core/config.py",
+        "jengine/models/llama.py",
+        "pallas_kernels/xla.py",
+    } <= imported
     assert imported - set(FILES) == set()
 
 
@@ -73,7 +85,8 @@ def test_every_function_that_tracing_calls_is_in_a_hashed_file() -> None:
         called.add(code.co_filename)  # type: ignore[attr-defined]
         return sys.monitoring.DISABLE
 
-    spec = make_spec(quantization="w8a8", kv_cache_dtype="int8", num_pages=63)  # a shape that no other test has traced
+    # a shape that no other test has traced
+    spec = make_spec(quantization="w8a8", kv_cache_dtype="int8", num_pages=63)
     keys = spec.table.trunks()[-1], spec.table.samplers()[-1], spec.table.scores()[-1], "count"
     tool, events = sys.monitoring.PROFILER_ID, sys.monitoring
     events.use_tool_id(tool, "sources")
@@ -90,7 +103,9 @@ def test_every_function_that_tracing_calls_is_in_a_hashed_file() -> None:
     folders = [f"{PACKAGES / name}/" for name in ("jengine", KERNELS)]
     ours = {Path(file).relative_to(PACKAGES).as_posix() for file in called if file.startswith(tuple(folders))}
     assert {"jengine/execution/trunk.py", "jengine/execution/sampler.py", "jengine/models/config.py"} <= ours
-    assert ours - set(FILES) <= {"jengine/execution/kernel_objects.py"}, "it only keeps the code of kernels, which are hashed"
+    assert ours - set(FILES) <= {"jengine/execution/kernel_objects.py"}, (
+        "it only keeps the code of kernels, which are hashed"
+    )
 
 
 def test_imports_are_found_as_python_reads_them() -> None:
@@ -101,7 +116,9 @@ def test_imports_are_found_as_python_reads_them() -> None:
             if isinstance(node, ast.Import):
                 assert {alias.name for alias in node.names} <= found, file
             elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0 and {f"{node.module}.{alias.name}" for alias in node.names} <= found, file
+                assert node.level == 0 and {f"{node.module}.{alias.name}" for alias in node.names} <= found, (
+                    file
+                )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -114,7 +131,9 @@ def test_a_change_to_any_of_them_changes_the_digest(name: str, packages: Path, b
     assert digest(packages) == before
 
 
-@pytest.mark.parametrize("name", ["cli.py", "commands/serve.py", "text/tokenizer.py", "scheduling/scheduler.py"])
+@pytest.mark.parametrize(
+    "name", ["cli.py", "commands/serve.py", "text/tokenizer.py", "scheduling/scheduler.py"]
+)
 def test_other_files_do_not_matter(name: str, packages: Path, before: str) -> None:
     with (packages / "jengine" / name).open("ab") as file:
         file.write(b"# changed\n")

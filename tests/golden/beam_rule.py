@@ -28,7 +28,8 @@ def beam_search(
     """The best beams, and the smallest difference by which any of the choices was made.
 
     Args:
-        candidates: of each of these sequences, the log probabilities of the tokens that may follow: 2 x width or more.
+        candidates: of each of these sequences, the log probabilities of the tokens that may follow: 2 x width
+            or more.
         steps: tokens generated at most.
     """
     beams, completed, margin = [Found([], 0.0, False)], [], float("inf")
@@ -50,6 +51,7 @@ def beam_search(
             margin = min(margin, following[width - 1].cumulative - following[width].cumulative)
         beams = following[:width]
     best = sorted([*completed, *beams], key=score, reverse=True)
-    scores = [score(found) * (len(prompt) + steps) ** length_penalty for found in best[: width + 1]]  # as large as log probabilities
+    # as large as log probabilities
+    scores = [score(found) * (len(prompt) + steps) ** length_penalty for found in best[: width + 1]]
     margin = min([margin, *[a - b for a, b in itertools.pairwise(scores)]])
     return best[:width], margin

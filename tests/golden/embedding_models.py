@@ -1,4 +1,5 @@
-"""A tiny embedding model and a tiny reranker, in the layouts of Qwen3-Embedding and Qwen3-Reranker, and what transformers computes.
+"""A tiny embedding model and a tiny reranker, in the layouts of Qwen3-Embedding and Qwen3-Reranker, and what
+transformers computes.
 
 Folders hold no tokenizer. Needs numpy only, and safetensors to write a folder.
 """
@@ -24,23 +25,26 @@ SIZE: int = CONFIG["hidden_size"]
 TRUE, FALSE = 300, 400  # the reranker's tokens
 FILE = Path(__file__).parent / f"{VARIANT}.npz"
 TEMPLATE = (
-    "{%- set told = messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first | default('Judge.') -%}"
-    "<Instruct>: {{ told }}\n"
-    "<Query>: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
-    "<Document>: {{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}"
-    "{{ '\\n<Answer>: ' if add_generation_prompt else '' }}"
+    "{%- set told = messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first |"
+    " default('Judge.') -%}<Instruct>: {{ told }}\n<Query>: {{ messages | selectattr('role', 'eq', 'query') |"
+    " map(attribute='content') | first }}\n<Document>: {{ messages | selectattr('role', 'eq', 'document') |"
+    " map(attribute='content') | first }}{{ '\\n<Answer>: ' if add_generation_prompt else '' }}"
 )
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """The bare decoder: tensors' names lack the prefix, and there is no output head. changes: to config.json."""
+    """The bare decoder: tensors' names lack the prefix, and there is no output head. changes: to
+    config.json.
+    """
     from safetensors.numpy import save_file
 
     tensors = weights(VARIANT, CONFIG)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     save_file(
-        {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     return folder
 
@@ -48,23 +52,36 @@ def write_model(folder: Path, **changes: Any) -> Path:
 def write_embedder(folder: Path, pooling: str = "lasttoken", normalize: bool = True, **changes: Any) -> Path:
     """Writes an embedding model with sentence-transformers' files."""
     write_modules(folder, "Transformer", "Pooling", *(["Normalize"] if normalize else []))
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": SIZE, f"pooling_mode_{pooling}": True}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": SIZE, f"pooling_mode_{pooling}": True})
+    )
     return write_model(folder, **changes)
 
 
 def write_reranker(folder: Path, **fields: Any) -> Path:
-    """Writes a reranker with sentence-transformers' files and a chat template. `fields` are those of LogitScore's configuration."""
+    """Writes a reranker with sentence-transformers' files and a chat template. `fields` are those of
+    LogitScore's configuration.
+    """
     write_modules(folder, "Transformer", "LogitScore")
-    (folder / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": TRUE, "false_token_id": FALSE, **fields}))
+    (folder / "1_LogitScore" / "config.json").write_text(
+        json.dumps({"true_token_id": TRUE, "false_token_id": FALSE, **fields})
+    )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps({"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}})
+    )
     return write_model(folder)
 
 
 def write_modules(folder: Path, *kinds: str) -> None:
     """modules.json, and a folder for each module but the first."""
     modules = [
-        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        {
+            "idx": i,
+            "name": str(i),
+            "path": f"{i}_{kind}" if i else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for i, kind in enumerate(kinds)
     ]
     for module in modules:
@@ -90,6 +107,11 @@ def read() -> list[Case]:
         arrays = dict(file)
     count = len(arrays["probability"])
     return [
-        Case(arrays[f"prompt_{i}"].tolist(), arrays[f"last_{i}"], arrays[f"mean_{i}"], float(arrays["probability"][i]))
+        Case(
+            arrays[f"prompt_{i}"].tolist(),
+            arrays[f"last_{i}"],
+            arrays[f"mean_{i}"],
+            float(arrays["probability"][i]),
+        )
         for i in range(count)
     ]

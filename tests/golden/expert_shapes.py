@@ -8,14 +8,26 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def gpt_oss(config: dict[str, Any]) -> Shapes:
-    hidden, ffn, experts, dim = (config[name] for name in ("hidden_size", "intermediate_size", "num_local_experts", "head_dim"))
-    heads, kv_heads, table = config["num_attention_heads"], config["num_key_value_heads"], (config["vocab_size"], hidden)
-    shapes: Shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (hidden,), "lm_head.weight": table}
+    hidden, ffn, experts, dim = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_local_experts", "head_dim")
+    )
+    heads, kv_heads, table = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        (config["vocab_size"], hidden),
+    )
+    shapes: Shapes = {
+        "model.embed_tokens.weight": table,
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": table,
+    }
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             shapes |= _linear(f"{name}.self_attn.{part}_proj", count * dim, hidden)
-        shapes |= _linear(f"{name}.self_attn.o_proj", hidden, heads * dim) | _linear(f"{name}.mlp.router", experts, hidden)
+        shapes |= _linear(f"{name}.self_attn.o_proj", hidden, heads * dim) | _linear(
+            f"{name}.mlp.router", experts, hidden
+        )
         shapes |= {f"{name}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
         stacked = {
             "gate_up_proj": (hidden, 2 * ffn),
@@ -30,10 +42,22 @@ def gpt_oss(config: dict[str, Any]) -> Shapes:
 
 def deepseek(config: dict[str, Any]) -> Shapes:
     """DeepSeek V2 and V3, GLM-4.7-Flash."""
-    hidden, ffn, heads, rank = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "kv_lora_rank"))
-    key, rotary, value, query_rank = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"))
-    table, first, v2 = (config["vocab_size"], hidden), config.get("first_k_dense_replace", 1), config["model_type"] == "deepseek_v2"
-    shapes: Shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (hidden,), "lm_head.weight": table}
+    hidden, ffn, heads, rank = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "kv_lora_rank")
+    )
+    key, rotary, value, query_rank = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+    )
+    table, first, v2 = (
+        (config["vocab_size"], hidden),
+        config.get("first_k_dense_replace", 1),
+        config["model_type"] == "deepseek_v2",
+    )
+    shapes: Shapes = {
+        "model.embed_tokens.weight": table,
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": table,
+    }
     products = {
         "kv_a_proj_with_mqa": (rank + rotary, hidden),
         "kv_b_proj": (heads * (key + value), rank),

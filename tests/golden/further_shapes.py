@@ -15,7 +15,13 @@ def _layer_norm(name: str, size: int) -> Shapes:
     return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
 
 
-def _mlp(name: str, hidden: int, ffn: int, bias: bool = False, parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Shapes:
+def _mlp(
+    name: str,
+    hidden: int,
+    ffn: int,
+    bias: bool = False,
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+) -> Shapes:
     *ups, down = parts
     shapes = _linear(f"{name}.{down}", hidden, ffn, bias)
     for up in ups:
@@ -25,16 +31,23 @@ def _mlp(name: str, hidden: int, ffn: int, bias: bool = False, parts: tuple[str,
 
 def llama_like(config: dict[str, Any]) -> Shapes:
     """GLM-4.5, MiniMax-M2, EXAONE 4, ERNIE 4.5 and Nemotron."""
-    family, hidden, heads, ffn = (config[n] for n in ("model_type", "hidden_size", "num_attention_heads", "intermediate_size"))
+    family, hidden, heads, ffn = (
+        config[n] for n in ("model_type", "hidden_size", "num_attention_heads", "intermediate_size")
+    )
     dim, bias = config.get("head_dim") or hidden // heads, config.get("use_bias", False)
     q, kv = heads * dim, config["num_key_value_heads"] * dim
     norm = _layer_norm if family == "nemotron" else (lambda name, size: {f"{name}.weight": (size,)})
-    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), **norm("model.norm", hidden)}
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        **norm("model.norm", hidden),
+    }
     names = ("post_attention", "post_feedforward") if family == "exaone4" else ("input", "post_attention")
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         for part, size in (("q", q), ("k", kv), ("v", kv)):
-            shapes |= _linear(f"{name}.self_attn.{part}_proj", size, hidden, bias or config.get("attention_bias", False))
+            shapes |= _linear(
+                f"{name}.self_attn.{part}_proj", size, hidden, bias or config.get("attention_bias", False)
+            )
         shapes |= _linear(f"{name}.self_attn.o_proj", hidden, q, bias)
         if family in ("exaone4", "glm4_moe"):
             shapes |= {f"{name}.self_attn.{part}_norm.weight": (dim,) for part in "qk"}
@@ -45,7 +58,9 @@ def llama_like(config: dict[str, Any]) -> Shapes:
         shapes |= experts or _mlp(f"{name}.mlp", hidden, ffn, bias or config.get("mlp_bias", False), parts)
         for place in names:
             shapes |= norm(f"{name}.{place}_layernorm", hidden)
-    return shapes | ({} if config["tie_word_embeddings"] else {"lm_head.weight": (config["vocab_size"], hidden)})
+    return shapes | (
+        {} if config["tie_word_embeddings"] else {"lm_head.weight": (config["vocab_size"], hidden)}
+    )
 
 
 def _experts(name: str, config: dict[str, Any]) -> Shapes:
@@ -56,7 +71,10 @@ def _experts(name: str, config: dict[str, Any]) -> Shapes:
     if not experts:
         return {}
     module, parts = f"{name}.mlp", ("gate_proj", "up_proj", "down_proj")
-    corrections = {"glm4_moe": "gate.e_score_correction_bias", "ernie4_5_moe": "moe_statics.e_score_correction_bias"}
+    corrections = {
+        "glm4_moe": "gate.e_score_correction_bias",
+        "ernie4_5_moe": "moe_statics.e_score_correction_bias",
+    }
     correction, shape = corrections.get(config["model_type"], "e_score_correction_bias"), (experts,)
     if config["model_type"] == "minimax_m2":
         module, parts, ffn = f"{name}.block_sparse_moe", ("w1", "w3", "w2"), config["intermediate_size"]
@@ -78,7 +96,9 @@ def gptj(config: dict[str, Any]) -> Shapes:
         name = f"transformer.h.{layer}"
         for part in ("q", "k", "v", "out"):
             shapes |= _linear(f"{name}.attn.{part}_proj", hidden, hidden)
-        shapes |= _linear(f"{name}.mlp.fc_in", ffn, hidden, True) | _linear(f"{name}.mlp.fc_out", hidden, ffn, True)
+        shapes |= _linear(f"{name}.mlp.fc_in", ffn, hidden, True) | _linear(
+            f"{name}.mlp.fc_out", hidden, ffn, True
+        )
         shapes |= _layer_norm(f"{name}.ln_1", hidden)
     return shapes | _linear("lm_head", *table, True)
 
@@ -96,23 +116,35 @@ def bloom(config: dict[str, Any]) -> Shapes:
         shapes |= _linear(f"{name}.mlp.dense_4h_to_h", hidden, 4 * hidden, True)
         for norm in ("input", "post_attention"):
             shapes |= _layer_norm(f"{name}.{norm}_layernorm", hidden)
-    return shapes | ({} if config.get("tie_word_embeddings", True) else _linear("lm_head", config["vocab_size"], hidden))
+    return shapes | (
+        {} if config.get("tie_word_embeddings", True) else _linear("lm_head", config["vocab_size"], hidden)
+    )
 
 
 def llama4(config: dict[str, Any]) -> Shapes:
     hidden, heads, dim, experts, ffn = (
-        config[n] for n in ("hidden_size", "num_attention_heads", "head_dim", "num_local_experts", "intermediate_size")
+        config[n]
+        for n in ("hidden_size", "num_attention_heads", "head_dim", "num_local_experts", "intermediate_size")
     )
-    layers, step, kv = config["num_hidden_layers"], config.get("interleave_moe_layer_step", 1), config["num_key_value_heads"] * dim
+    layers, step, kv = (
+        config["num_hidden_layers"],
+        config.get("interleave_moe_layer_step", 1),
+        config["num_key_value_heads"] * dim,
+    )
     sparse = config["moe_layers"] or [*range(step - 1, layers, step)]
-    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
     for layer in range(layers):
         name = f"model.layers.{layer}"
         for part, size in (("q", heads * dim), ("k", kv), ("v", kv)):
             shapes |= _linear(f"{name}.self_attn.{part}_proj", size, hidden)
         shapes |= _linear(f"{name}.self_attn.o_proj", hidden, heads * dim)
         if layer in sparse:
-            shapes |= _linear(f"{name}.feed_forward.router", experts, hidden) | _mlp(f"{name}.feed_forward.shared_expert", hidden, ffn)
+            shapes |= _linear(f"{name}.feed_forward.router", experts, hidden) | _mlp(
+                f"{name}.feed_forward.shared_expert", hidden, ffn
+            )
             shapes[f"{name}.feed_forward.experts.gate_up_proj"] = experts, hidden, 2 * ffn
             shapes[f"{name}.feed_forward.experts.down_proj"] = experts, ffn, hidden
         else:
@@ -127,14 +159,26 @@ def llama4_images(config: dict[str, Any]) -> Shapes:
 
 
 def lfm2(config: dict[str, Any]) -> Shapes:
-    hidden, heads, multiple = config["hidden_size"], config["num_attention_heads"], config["block_multiple_of"]
+    hidden, heads, multiple = (
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["block_multiple_of"],
+    )
     dim, kv = hidden // heads, config["num_key_value_heads"] * hidden // heads
-    ffn = -(-int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3)) // multiple) * multiple
-    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.embedding_norm.weight": (hidden,)}
+    ffn = (
+        -(-int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3)) // multiple)
+        * multiple
+    )
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.embedding_norm.weight": (hidden,),
+    }
     for layer, kind in enumerate(config["layer_types"]):
         name = f"model.layers.{layer}"
         if kind == "conv":
-            shapes |= _linear(f"{name}.conv.in_proj", 3 * hidden, hidden) | _linear(f"{name}.conv.out_proj", hidden, hidden)
+            shapes |= _linear(f"{name}.conv.in_proj", 3 * hidden, hidden) | _linear(
+                f"{name}.conv.out_proj", hidden, hidden
+            )
             shapes[f"{name}.conv.conv.weight"] = hidden, 1, config["conv_L_cache"]
         else:
             for part, size in (("q", hidden), ("k", kv), ("v", kv), ("out", hidden)):
@@ -142,4 +186,6 @@ def lfm2(config: dict[str, Any]) -> Shapes:
             shapes |= {f"{name}.self_attn.{part}_layernorm.weight": (dim,) for part in "qk"}
         shapes |= _mlp(f"{name}.feed_forward", hidden, ffn, parts=("w1", "w3", "w2"))
         shapes |= {f"{name}.{norm}_norm.weight": (hidden,) for norm in ("operator", "ffn")}
-    return shapes | ({} if config["tie_word_embeddings"] else _linear("lm_head", config["vocab_size"], hidden))
+    return shapes | (
+        {} if config["tie_word_embeddings"] else _linear("lm_head", config["vocab_size"], hidden)
+    )

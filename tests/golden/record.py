@@ -1,6 +1,7 @@
 """Records what transformers computes for the tiny models, one file a variant, beside this script.
 
-Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record [VARIANT ...]
+Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record
+[VARIANT ...]
 
 A file holds, for prompt i of `lengths`: `prompt_i` int32[length], `tokens_i` int32[24], its greedy
 continuation, `logits_i` float32[24, vocab], from which each of them was chosen, and for the lengths of
@@ -35,8 +36,9 @@ SAME = {
 }  # model_types that transformers knows by another name
 TEXT_ALONE = ("gemma3n",)  # whose other parts need further packages
 MARGIN = 1e-3  # between the two best tokens, for greedy tokens to be equal elsewhere
-# Recorded in float64, with prompts where float32 comes close to it. A delta rule's result is normed: where query and key are almost
-# orthogonal at the first token, that amplifies the rounding of whatever order a sum is computed in.
+# Recorded in float64, with prompts where float32 comes close to it. A delta rule's result is normed: where
+# query and key are almost orthogonal at the first token, that amplifies the rounding of whatever order a sum
+# is computed in.
 IN_FLOAT64 = ("qwen3_5_moe_text",)
 ROUNDING = 3e-5  # the most that transformers' own float32 may differ there
 
@@ -87,7 +89,10 @@ def record(variant: str) -> dict[str, np.ndarray]:
     lengths = [n for n in (FEWER if more else LENGTHS) if n + NEW_TOKENS <= oracle.length]
     everywhere = EVERYWHERE[: 1 if more else None]
     vocab = config.get("text_config", config)["vocab_size"]
-    out: dict[str, np.ndarray] = {"config": np.array(json.dumps(config)), "lengths": np.array(lengths, np.int32)}
+    out: dict[str, np.ndarray] = {
+        "config": np.array(json.dumps(config)),
+        "lengths": np.array(lengths, np.int32),
+    }
     margins = []
     for i, length in enumerate(lengths):
         for attempt in range(100):  # until the continuation is clear
@@ -100,10 +105,18 @@ def record(variant: str) -> dict[str, np.ndarray]:
         else:
             raise SystemExit(f"{variant}: no prompt of {length} tokens has margins above {MARGIN}")
         margins.append(margin)
-        out |= {f"prompt_{i}": np.array(prompt, np.int32), f"tokens_{i}": logits.argmax(1).astype(np.int32), f"logits_{i}": logits}
+        out |= {
+            f"prompt_{i}": np.array(prompt, np.int32),
+            f"tokens_{i}": logits.argmax(1).astype(np.int32),
+            f"logits_{i}": logits,
+        }
         if length in everywhere:
             out[f"everywhere_{i}"] = oracle.logits(prompt)
-    return {**out, "smallest_margin": np.array(min(margins)), "transformers": np.array(transformers.__version__)}
+    return {
+        **out,
+        "smallest_margin": np.array(min(margins)),
+        "transformers": np.array(transformers.__version__),
+    }
 
 
 if __name__ == "__main__":
@@ -113,5 +126,10 @@ if __name__ == "__main__":
         arrays = record(name)
         path = Path(__file__).parent / f"{name}.npz"
         np.savez_compressed(path, **arrays)
-        distinct = len(np.unique(np.concatenate([a for key, a in arrays.items() if key.startswith("tokens_")])))
-        print(f"{name}: {path.stat().st_size} bytes, smallest margin {arrays['smallest_margin']:.4f}, {distinct} distinct tokens")
+        distinct = len(
+            np.unique(np.concatenate([a for key, a in arrays.items() if key.startswith("tokens_")]))
+        )
+        print(
+            f"{name}: {path.stat().st_size} bytes, smallest margin {arrays['smallest_margin']:.4f},"
+            f" {distinct} distinct tokens"
+        )

@@ -1,10 +1,13 @@
-"""Records beams over what transformers computes for some of the tiny models, in beams.json beside this script.
+"""Records beams over what transformers computes for some of the tiny models, in beams.json beside this
+script.
 
-Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record_beams [VARIANT ...]
+Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record_beams
+[VARIANT ...]
 
-Of each variant and width there are three searches: one without an end-of-sequence token and with length_penalty 0, which transformers' own
-beam search finds, too; one with such a token, and one with another length_penalty. There, transformers drops what ends outside of the best
-beams of a step, which vLLM's rule keeps; its own beams are recorded where they are the same. Beams are [tokens, log probability, ended].
+Of each variant and width there are three searches: one without an end-of-sequence token and with
+length_penalty 0, which transformers' own beam search finds, too; one with such a token, and one with another
+length_penalty. There, transformers drops what ends outside of the best beams of a step, which vLLM's rule
+keeps; its own beams are recorded where they are the same. Beams are [tokens, log probability, ended].
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ class Searches:
             with torch.no_grad():
                 logits = self.oracle.model(torch.tensor(beams), use_cache=False).logits[:, -1]
             likely = torch.log_softmax(logits, -1).topk(2 * width)
-            return [dict(zip(ids, values)) for ids, values in zip(likely.indices.tolist(), likely.values.tolist())]  # noqa: B905
+            return [
+                dict(zip(ids, values)) for ids, values in zip(likely.indices.tolist(), likely.values.tolist())
+            ]  # noqa: B905
 
         return beam_search(prompt, candidates, width=width, steps=STEPS, **how)
 
@@ -74,8 +79,12 @@ class Searches:
             beams.append([tokens[: tokens.index(eos) + 1] if ended else tokens, score, ended])
         return beams
 
-    def attempt(self, number: int, width: int, kind: int) -> tuple[float, list[int], dict[str, Any], list[Found]] | None:
-        """Margin, prompt, options, beams; None if an end-of-sequence token was wanted and no beam generated it."""
+    def attempt(
+        self, number: int, width: int, kind: int
+    ) -> tuple[float, list[int], dict[str, Any], list[Found]] | None:
+        """Margin, prompt, options, beams; None if an end-of-sequence token was wanted and no beam generated
+        it.
+        """
         prompt = self.prompt(number)
         how: dict[str, Any] = {"eos": None, "length_penalty": 2.0 if kind == 2 else 0.0}
         if kind:
@@ -93,7 +102,16 @@ class Searches:
             if own is not None and [tokens for tokens, _, _ in own] != [found.tokens for found in best]:
                 print(f"{self.variant}, width {width}, eos {how['eos']}: transformers finds others")
                 own = None
-            searches.append({"prompt": prompt, "width": width, **how, "beams": best, "transformers": own, "margin": margin})
+            searches.append(
+                {
+                    "prompt": prompt,
+                    "width": width,
+                    **how,
+                    "beams": best,
+                    "transformers": own,
+                    "margin": margin,
+                }
+            )
         return searches
 
 
@@ -101,11 +119,18 @@ def main(variants: list[str]) -> None:
     recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
     for variant in variants:
         searches = Searches(variant)
-        recorded |= {variant: [one for width in WIDTHS for one in searches.record(width)], "versions": transformers.__version__}
+        recorded |= {
+            variant: [one for width in WIDTHS for one in searches.record(width)],
+            "versions": transformers.__version__,
+        }
         lines = [
-            json.dumps(name) + ": [\n" + ",\n".join(map(json.dumps, recorded[name])) + "\n]" for name in BEAM_VARIANTS if name in recorded
+            json.dumps(name) + ": [\n" + ",\n".join(map(json.dumps, recorded[name])) + "\n]"
+            for name in BEAM_VARIANTS
+            if name in recorded
         ]
-        FILE.write_text("{\n" + ",\n".join(['"versions": ' + json.dumps(recorded["versions"]), *lines]) + "\n}\n")
+        FILE.write_text(
+            "{\n" + ",\n".join(['"versions": ' + json.dumps(recorded["versions"]), *lines]) + "\n}\n"
+        )
         print(f"{variant}: {FILE.stat().st_size} bytes")
 
 

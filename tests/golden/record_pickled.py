@@ -1,4 +1,6 @@
-"""Writes tests/data/pytorch: a file as torch.save writes it, and its tensors as safetensors has them. Under PyTorch: `make goldens`."""
+"""Writes tests/data/pytorch: a file as torch.save writes it, and its tensors as safetensors has them. Under
+PyTorch: `make goldens`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     torch.save(tensors, FOLDER / "pytorch_model.bin")
     torch.save(tensors, FOLDER / "before_1_6.bin", _use_new_zipfile_serialization=False)
-    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, FOLDER / "expected.safetensors")
+    save_file(
+        {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()},
+        FOLDER / "expected.safetensors",
+    )
 
 
 if __name__ == "__main__":

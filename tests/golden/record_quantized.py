@@ -1,10 +1,11 @@
-"""Records tiny quantized checkpoints as the package compressed-tensors writes them, and the logits that transformers computes from them.
+"""Records tiny quantized checkpoints as the package compressed-tensors writes them, and the logits that
+transformers computes from them.
 
 Run from the repository's root, in an environment with torch, transformers and compressed-tensors:
 python -m tests.golden.record_quantized [NAME ...]
 
-Each becomes a folder in tests/data/quantized: config.json, model.safetensors, and logits.npz: `prompt` int32[length] and `logits`
-float32[length, vocab].
+Each becomes a folder in tests/data/quantized: config.json, model.safetensors, and logits.npz: `prompt`
+int32[length] and `logits` float32[length, vocab].
 """
 
 from __future__ import annotations
@@ -24,19 +25,29 @@ from transformers import AutoModelForCausalLM
 from tests.golden.weights import write_model
 
 OUT = Path(__file__).parents[1] / "data" / "quantized"
-VARIANT, CHANGES = "llama_gqa", {"num_hidden_layers": 1, "intermediate_size": 128, "tie_word_embeddings": True}
+VARIANT, CHANGES = (
+    "llama_gqa",
+    {"num_hidden_layers": 1, "intermediate_size": 128, "tie_word_embeddings": True},
+)
 PROMPT = [int(n) for n in np.random.default_rng(0).integers(0, 96, 40)]
 
 
 def compressed_tensors(model: Any, folder: Path, **weights: Any) -> None:
     """Weights rounded to the nearest."""
     from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
     from compressed_tensors.quantization.utils import calculate_qparams
 
     args = QuantizationArgs(**weights)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    )
     for module in model.modules():
         if hasattr(module, "weight_scale"):
             rows = module.weight.data
@@ -45,11 +56,15 @@ def compressed_tensors(model: Any, folder: Path, **weights: Any) -> None:
             elif args.strategy == "tensor":
                 rows = rows.reshape(1, -1)
             scale, zero = calculate_qparams(
-                rows.amin(-1, keepdim=args.strategy != "group"), rows.amax(-1, keepdim=args.strategy != "group"), args
+                rows.amin(-1, keepdim=args.strategy != "group"),
+                rows.amax(-1, keepdim=args.strategy != "group"),
+                args,
             )
             module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(module.weight_scale.dtype)
             if hasattr(module, "weight_zero_point"):
-                module.weight_zero_point.data = zero.reshape(module.weight_zero_point.shape).to(module.weight_zero_point.dtype)
+                module.weight_zero_point.data = zero.reshape(module.weight_zero_point.shape).to(
+                    module.weight_zero_point.dtype
+                )
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)
@@ -59,8 +74,12 @@ def compressed_tensors(model: Any, folder: Path, **weights: Any) -> None:
 FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 FORMATS: dict[str, Callable[[Any, Path], None]] = {
     "w4a16": lambda model, folder: compressed_tensors(model, folder, **FOUR, symmetric=True),
-    "w8a16": lambda model, folder: compressed_tensors(model, folder, num_bits=8, type="int", strategy="channel", symmetric=True),
-    "fp8": lambda model, folder: compressed_tensors(model, folder, num_bits=8, type="float", strategy="channel", symmetric=True),
+    "w8a16": lambda model, folder: compressed_tensors(
+        model, folder, num_bits=8, type="int", strategy="channel", symmetric=True
+    ),
+    "fp8": lambda model, folder: compressed_tensors(
+        model, folder, num_bits=8, type="float", strategy="channel", symmetric=True
+    ),
 }
 
 

@@ -1,6 +1,8 @@
-"""Sixteen conversations, and greedy answers of SmolLM2-135M-Instruct to them as transformers computes them at float32.
+"""Sixteen conversations, and greedy answers of SmolLM2-135M-Instruct to them as transformers computes them at
+float32.
 
-Record again, in an environment with torch, transformers, accelerate and gguf: python -m tests.golden.smollm2 FILE.gguf
+Record again, in an environment with torch, transformers, accelerate and gguf: python -m tests.golden.smollm2
+FILE.gguf
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ QUESTIONS = (
 )
 CHATS: list[list[dict[str, str]]] = [
     *([{"role": "user", "content": question}] for question in QUESTIONS),
-    [{"role": "system", "content": "You answer like a pirate."}, {"role": "user", "content": "Where is the treasure?"}],
+    [
+        {"role": "system", "content": "You answer like a pirate."},
+        {"role": "user", "content": "Where is the treasure?"},
+    ],
     [
         {"role": "user", "content": "My name is Ada."},
         {"role": "assistant", "content": "Nice to meet you, Ada!"},
@@ -50,7 +55,9 @@ def record(file: Path) -> list[dict[str, Any]]:
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
-            answer = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False, temperature=None, top_p=None, top_k=None)
+            answer = model.generate(
+                **prompt, max_new_tokens=NEW_TOKENS, do_sample=False, temperature=None, top_p=None, top_k=None
+            )
         ids = prompt["input_ids"][0].tolist()
         out.append({"prompt": ids, "answer": answer[0, len(ids) :].tolist()})
     return out

@@ -49,7 +49,12 @@ _QWEN3 = {
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _DYNAMIC = {**_LLAMA, "max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 _MISTRAL = {**_plain(_LLAMA), "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-_QWEN2 = {**_plain(_LLAMA), "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1000000.0}
+_QWEN2 = {
+    **_plain(_LLAMA),
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "rope_theta": 1000000.0,
+}
 _PHI3 = {
     **_plain(_LLAMA),
     "model_type": "phi3",
@@ -161,7 +166,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope_yarn": {**_LLAMA, "rope_scaling": _YARN},
     "rope_yarn_mscale": {
         **_LLAMA,
-        "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False},
+        "rope_scaling": {
+            **_YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "beta_fast": 8.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+        },
     },
     "rope_yarn_attention_factor": {**_LLAMA, "rope_scaling": {**_YARN, "attention_factor": 0.9}},
     "qwen3_untied": _QWEN3,
@@ -170,7 +182,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral_head_dim": {**_MISTRAL, "sliding_window": None, "head_dim": 24},
     "qwen2_untied": _QWEN2,
     "qwen2_tied": {**_QWEN2, "tie_word_embeddings": True},
-    "qwen2_window": {**_QWEN2, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1},
+    "qwen2_window": {
+        **_QWEN2,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 70,
+        "max_window_layers": 1,
+    },
     "phi3_window": {**_PHI3, "sliding_window": 40},
     "phi3_longrope_inside": _LONGROPE,
     "phi3_longrope_beyond": _LONGROPE,
@@ -182,7 +200,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "opt_1.3b": {**_OPT, "hidden_size": 96, "num_attention_heads": 6, "word_embed_proj_dim": 96},
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
-    "qwen3_moe_mixed": {**_QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
+    "qwen3_moe_mixed": {
+        **_QWEN3_MOE,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+    },
     **MORE_VARIANTS,
     **EXPERT_VARIANTS,
     **FURTHER_VARIANTS,

@@ -1,4 +1,5 @@
-"""Tiny random models: their configurations, weights and recorded results. Needs numpy only, and safetensors to write a folder.
+"""Tiny random models: their configurations, weights and recorded results. Needs numpy only, and safetensors
+to write a folder.
 
 A weight depends on its variant's name and its own, so no weights are stored; the generator's raw bits are
 used, which numpy promises never to change.
@@ -19,35 +20,45 @@ from tests.golden.shapes import tensor_shapes
 from tests.golden.variants import VARIANTS
 
 REPEATING = ("gpt2", "opt", "granite_biases", "starcoder2", "falcon_7b", "falcon_serial", "qwen3_5_text")
-OF_EXPERTS = (".router.", ".gate.", ".experts.", "input_linear.", "output_linear.")  # in names of tensors of all experts
+# in names of tensors of all experts
+OF_EXPERTS = (".router.", ".gate.", ".experts.", "input_linear.", "output_linear.")
 EACH_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in names of tensors of one expert
 ADD_ONE = ("gemma2", "gemma3_", "qwen3_next", "qwen3_5", "nemotron")  # to the weights of norms
-TABLES = {"gemma": 0.05, **dict.fromkeys(REPEATING, 0.15)}  # with 0.5 these say their last token again and again
+# with 0.5 these say their last token again and again
+TABLES = {"gemma": 0.05, **dict.fromkeys(REPEATING, 0.15)}
 
 
 def max_model_len(variant: str) -> int:
-    """Tokens a sequence may have: every prompt and continuation fits. Beyond the trained context for rope_dynamic_beyond."""
+    """Tokens a sequence may have: every prompt and continuation fits. Beyond the trained context for
+    rope_dynamic_beyond.
+    """
     return 64 if variant in ("rope_dynamic_inside", "phi3_longrope_inside", "phimoe_longrope_inside") else 192
 
 
 def weights(variant: str, config: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
-    """Every tensor in float32. Scales are such that attention is uneven and the best tokens stand clear. config: None is the variant's."""
+    """Every tensor in float32. Scales are such that attention is uneven and the best tokens stand clear.
+    config: None is the variant's.
+    """
     shapes = tensor_shapes(VARIANTS[variant] if config is None else config)
     return {name: _weight(variant, name, shape) for name, shape in shapes.items()}
 
 
 def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    ties = variant.endswith("ties")  # experts are alike in pairs, so that it does not matter which of them a tie gives
+    # experts are alike in pairs, so that it does not matter which of them a tie gives
+    ties = variant.endswith("ties")
     twin = EACH_EXPERT.sub(lambda found: f".experts.{int(found[1]) // 2 * 2}.", name) if ties else name
     noise = uniform(f"{variant}/{twin}", math.prod(shape)).reshape(shape)
     if name.endswith("sinks"):
         scaled = (4.0 if variant.endswith("sinks") else 0.0) + noise
     elif name.endswith(("A_log", "dt_bias")):
-        scaled = -3.0 + noise if name.endswith("dt_bias") else 0.5 * noise  # states last for some twenty tokens, or for hundreds
+        # states last for some twenty tokens, or for hundreds
+        scaled = -3.0 + noise if name.endswith("dt_bias") else 0.5 * noise
     elif name.endswith("bias"):
         scaled = (0.1 if variant.startswith(("gpt2", "opt")) else 0.3) * noise
     elif "norm" in name or ".ln_" in name:
-        adds_one = (variant in ("gemma", "gemma3") or variant.startswith(ADD_ONE)) and "linear_attn" not in name
+        adds_one = (
+            variant in ("gemma", "gemma3") or variant.startswith(ADD_ONE)
+        ) and "linear_attn" not in name
         scaled = (0.0 if adds_one else 1.0) + 0.3 * noise
     elif name.endswith(("scale", "scalar")):
         scaled = 1.0 + 0.3 * noise

@@ -1,8 +1,10 @@
-"""Mosaic GPU kernels for Ampere on a CPU: their own bodies, with arrays for references and stand-ins for what Pallas does not interpret.
+"""Mosaic GPU kernels for Ampere on a CPU: their own bodies, with arrays for references and stand-ins for what
+Pallas does not interpret.
 
-Pallas interprets neither `plgpu.mma` nor copies without a barrier. Here a body runs in Python, block by block. A copy
-lands either when it is begun or not before a wait asks for it, its target NaN until then; on a GPU it lands somewhere between.
-Layouts, and what threads of one block do to each other, are not seen: those are the compiler's and Mosaic's own barriers'.
+Pallas interprets neither `plgpu.mma` nor copies without a barrier. Here a body runs in Python, block by
+block. A copy lands either when it is begun or not before a wait asks for it, its target NaN until then; on a
+GPU it lands somewhere between. Layouts, and what threads of one block do to each other, are not seen: those
+are the compiler's and Mosaic's own barriers'.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ Landing = Literal["early", "late"]
 
 
 class Ref:
-    """A reference to part of an array. Indices outside of it raise an error; a GPU would access other memory."""
+    """A reference to part of an array. Indices outside of it raise an error; a GPU would access other
+    memory.
+    """
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -89,12 +93,15 @@ class Copies:
 
 @contextmanager
 def emulated(landing: Landing) -> Iterator[None]:
-    """In this context, kernels are emulated. Scratch memory and results are NaN at first; a copy without a wait
-    is an error."""
+    """In this context, kernels are emulated. Scratch memory and results are NaN at first; a copy without a
+    wait is an error.
+    """
     place: dict[str, int] = {}
     copies = Copies(landing)
 
-    def kernel(body: Callable[..., None], *, out_type: Any, scratch_types: Any, grid: Any, grid_names: Any, **_: Any) -> Any:
+    def kernel(
+        body: Callable[..., None], *, out_type: Any, scratch_types: Any, grid: Any, grid_names: Any, **_: Any
+    ) -> Any:
         def run(*args: jax.Array) -> list[jax.Array]:
             out = [np.full(x.shape, np.nan, x.dtype) for x in out_type]
             for index in itertools.product(*map(range, grid)):
@@ -129,5 +136,9 @@ def emulated(landing: Landing) -> Iterator[None]:
         "store": lambda ref, values, *, optimized: ref.__setitem__(..., values),
     }
     loops = {"axis_index": lambda name: jnp.int32(place[name]), "fori_loop": fori_loop}
-    with mock.patch.multiple(plgpu, create=True, **stand_ins), mock.patch.multiple(lax, **loops), mock.patch.object(pl, "when", when):
+    with (
+        mock.patch.multiple(plgpu, create=True, **stand_ins),
+        mock.patch.multiple(lax, **loops),
+        mock.patch.object(pl, "when", when),
+    ):
         yield

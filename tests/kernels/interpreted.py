@@ -1,7 +1,8 @@
 """Mosaic GPU kernels on a CPU, interpreted with race detection, and paged caches whose unused parts are NaN.
 
-Pallas checks loads, stores and copies for races, but not what matrix products read (jax 0.12): a missing wait before one shows only
-where the product reads what is not there yet. jax 0.11.2 also fails where a barrier completes a phase that nobody has waited for.
+Pallas checks loads, stores and copies for races, but not what matrix products read (jax 0.12): a missing wait
+before one shows only where the product reads what is not there yet. jax 0.11.2 also fails where a barrier
+completes a phase that nobody has waited for.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from tests.compiling import quickly_compiled
 from tests.kernels import semaphores_model
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)  # fresh memory is NaN
-HOPPER = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=8))
+HOPPER = AbstractMesh(
+    (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=8)
+)
 
 
 def interpret(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    """function(*args, **how), whose kernels have interpret=RACES, for a Hopper GPU; it fails if a kernel races."""
+    """function(*args, **how), whose kernels have interpret=RACES, for a Hopper GPU; it fails if a kernel
+    races.
+    """
     interpret_pallas_call.reset_gpu_interpret_mode_state()  # an earlier failure leaves some
     with jax.sharding.use_abstract_mesh(HOPPER), semaphores_model.interpreted(), quickly_compiled():
         out = jax.block_until_ready(function(*args, **how))
@@ -52,9 +57,16 @@ class Cache(NamedTuple):  # made and changed in numpy: XLA would compile each op
 
 
 def cache(
-    lengths: Sequence[int], width: int, kv_heads: int, page_size: int, head_dim: int, dtype: jax.typing.DTypeLike, seed: int
+    lengths: Sequence[int],
+    width: int,
+    kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike,
+    seed: int,
 ) -> Cache:
-    """Pages in random order. The last row shares its first page with the row before, and rows of length 0 name the null page.
+    """Pages in random order. The last row shares its first page with the row before, and rows of length 0
+    name the null page.
 
     What no row's length covers is NaN in the cache and out of range in the table.
     """
@@ -71,11 +83,14 @@ def cache(
         for token in range(length):
             used[tables[row, token // page_size], token % page_size] = True
     shape = num_pages, kv_heads, page_size, head_dim
-    k, v = (jnp.asarray(np.where(used[:, None, :, None], rng.normal(size=shape), np.nan), dtype) for _ in "kv")
+    k, v = (
+        jnp.asarray(np.where(used[:, None, :, None], rng.normal(size=shape), np.nan), dtype) for _ in "kv"
+    )
     return Cache(k, v, jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
 
-SINKS = 1.0, 300.0, -40.0, 3.0  # of heads, in turn: as large as scores, so large that nothing else counts, and so small that they do not
+# of heads, in turn: as large as scores, so large that nothing else counts, and so small that they do not
+SINKS = 1.0, 300.0, -40.0, 3.0
 
 
 SLOPES = 0.5, 0.0, 0.03
@@ -84,16 +99,27 @@ SLOPES = 0.5, 0.0, 0.03
 def with_sinks(ways: dict[str, Any], heads: int) -> dict[str, Any]:
     """Options of attention; True for sinks or slopes is replaced by those of this number of heads."""
     by_head = {name: numbers for name, numbers in (("sinks", SINKS), ("slopes", SLOPES)) if ways.get(name)}
-    return ways | {name: jnp.resize(jnp.array(numbers), heads) for name, numbers in by_head.items()} if by_head else ways
+    return (
+        ways | {name: jnp.resize(jnp.array(numbers), heads) for name, numbers in by_head.items()}
+        if by_head
+        else ways
+    )
 
 
 def more_scales(pages: Quantized) -> Quantized:
-    """The pages with one more row of scales, as in pages that are shared with layers of smaller heads; NaN."""
+    """The pages with one more row of scales, as in pages that are shared with layers of smaller heads;
+    NaN.
+    """
     return replace(pages, scale=jnp.pad(pages.scale, ((0, 0), (0, 1), (0, 0)), constant_values=np.nan))
 
 
 def only_what_is_seen(
-    paged: Cache, oldest: Sequence[int] | np.ndarray, ends: Sequence[int] | np.ndarray, window: int | None, *, behind: int | None = None
+    paged: Cache,
+    oldest: Sequence[int] | np.ndarray,
+    ends: Sequence[int] | np.ndarray,
+    window: int | None,
+    *,
+    behind: int | None = None,
 ) -> Cache:
     """NaN where no row's queries, of which the oldest is at the position given, see a token.
 

@@ -1,7 +1,9 @@
-"""Semaphores in global memory for Pallas's interpreter, which has none, and blocks of a kernel that run at the same time.
+"""Semaphores in global memory for Pallas's interpreter, which has none, and blocks of a kernel that run at
+the same time.
 
-Pallas interprets the blocks of a grid one after the other, in the order of their indices, and sees no races between
-them. The blocks of a cluster run in threads of their own. So `at_once` makes a kernel's grid a cluster.
+Pallas interprets the blocks of a grid one after the other, in the order of their indices, and sees no races
+between them. The blocks of a cluster run in threads of their own. So `at_once` makes a kernel's grid a
+cluster.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ def _operation(name: str, *, token: Any, thread: Any, array: Any, indices: Any, 
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Runs all blocks of kernels that are traced in this context at the same time, so that races between them are found."""
+    """Runs all blocks of kernels that are traced in this context at the same time, so that races between them
+    are found.
+    """
     kernel = plgpu.kernel
 
     def as_cluster(*args: Any, grid: tuple[int, ...], grid_names: tuple[str, ...], **how: Any) -> Any:

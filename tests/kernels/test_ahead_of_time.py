@@ -45,11 +45,16 @@ compiler_for_gpus()
 def some(cases: dict[str, Case], *names: str) -> list[Any]:
     """The others are long tests, since each compiles for seconds."""
     assert {*names} <= {*cases}
-    return [pytest.param(case, id=name, marks=[] if name in names else [pytest.mark.full]) for name, case in cases.items()]
+    return [
+        pytest.param(case, id=name, marks=[] if name in names else [pytest.mark.full])
+        for name, case in cases.items()
+    ]
 
 
 def all_compiled_for_h200(case: Case) -> tuple[list[KernelFacts], jax.stages.Compiled]:
-    """Kernels that an H200 takes: they fit, their bulk copies begin in shared memory where they must, and find there what was written."""
+    """Kernels that an H200 takes: they fit, their bulk copies begin in shared memory where they must, and
+    find there what was written.
+    """
     function, args = case
     kernels, compiled = kernel_facts(device("h200"), function, *args)
     for facts in kernels:
@@ -138,7 +143,9 @@ def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only
 FEW_GROUPED = "64 rows, int8", "8 rows, both fp8, few outputs"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW_GROUPED else [pytest.mark.full]) for name in GROUPED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW_GROUPED else [pytest.mark.full]) for name in GROUPED]
+)
 def test_grouped_products_spill_nothing_and_hide_the_wait_for_weights(name: str) -> None:
     check_grouped(GROUPED[name])
 
@@ -148,7 +155,8 @@ def check_grouped(case: Case) -> None:
     assert facts.spilled == 0
     assert facts.products > 0
     x, weight = (next(array for array in case[1] if len(array.shape) == axes) for axes in (2, 3))
-    many = x.shape[0] > (32 if weight.shape[0] == 1 else 1 << 15)  # then a thread block's rows reuse its weights
+    # then a thread block's rows reuse its weights
+    many = x.shape[0] > (32 if weight.shape[0] == 1 else 1 << 15)
     assert facts.blocks(GROUPED_THREADS) >= (1 if many else 2)
     text = compiled.as_text()
     assert text is not None and not re.search(r"\b(while|conditional|sort)\(", text)
@@ -160,26 +168,34 @@ def test_rows_are_quantized_without_spills(case: Case) -> None:
     assert facts.spilled == 0
     assert facts.blocks(threads=128) >= 2
     text = compiled.as_text()
-    assert text is not None and len(re.findall(r" (?:custom-call|fusion)\(", text)) == 1, "no kernel but this one"
+    assert text is not None and len(re.findall(r" (?:custom-call|fusion)\(", text)) == 1, (
+        "no kernel but this one"
+    )
 
 
 FEW = "8 rows", "8192 rows"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.full]) for name in FOUR_BITS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.full]) for name in FOUR_BITS]
+)
 def test_four_bit_products_spill_nothing_and_never_store_weights_wider(name: str) -> None:
     case = FOUR_BITS[name]
     facts, compiled = compiled_for_h200(case)
     x, weight = case[1][0], case[1][-1]
     assert facts.spilled == 0
     assert facts.products > 0
-    assert facts.blocks(GROUPED_THREADS) >= (2 if name.startswith("8 rows") or name.startswith("32 rows of experts, M") else 1)
+    assert facts.blocks(GROUPED_THREADS) >= (
+        2 if name.startswith("8 rows") or name.startswith("32 rows of experts, M") else 1
+    )
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and not re.search(r"\b(while|conditional|sort)\(", text)
     wide = rf"(bf16|f16|f32|s8|s32)\[[\d,]*\b{weight.shape[-2]},{weight.shape[-1]}\]"
     assert not re.search(wide, text), "the weight, unpacked"
     words = weight.values.size * 4
-    assert memory is not None and memory.temp_size_in_bytes <= words // 4 + 16 * x.size, "sums of splits, and padded rows"
+    assert memory is not None and memory.temp_size_in_bytes <= words // 4 + 16 * x.size, (
+        "sums of splits, and padded rows"
+    )
 
 
 SHARED_OPERANDS = {
@@ -188,7 +204,9 @@ SHARED_OPERANDS = {
     "prefill": PREFILL_INTERPRETED,
     "grouped": GROUPED_INTERPRETED,
 }
-FORMS = {f"{kernel}, {name}": case for kernel, cases in SHARED_OPERANDS.items() for name, case in cases.items()}
+FORMS = {
+    f"{kernel}, {name}": case for kernel, cases in SHARED_OPERANDS.items() for name, case in cases.items()
+}
 
 
 @pytest.mark.parametrize("case", some(FORMS, "prefill, head dim 64"))
@@ -234,7 +252,10 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
             qkv = qkv.at[:, :, :4].add(got.reshape(rows, kv_heads, 4, 128))
         return caches, qkv
 
-    tables, angles = jax.ShapeDtypeStruct((rows, width), jnp.int32), jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    tables, angles = (
+        jax.ShapeDtypeStruct((rows, width), jnp.int32),
+        jax.ShapeDtypeStruct((rows, 64), jnp.float32),
+    )
     args = [[cache, cache] for _ in range(layers)], q, tables, numbers, (angles, angles)
     compiled = compile_for(h200, step, *args, donate=(0,))
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -251,7 +272,9 @@ def test_targets_that_do_not_exist_are_refused() -> None:
 
 
 def half_moved(rows: int) -> Case:
-    """A kernel that copies [rows, 128] by TMA to shared memory whose layout Mosaic infers, and its last 64 columns over the first."""
+    """A kernel that copies [rows, 128] by TMA to shared memory whose layout Mosaic infers, and its last 64
+    columns over the first.
+    """
 
     def kernel(x_ref: Any, out_ref: Any, smem: Any, arrived: Any) -> None:
         some = smem.at[pl.ds(0, rows)]
@@ -263,7 +286,12 @@ def half_moved(rows: int) -> Case:
         plgpu.wait_smem_to_gmem(0)
 
     x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
-    return plgpu.kernel(kernel, out_type=x, scratch_types=[plgpu.SMEM((64, 128), x.dtype), plgpu.Barrier()], kernel_name="half_moved"), (x,)
+    return plgpu.kernel(
+        kernel,
+        out_type=x,
+        scratch_types=[plgpu.SMEM((64, 128), x.dtype), plgpu.Barrier()],
+        kernel_name="half_moved",
+    ), (x,)
 
 
 @pytest.mark.parametrize("rows", [4, 8])
@@ -272,4 +300,7 @@ def test_slices_that_begin_inside_a_swizzle_are_found(rows: int) -> None:
     [facts], _ = kernel_facts(device("h200"), function, *args)
     assert facts.swizzled == 2
     assert len(facts.mixed_up) == (rows == 4)
-    assert all("vector_load" in access and "tiles (4, 64), begins at a multiple of 512 bytes" in access for access in facts.mixed_up)
+    assert all(
+        "vector_load" in access and "tiles (4, 64), begins at a multiple of 512 bytes" in access
+        for access in facts.mixed_up
+    )

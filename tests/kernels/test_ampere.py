@@ -1,4 +1,6 @@
-"""The kernels for Ampere and Ada: emulated on a CPU, compared with the float32 reference, and compiled for absent GPUs."""
+"""The kernels for Ampere and Ada: emulated on a CPU, compared with the float32 reference, and compiled for
+absent GPUs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ import pytest
 from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
 
 from pallas_kernels import reference
-from pallas_kernels.ampere import BLOCKS_TO_FILL, SPLIT_TOKENS, default_splits, paged_attention_decode, paged_attention_prefill
+from pallas_kernels.ampere import (
+    BLOCKS_TO_FILL,
+    SPLIT_TOKENS,
+    default_splits,
+    paged_attention_decode,
+    paged_attention_prefill,
+)
 from tests.extras import compiler_for_gpus
 from tests.kernels.emulated import Landing, emulated
 from tests.kernels.interpreted import Cache, cache, only_what_is_seen, with_sinks
@@ -35,7 +43,14 @@ def close(got: jax.Array, want: jax.Array, paged: Cache) -> None:
 
 
 def check_decode(
-    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, landing: Landing
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    splits: int | None,
+    dtype: str,
+    ways: Ways,
+    landing: Landing,
 ) -> None:
     lengths = [1, page_size - 1, 0, page_size + 1, 200]
     whole = cache(lengths, -(-200 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
@@ -51,23 +66,38 @@ def check_decode(
 
 
 def check_prefill(
-    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, landing: Landing
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    splits: int | None,
+    dtype: str,
+    ways: Ways,
+    landing: Landing,
 ) -> None:
     tile, sequences, width = 24, [150, 25, 120], -(-150 // page_size)
     paged = cache(sequences, width, kv_heads, page_size, head_dim, dtype, seed=page_size)
-    rows, positions, lengths = np.array([(0, 126, 24), (2, 0, 24), (1, 24, 1), (2, 24, 24), (2, 0, 0), (2, 110, 10)]).T
+    rows, positions, lengths = np.array(
+        [(0, 126, 24), (2, 0, 24), (1, 24, 1), (2, 24, 24), (2, 0, 0), (2, 110, 10)]
+    ).T
     whole = paged._replace(tables=paged.tables[rows], lengths=jnp.asarray(lengths, jnp.int32))
-    paged = only_what_is_seen(whole, positions, np.where(lengths > 0, positions + lengths, 0), ways.get("window"))
+    paged = only_what_is_seen(
+        whole, positions, np.where(lengths > 0, positions + lengths, 0), ways.get("window")
+    )
     q = jax.random.normal(jax.random.key(7), (len(rows), tile, kv_heads * group, head_dim)).astype(dtype)
     starts = jnp.asarray(positions, jnp.int32)
     ways = with_sinks(ways, kv_heads * group)
     with emulated(landing):
         got = paged_attention_prefill(q, *paged[:3], starts, paged.lengths, **ways, splits=splits)
         if ways is WINDOW:
-            np.testing.assert_array_equal(got, paged_attention_prefill(q, *whole[:3], starts, paged.lengths, **ways, splits=splits))
+            np.testing.assert_array_equal(
+                got, paged_attention_prefill(q, *whole[:3], starts, paged.lengths, **ways, splits=splits)
+            )
     assert jnp.isfinite(got).all()
     k, v, tables, _ = paged.clean()
-    want = reference.paged_attention_prefill(q.astype(jnp.float32), k, v, tables, starts, paged.lengths, **ways)
+    want = reference.paged_attention_prefill(
+        q.astype(jnp.float32), k, v, tables, starts, paged.lengths, **ways
+    )
     real = np.arange(tile) < lengths[:, None]
     close(got[real], want[real], paged)
 
@@ -92,20 +122,40 @@ NAMES = ("head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways"
 
 @pytest.mark.parametrize(NAMES, DECODE)
 def test_decode(
-    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, landing: Landing
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    splits: int | None,
+    dtype: str,
+    ways: Ways,
+    landing: Landing,
 ) -> None:
     check_decode(head_dim, kv_heads, group, page_size, splits, dtype, ways, landing)
 
 
 @pytest.mark.parametrize(NAMES, PREFILL)
 def test_prefill(
-    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, landing: Landing
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    splits: int | None,
+    dtype: str,
+    ways: Ways,
+    landing: Landing,
 ) -> None:
     check_prefill(head_dim, kv_heads, group, page_size, splits, dtype, ways, landing)
 
 
 SHAPES = [*itertools.product((64, 128, 256), (1, 8), (16, 64, 128), (PLAIN, WINDOW, CAP, BOTH))]
-SPLITS = [(1, "bfloat16", "late"), (3, "float16", "early"), (2, "bfloat16", "early"), (1, "float16", "late"), (4, "bfloat16", "late")]
+SPLITS = [
+    (1, "bfloat16", "late"),
+    (3, "float16", "early"),
+    (2, "bfloat16", "early"),
+    (1, "float16", "late"),
+    (4, "bfloat16", "late"),
+]
 
 
 @pytest.mark.full
@@ -124,18 +174,28 @@ def test_splits_fill_the_chip_and_are_not_too_short() -> None:
     assert default_splits(items=1, kv_heads=1, tokens=16) == 1
 
 
-FEW = ("decode, head dim 128", "decode, head dim 256, pages of 16, window, cap", "prefill, head dim 128, pages of 16, window, cap")
+FEW = (
+    "decode, head dim 128",
+    "decode, head dim 256, pages of 16, window, cap",
+    "prefill, head dim 128, pages of 16, window, cap",
+)
 
 
 def check_compiled(target: str, names: Sequence[str]) -> None:
     compiler_for_gpus()
-    for name, facts in zip(names, facts_elsewhere(target, [AMPERE_CASES[name] for name in names]), strict=True):
+    for name, facts in zip(
+        names, facts_elsewhere(target, [AMPERE_CASES[name] for name in names]), strict=True
+    ):
         assert facts.spilled == 0, name
-        assert facts.blocks(AMPERE_THREADS) >= (2 if target == "a100" and "head dim 256" not in name else 1), name
+        assert facts.blocks(AMPERE_THREADS) >= (
+            2 if target == "a100" and "head dim 256" not in name else 1
+        ), name
         assert facts.products > 0 and facts.copies > 0, name
 
 
-@pytest.mark.parametrize("target", [pytest.param(target, marks=[pytest.mark.full] if target == "l4" else []) for target in AMPERE])
+@pytest.mark.parametrize(
+    "target", [pytest.param(target, marks=[pytest.mark.full] if target == "l4" else []) for target in AMPERE]
+)
 def test_a_kernel_spills_nothing_and_fits(target: str) -> None:
     check_compiled(target, FEW)
 

@@ -1,4 +1,6 @@
-"""The Hopper kernel for decode attention against the float32 reference, interpreted on a CPU with race detection on."""
+"""The Hopper kernel for decode attention against the float32 reference, interpreted on a CPU with race
+detection on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from pallas_kernels import reference, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.quantized import dequantize, movable, quantize
 from pallas_kernels.work_list import even_work, fixed_work
-from tests.kernels.interpreted import RACES, Cache, cache, interpret, more_scales, only_what_is_seen, with_sinks
+from tests.kernels.interpreted import (
+    RACES,
+    Cache,
+    cache,
+    interpret,
+    more_scales,
+    only_what_is_seen,
+    with_sinks,
+)
 from tests.kernels.semaphores_model import at_once
 
 Ways = dict[str, Any]
@@ -43,7 +53,16 @@ SMALL = [
 ]
 
 
-def check(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways, kind: str | None = None) -> None:
+def check(
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    blocks: int,
+    dtype: str,
+    ways: Ways,
+    kind: str | None = None,
+) -> None:
     """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers."""
     longest = 700  # tokens: it is cut
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, longest, 129]
@@ -55,13 +74,21 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int,
     q = jnp.asarray(np.random.default_rng(7).normal(size=(len(lengths), kv_heads * group, head_dim)), dtype)
     ways = with_sinks(ways, kv_heads * group)
     how: Ways = {"kv_heads": kv_heads, "blocks": abs(blocks), "window": ways.get("window")}
-    divide = partial(even_work, **how) if blocks > 0 else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
+    divide = (
+        partial(even_work, **how)
+        if blocks > 0
+        else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
+    )
     work = jax.jit(divide)(paged.lengths)
-    run = jax.jit(partial(paged_attention_decode, **ways, work=work, operand_in_registers=False, interpret=RACES))
+    run = jax.jit(
+        partial(paged_attention_decode, **ways, work=work, operand_in_registers=False, interpret=RACES)
+    )
     got = np.asarray(interpret(run, q, *paged), np.float32)
     if ways is WINDOW:  # what is behind it changes no bit
         np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole), np.float32))
-    want = np.asarray(jax.jit(partial(reference.paged_attention_decode, **ways))(q.astype(jnp.float32), *clean))
+    want = np.asarray(
+        jax.jit(partial(reference.paged_attention_decode, **ways))(q.astype(jnp.float32), *clean)
+    )
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
     rounding = float(jnp.finfo(dtype).eps) / 2
     allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.v).max())) + 1e-5
@@ -70,18 +97,26 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int,
 
 
 def eight_bits(paged: Cache, kind: str) -> tuple[Any, Cache]:
-    """The cache as stored, with more scales than are used, and its values in float32, with zeros instead of NaN."""
+    """The cache as stored, with more scales than are used, and its values in float32, with zeros instead of
+    NaN.
+    """
     k, v = (movable(quantize(pages, kind)) for pages in paged[:2])
     numbers = (dequantize(replace(pages, dtype="float32")) for pages in (k, v))
-    return paged._replace(k=more_scales(k), v=more_scales(v)), paged._replace(k=next(numbers), v=next(numbers)).clean()
+    return paged._replace(k=more_scales(k), v=more_scales(v)), paged._replace(
+        k=next(numbers), v=next(numbers)
+    ).clean()
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "blocks", "dtype", "ways"), SMALL)
-def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways) -> None:
+def test_the_reference_is_met(
+    head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways
+) -> None:
     check(head_dim, kv_heads, group, page_size, blocks, dtype, ways)
 
 
-@pytest.mark.parametrize("blocks", [4, pytest.param(-4, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "blocks", [4, pytest.param(-4, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
 def test_blocks_that_run_at_the_same_time_join_parts_without_races(blocks: int) -> None:
     with at_once():
         check(64, 1, 4, 64, blocks, "bfloat16", SINKS)
@@ -102,12 +137,18 @@ def test_layers_share_semaphores() -> None:
         work = even_work(paged.lengths, 1, blocks=3)
         work = work.shared() if shared else work
         first, second = (
-            paged_attention_decode(x, *paged, scale=0.2, work=work, operand_in_registers=False, interpret=RACES) for x in (q, 2 * q)
+            paged_attention_decode(
+                x, *paged, scale=0.2, work=work, operand_in_registers=False, interpret=RACES
+            )
+            for x in (q, 2 * q)
         )
         return first + second
 
     np.testing.assert_array_equal(
-        *(np.asarray(interpret(jax.jit(layers, static_argnums=0), shared), np.float32) for shared in (True, False))
+        *(
+            np.asarray(interpret(jax.jit(layers, static_argnums=0), shared), np.float32)
+            for shared in (True, False)
+        )
     )
 
 
@@ -118,7 +159,9 @@ EIGHT_BITS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "head_dim", "kv_heads", "group", "page_size", "blocks", "dtype", "ways"), EIGHT_BITS)
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "kv_heads", "group", "page_size", "blocks", "dtype", "ways"), EIGHT_BITS
+)
 def test_the_reference_is_met_with_eight_bit_caches(
     kind: str, head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways
 ) -> None:
@@ -126,7 +169,8 @@ def test_the_reference_is_met_with_eight_bit_caches(
 
 
 SHAPES = [*itertools.product((64, 128, 256), (1, 4, 8), (16, 64, 128), (PLAIN, WINDOW, CAP, BOTH))]
-BLOCKS_AND_DTYPES = [(1, "bfloat16"), (4, "float16"), (7, "bfloat16"), (-4, "float16"), (6, "bfloat16")]  # five: every shape meets others
+# five: every shape meets others
+BLOCKS_AND_DTYPES = [(1, "bfloat16"), (4, "float16"), (7, "bfloat16"), (-4, "float16"), (6, "bfloat16")]
 
 
 @pytest.mark.full
@@ -155,13 +199,19 @@ def test_what_is_beside_a_row_changes_no_bit_where_cuts_are_fixed() -> None:
     def first_row(make: Any, seen: jax.Array) -> np.ndarray:
         return np.asarray(interpret(run, q, *paged[:3], seen, work=make(seen)), np.float32)[0]
 
-    fixed, even = jax.jit(partial(fixed_work, kv_heads=1, blocks=5, tokens=768)), jax.jit(partial(even_work, kv_heads=1, blocks=5))
+    fixed, even = (
+        jax.jit(partial(fixed_work, kv_heads=1, blocks=5, tokens=768)),
+        jax.jit(partial(even_work, kv_heads=1, blocks=5)),
+    )
     assert not np.array_equal(even(paged.lengths).items[0], even(alone).items[0])
     np.testing.assert_array_equal(first_row(fixed, paged.lengths), first_row(fixed, alone))
 
 
 def test_the_grid_does_not_depend_on_the_row_bucket() -> None:
-    few, many = (str(jax.make_jaxpr(function)(*args)) for function, args in (CASES["head dim 128"], CASES["head dim 128, 256 rows"]))
+    few, many = (
+        str(jax.make_jaxpr(function)(*args))
+        for function, args in (CASES["head dim 128"], CASES["head dim 128, 256 rows"])
+    )
     grids = re.findall(r"\bgrid=(\(.*?\))", few)
     assert grids == [f"({tuning.CORES},)"]  # two pairs of warpgroups a block
     assert grids == re.findall(r"\bgrid=(\(.*?\))", many)

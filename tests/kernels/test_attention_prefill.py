@@ -1,4 +1,6 @@
-"""The Hopper kernel for prefill attention against the float32 reference, interpreted on a CPU with race detection on."""
+"""The Hopper kernel for prefill attention against the float32 reference, interpreted on a CPU with race
+detection on.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.kernels.test_attention_decode import eight_bits
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
 WINDOW: Ways = {"scale": 0.3, "window": 70}
-LONG: Ways = {"scale": 0.02, "window": 235}  # the last tile's last query lacks one key of a block; all keys weigh about as much
+# the last tile's last query lacks one key of a block; all keys weigh about as much
+LONG: Ways = {"scale": 0.02, "window": 235}
 CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
 BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
@@ -43,8 +46,10 @@ EIGHT_BITS = [
 
 
 def tiles(tile: int, page_size: int) -> tuple[list[int], list[int]]:
-    """First positions and lengths: a first tile, whole; a chunk from mid-page, ending mid-page; padding; one token; a later tile,
-    whose first query lacks one key of a block; another, which shares that one's first page."""
+    """First positions and lengths: a first tile, whole; a chunk from mid-page, ending mid-page; padding; one
+    token; a later tile, whose first query lacks one key of a block; another, which shares that one's first
+    page.
+    """
     return [0, page_size // 2 + 3, 0, page_size, 0, 126, 300 - tile], [tile, tile - 5, 0, 1, 1, tile, tile]
 
 
@@ -67,18 +72,23 @@ def check(
     clean = paged.clean()
     if kind is not None:  # scales of what is not seen are NaN, and so are fp8 numbers
         (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
-    q = jnp.asarray(np.random.default_rng(7).normal(size=(len(ends), tile, kv_heads * group, head_dim)), dtype)
+    q = jnp.asarray(
+        np.random.default_rng(7).normal(size=(len(ends), tile, kv_heads * group, head_dim)), dtype
+    )
     ways = with_sinks(ways, kv_heads * group)
     stages = None if head_dim == 256 else 2  # few in any case, so that they are used again
     form: Ways = {"stages": stages, "blocks": blocks, "operand_in_registers": False, "interpret": RACES}
     run = jax.jit(partial(paged_attention_prefill, **ways, **form))
     where = jnp.asarray(positions), jnp.asarray(lengths)
     got = np.asarray(interpret(run, q, *paged[:3], *where), np.float32)
-    if ways is BOTH:  # neither what is behind the first query's window nor the blocks that items fall to change a bit
+    # neither what is behind the first query's window nor the blocks that items fall to change a bit
+    if ways is BOTH:
         run = jax.jit(partial(paged_attention_prefill, **ways, **form | {"blocks": 2}))
         np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole[:3], *where), np.float32))
     want = np.asarray(
-        jax.jit(partial(reference.paged_attention_prefill, **ways))(q.astype(jnp.float32), clean.k, clean.v, clean.tables, *where)
+        jax.jit(partial(reference.paged_attention_prefill, **ways))(
+            q.astype(jnp.float32), clean.k, clean.v, clean.tables, *where
+        )
     )
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
     rounding = float(jnp.finfo(dtype).eps) / 2
@@ -89,7 +99,9 @@ def check(
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "tile", "dtype", "ways"), SMALL)
-def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways) -> None:
+def test_the_reference_is_met(
+    head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways
+) -> None:
     check(head_dim, kv_heads, group, page_size, tile, dtype, ways)
 
 
@@ -99,8 +111,16 @@ def test_the_reference_is_met_with_eight_bits(head_dim: int, dtype: str, ways: W
 
 
 GROUPS_AND_TILES = [(1, 128), (2, 64), (3, 48), (9, 16)]
-SHAPES = [*itertools.product((64, 128, 256), GROUPS_AND_TILES, (16, 64, 192), (PLAIN, WINDOW, LONG, CAP, BOTH))]
-DTYPES_AND_KINDS = [("bfloat16", None), ("float16", None), ("bfloat16", "int8"), ("float16", "float8_e4m3fn"), ("bfloat16", None)]
+SHAPES = [
+    *itertools.product((64, 128, 256), GROUPS_AND_TILES, (16, 64, 192), (PLAIN, WINDOW, LONG, CAP, BOTH))
+]
+DTYPES_AND_KINDS = [
+    ("bfloat16", None),
+    ("float16", None),
+    ("bfloat16", "int8"),
+    ("float16", "float8_e4m3fn"),
+    ("bfloat16", None),
+]
 # Of the last there are five, so that every shape meets others.
 
 

@@ -16,7 +16,11 @@ from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.quantized import Pages, movable, quantize
 from tests.kernels.interpreted import RACES, interpret
 
-SMALL = [(None, "bfloat16", 128, 2, 16), ("int8", "float16", 64, 1, 128), ("float8_e4m3fn", "bfloat16", 256, 1, 32)]
+SMALL = [
+    (None, "bfloat16", 128, 2, 16),
+    ("int8", "float16", 64, 1, 128),
+    ("float8_e4m3fn", "bfloat16", 256, 1, 32),
+]
 
 
 def check(kind: str | None, dtype: str, head_dim: int, kv_heads: int, page_size: int) -> None:
@@ -35,13 +39,16 @@ def check(kind: str | None, dtype: str, head_dim: int, kv_heads: int, page_size:
 
 
 @pytest.mark.parametrize(("kind", "dtype", "head_dim", "kv_heads", "page_size"), SMALL)
-def test_the_reference_is_met(kind: str | None, dtype: str, head_dim: int, kv_heads: int, page_size: int) -> None:
+def test_the_reference_is_met(
+    kind: str | None, dtype: str, head_dim: int, kv_heads: int, page_size: int
+) -> None:
     check(kind, dtype, head_dim, kv_heads, page_size)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "head_dim", "page_size"), [*itertools.product((None, "int8", "float8_e4m3fn"), (64, 128, 256), (16, 32, 64, 192))]
+    ("kind", "head_dim", "page_size"),
+    [*itertools.product((None, "int8", "float8_e4m3fn"), (64, 128, 256), (16, 32, 64, 192))],
 )
 def test_the_reference_is_met_everywhere(kind: str | None, head_dim: int, page_size: int) -> None:
     check(kind, "float16", head_dim, 3, page_size)

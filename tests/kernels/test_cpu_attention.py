@@ -47,7 +47,10 @@ CASES = [
     Case(64, 2, 4, 16, "bfloat16", "int8", SINKS | {"slopes": True}),
     pytest.param(Case(64, 2, 4, 16, "bfloat16", "int8", BOTH), marks=pytest.mark.full),
     Case(80, 1, 7, 24, "float32", "float8_e4m3fn", CAP),
-    pytest.param(Case(24, 1, 5, 8, "float32", None, {"scale": 0.5, "soft_cap": 3.0, "sinks": True}), marks=pytest.mark.full),
+    pytest.param(
+        Case(24, 1, 5, 8, "float32", None, {"scale": 0.5, "soft_cap": 3.0, "sinks": True}),
+        marks=pytest.mark.full,
+    ),
     pytest.param(Case(256, 2, 1, 16, "bfloat16", None, WINDOW), marks=pytest.mark.full),
     pytest.param(Case(24, 1, 8, 32, "float32", "int8", WINDOW), marks=pytest.mark.full),
     pytest.param(Case(24, 2, 3, 16, "bfloat16", "float8_e4m3fn", PLAIN), marks=pytest.mark.full),
@@ -60,12 +63,16 @@ ANY = st.builds(
     page_size=st.sampled_from([8, 16, 20, 64]),
     dtype=st.sampled_from(["bfloat16", "float32"]),
     kind=st.sampled_from([None, "int8", "float8_e4m3fn"]),
-    ways=st.sampled_from([PLAIN, CAP, WINDOW, BOTH, SINKS, SINKS | {"slopes": True}, {"scale": 0.2, "window": 1}]),
+    ways=st.sampled_from(
+        [PLAIN, CAP, WINDOW, BOTH, SINKS, SINKS | {"slopes": True}, {"scale": 0.2, "window": 1}]
+    ),
 )
 
 
 def pages(case: Case, oldest: Any, ends: Any) -> tuple[Cache, Cache, Cache]:
-    """All that rows hold; with NaN for what none of a row's queries sees; the latter in float32, with zeros for NaN."""
+    """All that rows hold; with NaN for what none of a row's queries sees; the latter in float32, with zeros
+    for NaN.
+    """
     width = max(-(-max(ends) // case.page_size), 1)
     whole = cache(ends, width, case.kv_heads, case.page_size, case.head_dim, case.dtype, seed=case.group)
     seen = only_what_is_seen(whole, oldest, ends, case.ways.get("window"), behind=BEHIND)
@@ -75,7 +82,9 @@ def pages(case: Case, oldest: Any, ends: Any) -> tuple[Cache, Cache, Cache]:
 
 
 def queries(case: Case, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(7).normal(size=(*shape, case.kv_heads * case.group, case.head_dim)), case.dtype)
+    return jnp.asarray(
+        np.random.default_rng(7).normal(size=(*shape, case.kv_heads * case.group, case.head_dim)), case.dtype
+    )
 
 
 def assert_near(got: np.ndarray, want: np.ndarray, allowed: np.ndarray | float) -> None:
@@ -89,7 +98,9 @@ def check_decode(case: Case, lengths: list[int]) -> None:
     run = jax.jit(partial(paged_attention_decode, **ways))
     got = np.asarray(run(q, *seen), np.float32)
     np.testing.assert_array_equal(got, np.asarray(run(q, *whole), np.float32))
-    want = np.asarray(jax.jit(partial(reference.paged_attention_decode, **ways))(q.astype(jnp.float32), *clean))
+    want = np.asarray(
+        jax.jit(partial(reference.paged_attention_decode, **ways))(q.astype(jnp.float32), *clean)
+    )
     rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0  # of the result alone
     empty = np.array(lengths) == 0
     assert_near(got[~empty], want[~empty], 1.01 * rounding * np.abs(want[~empty]) + 1e-5)
@@ -109,8 +120,11 @@ def check_prefill(case: Case, tile: int, positions: list[int], lengths: list[int
     np.testing.assert_array_equal(got, np.asarray(run(q, *whole[:3], *where), np.float32))
     args = jnp.nan_to_num(q.astype(jnp.float32)), *clean[:3], *where
     want = np.asarray(jax.jit(partial(reference.paged_attention_prefill, **ways))(*args))
-    rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0  # of each weight, and of the result
-    assert_near(got[real], want[real], 1.05 * rounding * (np.abs(want[real]) + float(jnp.abs(clean.v).max())) + 1e-5)
+    # of each weight, and of the result
+    rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0
+    assert_near(
+        got[real], want[real], 1.05 * rounding * (np.abs(want[real]) + float(jnp.abs(clean.v).max())) + 1e-5
+    )
     assert not got[~real].any()
 
 
@@ -138,7 +152,11 @@ def test_decode_of_any_shape(case: Case, lengths: list[int]) -> None:
 
 @pytest.mark.full
 @any_shape
-@given(ANY, st.integers(1, 70), st.lists(st.tuples(st.integers(0, 150), st.integers(0, 70)), min_size=3, max_size=3))
+@given(
+    ANY,
+    st.integers(1, 70),
+    st.lists(st.tuples(st.integers(0, 150), st.integers(0, 70)), min_size=3, max_size=3),
+)
 def test_prefill_of_any_shape(case: Case, tile: int, tiles: list[tuple[int, int]]) -> None:
     check_prefill(case, tile, [position for position, _ in tiles], [min(length, tile) for _, length in tiles])
 
@@ -150,23 +168,34 @@ def test_more_query_heads_than_rows_of_an_item() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
-def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(64, 2, 3, 16, dtype, None, {"scale": 0.2, "window": 90})
     paged = cache([9, 230], 15, 2, 16, 64, dtype, seed=1)
     table, length = paged.tables[1:], 230
     q = queries(case, 1, length)
 
     def prefill(starts: list[int], tile: int) -> np.ndarray:
-        tiles = jnp.concatenate([jnp.pad(q[:, start : start + tile], ((0, 0), (0, max(0, start + tile - length)), *[(0, 0)] * 2))
+        tiles = jnp.concatenate([jnp.pad(q[:, start : start + tile],
+            ((0, 0), (0, max(0, start + tile - length)), *[(0, 0)] * 2))
                                  for start in starts])  # fmt: skip
         lengths = jnp.array([min(tile, length - start) for start in starts], jnp.int32)
         run = jax.jit(partial(paged_attention_prefill, **case.ways))
-        got = run(tiles, paged.k, paged.v, jnp.repeat(table, len(starts), 0), jnp.array(starts, jnp.int32), lengths)
+        got = run(
+            tiles, paged.k, paged.v, jnp.repeat(table, len(starts), 0), jnp.array(starts, jnp.int32), lengths
+        )
         return np.asarray(got, np.float32).reshape(-1, *q.shape[2:])[:length]
 
     def decode(rows: list[int]) -> np.ndarray:
         run = jax.jit(partial(paged_attention_decode, **case.ways))
-        got = run(q[0, jnp.array(rows)], paged.k, paged.v, jnp.repeat(table, len(rows), 0), jnp.array(rows, jnp.int32) + 1)
+        got = run(
+            q[0, jnp.array(rows)],
+            paged.k,
+            paged.v,
+            jnp.repeat(table, len(rows), 0),
+            jnp.array(rows, jnp.int32) + 1,
+        )
         return np.asarray(got, np.float32)
 
     whole, some, alone = prefill([0], length), decode([3, 150, 229, 70]), decode([229])
@@ -175,7 +204,9 @@ def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(dtyp
     np.testing.assert_array_equal(some[2:3], alone)
     for count in 1, 5, 64:
         monkeypatch.setattr(team, "parts", lambda count=count: count)
-        monkeypatch.setattr(attention, "register", lambda name, make, count=count: calls.register(f"{name}_of_{count}", make))
+        monkeypatch.setattr(
+            attention, "register", lambda name, make, count=count: calls.register(f"{name}_of_{count}", make)
+        )
         jax.clear_caches()
         np.testing.assert_array_equal(prefill(list(range(0, length, 32)), 32), whole)
         np.testing.assert_array_equal(decode([3, 150, 229, 70]), some)
@@ -191,7 +222,9 @@ def test_a_cpu_takes_it() -> None:
 
 
 FORMS = [
-    pytest.param(name, decode, marks=[pytest.mark.full] * (i % 2 == decode)) for i, name in enumerate(SETS) for decode in (False, True)
+    pytest.param(name, decode, marks=[pytest.mark.full] * (i % 2 == decode))
+    for i, name in enumerate(SETS)
+    for decode in (False, True)
 ]
 
 
@@ -207,7 +240,9 @@ def test_no_instruction_is_compiled_that_a_processor_lacks(name: str, decode: bo
         assert stored != "bfloat16" or triple != X86 or re.search(plain, code)
 
 
-@pytest.mark.parametrize("name", ["avx2", *(pytest.param(name, marks=pytest.mark.full) for name in ("sse2", "avx512"))])
+@pytest.mark.parametrize(
+    "name", ["avx2", *(pytest.param(name, marks=pytest.mark.full) for name in ("sse2", "avx512"))]
+)
 def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triple, features, *_ = SETS[name]
     target = native.Target(triple, features=features)
@@ -228,7 +263,9 @@ def test_powers_of_two() -> None:
             place = source + (count * (degree // 6) + n) * BYTES
             code.store(power_of_two(code, code.load(vector(F32), place), degree), place)
     (address,) = native.compiled(code.text, "powers")
-    x = np.concatenate([np.linspace(-126, 126, LANES * 1000 - 8), np.arange(-3, 3), [-1e30, -127.0]]).astype(np.float32)
+    x = np.concatenate([np.linspace(-126, 126, LANES * 1000 - 8), np.arange(-3, 3), [-1e30, -127.0]]).astype(
+        np.float32
+    )
     got = np.concatenate([x, x])
     ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(address)(got.ctypes.data, x.size // LANES)
     want = np.exp2(x.astype(np.float64))

@@ -1,4 +1,6 @@
-"""The gated delta rule and linear attention against their definitions in float64: token by token, and in chunks."""
+"""The gated delta rule and linear attention against their definitions in float64: token by token, and in
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from pallas_kernels import delta_rule
 HEADS, KEY, VALUE = 3, 16, 8
 
 
-def definition(state: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, rate: np.ndarray) -> np.ndarray:
-    """[heads, key, value] and tokens [heads, tokens, ...] -> [heads, tokens + 1, key, value] after none, one, ... tokens."""
+def definition(
+    state: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, rate: np.ndarray
+) -> np.ndarray:
+    """[heads, key, value] and tokens [heads, tokens, ...] -> [heads, tokens + 1, key, value] after none, one,
+    ... tokens.
+    """
     states = [state]
     for t in range(decay.shape[1]):
         old = states[-1] * np.exp(decay[:, t])[:, None, None]
@@ -56,7 +62,9 @@ def test_linear_attention_adds_values_as_they_are(count: int) -> None:
     state = np.random.default_rng(0).normal(size=(HEADS, KEY, VALUE))
     states = [state]
     for t in range(count):
-        states.append(states[-1] * np.exp(decay[:, t])[:, None, None] + k[:, t][:, :, None] * v[:, t][:, None, :])
+        states.append(
+            states[-1] * np.exp(decay[:, t])[:, None, None] + k[:, t][:, :, None] * v[:, t][:, None, :]
+        )
     read = np.einsum("thkv,htk->htv", np.stack(states[1:]), q)
     given = [jnp.asarray(x, jnp.float32) for x in (q, k, v, decay)]
     after, out = delta_rule.advance(jnp.asarray(state, jnp.float32), delta_rule.prepare(*given))
@@ -72,4 +80,13 @@ def test_a_saved_program_needs_no_library() -> None:
 
 
 def test_chunks_divide_a_tile() -> None:
-    assert [delta_rule.chunk_size(tokens) for tokens in (1, 8, 16, 64, 96, 128, 67, 130)] == [1, 8, 16, 64, 48, 64, 67, 26]
+    assert [delta_rule.chunk_size(tokens) for tokens in (1, 8, 16, 64, 96, 128, 67, 130)] == [
+        1,
+        8,
+        16,
+        64,
+        48,
+        64,
+        67,
+        26,
+    ]

@@ -22,14 +22,25 @@ AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0
 VOLTA: Any = SimpleNamespace(device_kind="NVIDIA V100", compute_capability="7.0")
 
 
-def arrays(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
+def arrays(
+    heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: Any = jnp.bfloat16
+) -> tuple[jax.Array, ...]:
     rng, pages = np.random.default_rng(0), (5, kv_heads, page_size, head_dim)
-    return tuple(jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in ((2, heads, head_dim), pages, pages))
+    return tuple(
+        jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in ((2, heads, head_dim), pages, pages)
+    )
 
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"head_dim": 128, "page_size": 64}, {"head_dim": 256, "page_size": 128}, {"heads": 128}, {"kv_heads": 8}, {"dtype": jnp.float16}],
+    [
+        {},
+        {"head_dim": 128, "page_size": 64},
+        {"head_dim": 256, "page_size": 128},
+        {"heads": 128},
+        {"kv_heads": 8},
+        {"dtype": jnp.float16},
+    ],
 )
 def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
     assert why_decode_unsupported(*arrays(**shape), device=HOPPER) is None
@@ -55,7 +66,11 @@ def test_what_it_does_not_take_and_why(shape: dict[str, Any], device: Any, reaso
 def test_eight_bit_caches_are_taken_and_others_not() -> None:
     q, k, v = arrays()
     int8, fp8 = ([movable(quantize(pages, kind)) for pages in (k, v)] for kind in ("int8", "float8_e4m3fn"))
-    assert why_decode_unsupported(q, *int8, device=HOPPER) is why_decode_unsupported(q, *fp8, device=HOPPER) is None
+    assert (
+        why_decode_unsupported(q, *int8, device=HOPPER)
+        is why_decode_unsupported(q, *fp8, device=HOPPER)
+        is None
+    )
     refusals: list[tuple[Any, str]] = [
         ((q, int8[0], v), "v_pages=bfloat16: the kernel takes what k_pages has, quantized int8"),
         ((q, int8[0], fp8[1]), "v_pages=quantized uint8"),
@@ -71,17 +86,23 @@ TABLES, LENGTHS = np.array([[1, 2], [3, 0]]), np.array([20, 3])
 
 
 def run(**how: Any) -> jax.Array:
-    return paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7, **how)
+    return paged_attention_decode(
+        *arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7, **how
+    )
 
 
 def test_xla_takes_the_rest() -> None:
-    want = xla.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7)
+    want = xla.paged_attention_decode(
+        *arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7
+    )
     for how in ({"impl": "xla"}, {"impl": "xla", "device": HOPPER}, {"impl": "auto", "device": VOLTA}):
         np.testing.assert_array_equal(run(**how), want)
 
 
 def test_a_cpu_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = attention.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7)
+    want = attention.paged_attention_decode(
+        *arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7
+    )
     for impl in ("auto", "llvm"):
         np.testing.assert_array_equal(run(impl=impl), want)
     with pytest.raises(ValueError, match="impl='llvm': device=NVIDIA H200: Mosaic's kernels are for GPUs"):
@@ -124,7 +145,9 @@ def test_a_choice_that_cannot_be_met_is_an_error() -> None:
         with pytest.raises(ValueError, match="impl='mosaic': device=cpu"):
             function(*args, impl="mosaic")
     with pytest.raises(ValueError, match="impl='mosaic': device=cpu"):
-        dispatch.paged_attention_prefill(q[:, None], k, v, jnp.asarray(TABLES), *where, scale=0.3, impl="mosaic")
+        dispatch.paged_attention_prefill(
+            q[:, None], k, v, jnp.asarray(TABLES), *where, scale=0.3, impl="mosaic"
+        )
 
 
 def test_what_the_writing_kernel_takes() -> None:
@@ -132,7 +155,10 @@ def test_what_the_writing_kernel_takes() -> None:
     new = Qkv(q, q[:, :2], q[:, :2])
     half = QkvProduct(jnp.zeros((2, 2, 6, 64), jnp.float16), 4)
     assert dispatch.why_kv_write_unsupported(k, v, new, device=HOPPER) is None
-    assert dispatch.why_kv_write_unsupported(*(x.astype(jnp.float16) for x in (k, v)), half, device=HOPPER) is None
+    assert (
+        dispatch.why_kv_write_unsupported(*(x.astype(jnp.float16) for x in (k, v)), half, device=HOPPER)
+        is None
+    )
     int8, fp8 = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
     for pages in (int8, fp8):
         assert dispatch.why_kv_write_unsupported(pages, pages, new, device=HOPPER) is None
@@ -151,28 +177,50 @@ def test_what_the_writing_kernel_takes() -> None:
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])
 def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
+    monkeypatch.setattr(
+        attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0]
+    )
     k = arrays()[1]
     work = jax.jit(partial(dispatch.decode_work, tokens=64, window=7, device=HOPPER))(k, jnp.asarray(LENGTHS))
     assert work is not None
-    np.testing.assert_array_equal(run(impl=impl, device=HOPPER, work=work, soft_cap=4.0, pages=2), arrays()[0])
-    assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "sinks": None, "work": work, "device": HOPPER}
+    np.testing.assert_array_equal(
+        run(impl=impl, device=HOPPER, work=work, soft_cap=4.0, pages=2), arrays()[0]
+    )
+    assert given == {
+        "scale": 0.3,
+        "window": 7,
+        "soft_cap": 4.0,
+        "sinks": None,
+        "work": work,
+        "device": HOPPER,
+    }
 
 
 def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
     k, lengths = arrays()[1], jnp.asarray(LENGTHS)
-    assert dispatch.decode_work(k, lengths, tokens=64) is dispatch.decode_work(k, lengths, tokens=64, device=AMPERE) is None
+    assert (
+        dispatch.decode_work(k, lengths, tokens=64)
+        is dispatch.decode_work(k, lengths, tokens=64, device=AMPERE)
+        is None
+    )
     how: dict[str, Any] = {"tokens": 64, "device": HOPPER}
-    even, fixed = (jax.jit(partial(dispatch.decode_work, batch_invariant=fixed, **how))(k, lengths) for fixed in (False, True))
+    even, fixed = (
+        jax.jit(partial(dispatch.decode_work, batch_invariant=fixed, **how))(k, lengths)
+        for fixed in (False, True)
+    )
     assert even is not None and fixed is not None
     assert even.blocks == fixed.blocks == tuning.decode_blocks(str(k.dtype), k.shape[-1], HOPPER)
     assert len(even.joins) == even.blocks and len(fixed.joins) == len(lengths) * k.shape[1]
 
 
-def test_the_prefill_kernel_learns_the_device_whose_multiprocessors_it_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prefill_kernel_learns_the_device_whose_multiprocessors_it_fills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q, k, v = arrays()
     given: dict[str, Any] = {}
-    monkeypatch.setattr(attention_prefill, "paged_attention_prefill", lambda *arrays, **how: given.update(how) or arrays[0])
+    monkeypatch.setattr(
+        attention_prefill, "paged_attention_prefill", lambda *arrays, **how: given.update(how) or arrays[0]
+    )
     tiles, where = jnp.repeat(q[:, None], 8, axis=1), (jnp.array([4, 0]), jnp.array([1, 1]))
     dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=HOPPER)
     assert given == {"scale": 0.3, "window": None, "soft_cap": None, "sinks": None, "device": HOPPER}
@@ -184,12 +232,20 @@ def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = jnp.zeros((2, 3, 130, 64), jnp.bfloat16)  # and tiles of any size
     assert dispatch.why_prefill_unsupported(tiles, k, v, device=AMPERE) is None
     assert str(dispatch.why_prefill_unsupported(tiles[:, :, :8], k, v, device=HOPPER)).startswith("tile=3")
-    assert str(why_decode_unsupported(q, *(quantize(pages, "int8") for pages in (k, v)), device=AMPERE)).startswith("k_pages=int8")
-    assert str(dispatch.why_kv_write_unsupported(k, v, Qkv(q, k[0], v[0]), device=AMPERE)).startswith("device=NVIDIA A100")
+    assert str(
+        why_decode_unsupported(q, *(quantize(pages, "int8") for pages in (k, v)), device=AMPERE)
+    ).startswith("k_pages=int8")
+    assert str(dispatch.why_kv_write_unsupported(k, v, Qkv(q, k[0], v[0]), device=AMPERE)).startswith(
+        "device=NVIDIA A100"
+    )
     given: list[str] = []
     for name in ("paged_attention_decode", "paged_attention_prefill"):
         monkeypatch.setattr(ampere, name, lambda *arrays, name=name, **how: given.append(name) or arrays[0])
-    paged_attention_decode(q, k, v, jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, device=AMPERE, impl="mosaic")
+    paged_attention_decode(
+        q, k, v, jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, device=AMPERE, impl="mosaic"
+    )
     where = jnp.array([4, 0]), jnp.array([1, 1])
-    dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=AMPERE, impl="mosaic")
+    dispatch.paged_attention_prefill(
+        tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=AMPERE, impl="mosaic"
+    )
     assert given == ["paged_attention_decode", "paged_attention_prefill"]

@@ -1,4 +1,6 @@
-"""Rotary embedding, gates and norms on a CPU: the kernels against exact values, on shapes that no vector divides."""
+"""Rotary embedding, gates and norms on a CPU: the kernels against exact values, on shapes that no vector
+divides.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> np.ndarray[Any, Any
 @pytest.mark.parametrize("dtype", DTYPES)
 @few
 @given(
-    st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)), st.integers(1, 4), st.integers(16, 70), st.one_of(st.just(0), st.integers(16, 50))
+    st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)),
+    st.integers(1, 4),
+    st.integers(16, 70),
+    st.one_of(st.just(0), st.integers(16, 50)),
 )
 def test_rotation(dtype: str, tokens: int, heads: int, pairs: int, rest: int) -> None:
     x = normal((tokens, heads, 2 * pairs + rest), tokens, dtype)
@@ -57,7 +62,9 @@ def test_rotation(dtype: str, tokens: int, heads: int, pairs: int, rest: int) ->
     np.testing.assert_array_equal(np.asarray(got)[..., 2 * pairs :], np.asarray(x)[..., 2 * pairs :])
     bound = np.abs(wide).max()  # of a sum whose terms cancel, the error is that of the terms
     error = {"bfloat16": 2.0**-8, "float32": 1e-6}[dtype]
-    np.testing.assert_allclose(np.asarray(got, np.float64), rotated(x, cos, sin), rtol=error, atol=1e-6 * bound)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), rotated(x, cos, sin), rtol=error, atol=1e-6 * bound
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,7 +81,9 @@ def test_rotation_of_a_product(dtype: str) -> None:
 def test_the_cache_gets_the_keys_of_a_product() -> None:
     rows, angles = normal((3, 2, 4, 32), 0), rotation(3, 16)
     pages, where = jnp.zeros((4, 2, 4, 32)), (jnp.arange(1, 4), jnp.arange(3))
-    write = jax.jit(lambda rows: dispatch.kv_write(pages, pages, QkvProduct(rows, 2), *where, rows=2, rotation=angles)).lower(rows)
+    write = jax.jit(
+        lambda rows: dispatch.kv_write(pages, pages, QkvProduct(rows, 2), *where, rows=2, rotation=angles)
+    ).lower(rows)
     assert "jengine_rotate_qkv" in write.as_text()
     (decoding, prompts), (keys, values) = write.compile()(rows)
     q, k, v = QkvProduct(rows, 2).split()
@@ -105,7 +114,10 @@ def activated(activation: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def test_gates(dtype: str, activation: str, rows: int, size: int) -> None:
     gate_up = (8 * normal((rows, size, 2), size)).astype(dtype)
     wide = np.asarray(gate_up, np.float64)
-    close(jax.jit(gated, static_argnums=1)(gate_up, activation), activated(activation, wide[..., 0]) * wide[..., 1])
+    close(
+        jax.jit(gated, static_argnums=1)(gate_up, activation),
+        activated(activation, wide[..., 0]) * wide[..., 1],
+    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_new"])
@@ -117,11 +129,18 @@ def test_gates_of_extreme_numbers(activation: str) -> None:
 
 
 def test_gates_that_no_kernel_takes_are_xla_s() -> None:
-    for dtype, size, activation in ("float16", 64, "silu"), ("float32", 3, "silu"), ("float32", 64, "relu"), ("float32", 64, "gelu"):
+    for dtype, size, activation in (
+        ("float16", 64, "silu"),
+        ("float32", 3, "silu"),
+        ("float32", 64, "relu"),
+        ("float32", 64, "gelu"),
+    ):
         gate_up = normal((2, size, 2), 0, dtype)
         wide = gate_up.astype(jnp.float32)
         want = (activations.ACTIVATIONS[activation](wide[..., 0]) * wide[..., 1]).astype(dtype)
-        np.testing.assert_allclose(gated(gate_up, activation), want, rtol=2e-3 if dtype == "float16" else 1e-6)
+        np.testing.assert_allclose(
+            gated(gate_up, activation), want, rtol=2e-3 if dtype == "float16" else 1e-6
+        )
 
 
 def normed(x: Any, weight: Any, eps: float, offset: float) -> np.ndarray[Any, Any]:
@@ -137,15 +156,25 @@ def test_norms(dtype: str, rows: int, size: int, offset: float) -> None:
     weight = jnp.asarray(np.random.default_rng(1).uniform(size=size).astype(dtype))
     got = jax.jit(rms_norm, static_argnums=(2, 3))(x, weight, 0.5, offset)
     close(got, normed(x, weight, 0.5, offset))
-    np.testing.assert_array_equal(got[:1], elementwise.rms_norm(x[:1], weight, 0.5, offset))  # a row's bits do not depend on others
+    # a row's bits do not depend on others
+    np.testing.assert_array_equal(got[:1], elementwise.rms_norm(x[:1], weight, 0.5, offset))
 
 
 def test_norms_that_no_kernel_takes_are_xla_s() -> None:
-    for dtype, other, size in ("float16", "float16", 64), ("bfloat16", "float32", 64), ("float32", "float32", 8):
+    for dtype, other, size in (
+        ("float16", "float16", 64),
+        ("bfloat16", "float32", 64),
+        ("float32", "float32", 8),
+    ):
         x, weight = normal((2, size), 0, dtype), jnp.full(size, 2.0, other)
         assert elementwise.why_no_norm(x, weight) is not None
-        np.testing.assert_allclose(np.asarray(rms_norm(x, weight, 0.1), np.float64), normed(x, weight, 0.1, 0.0), rtol=1e-2)
-    assert "jengine_norm" in jax.jit(rms_norm, static_argnums=2).lower(jnp.ones((2, 16)), jnp.ones(16), 0.1).as_text()
+        np.testing.assert_allclose(
+            np.asarray(rms_norm(x, weight, 0.1), np.float64), normed(x, weight, 0.1, 0.0), rtol=1e-2
+        )
+    assert (
+        "jengine_norm"
+        in jax.jit(rms_norm, static_argnums=2).lower(jnp.ones((2, 16)), jnp.ones(16), 0.1).as_text()
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, (triple, *_) in SETS.items() if triple == X86])
@@ -157,7 +186,9 @@ def test_results_without_features(name: str, dtype: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(native, "host", lambda: target)
     monkeypatch.setattr(elementwise, "register", lambda known, make: calls.register(f"{known}_{name}", make))
     x, angles = normal((5, 3, 80), 1, dtype), rotation(5, 24)
-    np.testing.assert_allclose(np.asarray(elementwise.rotate(x, *angles), np.float64), rotated(x, *angles), rtol=2.0**-8, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(elementwise.rotate(x, *angles), np.float64), rotated(x, *angles), rtol=2.0**-8, atol=1e-5
+    )
     gate_up = normal((3, 21, 2), 2, dtype)
     wide = np.asarray(gate_up, np.float64)
     for activation in "silu", "gelu_tanh":

@@ -1,4 +1,6 @@
-"""Where rows of groups are placed, and the Hopper kernel that multiplies them, interpreted on a CPU with race detection on."""
+"""Where rows of groups are placed, and the Hopper kernel that multiplies them, interpreted on a CPU with race
+detection on.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,23 @@ from tests.kernels.interpreted import RACES, interpret
 @given(st.sampled_from([1, 3, 16]), st.sampled_from([1, 4, 40]), st.integers(0, 2**32), st.booleans())
 def test_each_row_lies_once_in_a_block_of_its_group(count: int, rows: int, seed: int, few: bool) -> None:
     chosen = np.random.default_rng(seed).integers(0, min(2, count) if few else count, rows)
-    groups, block = jax.tree.map(np.asarray, jax.jit(grouped, static_argnums=1)(chosen, count)), block_rows(rows, count)
+    groups, block = (
+        jax.tree.map(np.asarray, jax.jit(grouped, static_argnums=1)(chosen, count)),
+        block_rows(rows, count),
+    )
     assert groups.row[groups.place].tolist() == list(range(rows))
     assert groups.owner[groups.place].tolist() == chosen.tolist()
     covered: dict[int, int] = {}
     for group, start, length in zip(groups.group, groups.start * GRID, groups.length * GRID, strict=True):
-        assert (length <= block and start + block <= len(groups.row)) or not length, "a whole block can be read"
+        assert (length <= block and start + block <= len(groups.row)) or not length, (
+            "a whole block can be read"
+        )
         covered |= dict.fromkeys(range(start, start + length), group)
     assert len(covered) == groups.length.sum() * GRID == groups.size.sum(), "no place twice"
     assert [covered[place] for place in groups.place] == chosen.tolist()
-    assert (np.bincount(chosen, minlength=count) == 0).tolist() == (groups.size == 0).tolist(), "nothing is read of other groups"
+    assert (np.bincount(chosen, minlength=count) == 0).tolist() == (groups.size == 0).tolist(), (
+        "nothing is read of other groups"
+    )
 
 
 # kind, dtype, rows of each group, out, in
@@ -77,11 +86,15 @@ def test_more_of_them(case: tuple[str, str, tuple[int, ...], int, int]) -> None:
     check(*case)
 
 
-@pytest.mark.parametrize(("rows", "block", "lengths"), [(1, 8, [1]), (20, 32, [3]), (130, 128, [16, 1]), (256, 128, [16, 16])])
+@pytest.mark.parametrize(
+    ("rows", "block", "lengths"), [(1, 8, [1]), (20, 32, [3]), (130, 128, [16, 1]), (256, 128, [16, 16])]
+)
 def test_rows_of_one_group_stay_where_they_lie(rows: int, block: int, lengths: list[int]) -> None:
     groups, most = one_group(rows)
     assert most == block
-    assert groups.length.tolist() == lengths and groups.start.tolist() == [16 * i for i in range(len(lengths))]
+    assert groups.length.tolist() == lengths and groups.start.tolist() == [
+        16 * i for i in range(len(lengths))
+    ]
     assert groups.place.tolist() == groups.row.tolist() == list(range(rows)) and not groups.group.any()
 
 
@@ -93,9 +106,14 @@ def test_a_dense_product_in_float32_is_one_of_a_single_group() -> None:
         quantize(jnp.asarray(rng.normal(size=(64, 192)), jnp.bfloat16), "int8"),
     )
     groups, block = one_group(20)
-    run = partial(grouped_product, block=block, dtype=jnp.float32, operand_in_registers=False, interpret=RACES)
+    run = partial(
+        grouped_product, block=block, dtype=jnp.float32, operand_in_registers=False, interpret=RACES
+    )
     got = interpret(run, jnp.pad(x, ((0, 4), (0, 0))), stored.values[None], stored.scale[None], groups)[:20]
-    want = np.asarray(x, np.float64) @ (np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[:, None]).T
+    want = (
+        np.asarray(x, np.float64)
+        @ (np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[:, None]).T
+    )
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
 
@@ -103,17 +121,27 @@ def test_a_dense_product_in_float32_is_one_of_a_single_group() -> None:
 def eight_bits(kind: str, rows: int, out: int, size: int) -> None:
     """Both sides in eight bits; what no row is at is not read."""
     rng = np.random.default_rng(rows)
-    x, weight = (quantize(jnp.asarray(rng.normal(size=shape), jnp.float32), kind) for shape in ((rows, size), (out, size)))
+    x, weight = (
+        quantize(jnp.asarray(rng.normal(size=shape), jnp.float32), kind)
+        for shape in ((rows, size), (out, size))
+    )
     groups, block = one_group(rows)
     more = -rows % block
-    values, scale = jnp.pad(x.values, ((0, more), (0, 0))), jnp.pad(x.scale, (0, more), constant_values=jnp.nan)
+    values, scale = (
+        jnp.pad(x.values, ((0, more), (0, 0))),
+        jnp.pad(x.scale, (0, more), constant_values=jnp.nan),
+    )
     run = partial(grouped_product, block=block, dtype=jnp.float32, interpret=RACES)
-    got = np.asarray(interpret(run, values, weight.values[None], weight.scale[None], groups, x_scale=scale)[:rows])
+    got = np.asarray(
+        interpret(run, values, weight.values[None], weight.scale[None], groups, x_scale=scale)[:rows]
+    )
     want = np.asarray(dequantize(x), np.float64) @ np.asarray(dequantize(weight), np.float64).T
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("case", [("float8_e4m3fn", 5, 64, 256), pytest.param(("int8", 20, 128, 192), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case", [("float8_e4m3fn", 5, 64, 256), pytest.param(("int8", 20, 128, 192), marks=pytest.mark.full)]
+)
 def test_both_sides_in_eight_bits(case: tuple[str, int, int, int]) -> None:
     eight_bits(*case)
 
@@ -122,13 +150,18 @@ def test_both_sides_in_eight_bits(case: tuple[str, int, int, int]) -> None:
 def test_scales_by_group_of_inputs(sizes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     chosen = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
-    x, weight = jnp.asarray(rng.normal(size=(len(chosen), 256)), jnp.bfloat16), rng.normal(size=(len(sizes), 64, 2, GROUP))
+    x, weight = (
+        jnp.asarray(rng.normal(size=(len(chosen), 256)), jnp.bfloat16),
+        rng.normal(size=(len(sizes), 64, 2, GROUP)),
+    )
     parts = quantize(jnp.asarray(weight * [[1], [30]], jnp.float32), "float8_e4m3fn")
     stored = Quantized(parts.values.reshape(len(sizes), 64, 256), parts.scale, kind="float8_e4m3fn")
     groups = grouped(chosen, len(sizes))
     run = partial(grouped_product, dtype=jnp.float32, operand_in_registers=False, interpret=RACES)
     got = np.asarray(interpret(run, x[groups.row], stored.values, stored.scale, groups)[groups.place])
-    want = np.einsum("ri,roi->ro", np.asarray(x, np.float64), np.asarray(dequantize(stored), np.float64)[chosen])
+    want = np.einsum(
+        "ri,roi->ro", np.asarray(x, np.float64), np.asarray(dequantize(stored), np.float64)[chosen]
+    )
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
 
 

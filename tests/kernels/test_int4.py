@@ -19,39 +19,71 @@ from pallas_kernels.cpu import products as cpu_products
 from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.int4 import int4_module
 from pallas_kernels.cpu.kinds import INPUTS
-from pallas_kernels.int4 import E2M1, GROUPS, HIGHEST, KINDS, LOWEST, Int4, groups, pack, pack_on_host, quantize_int4, words
+from pallas_kernels.int4 import (
+    E2M1,
+    GROUPS,
+    HIGHEST,
+    KINDS,
+    LOWEST,
+    Int4,
+    groups,
+    pack,
+    pack_on_host,
+    quantize_int4,
+    words,
+)
 from pallas_kernels.products import form_key, product, using
 from pallas_kernels.quantized import dequantize
 from tests.kernels.interpreted import normal
 from tests.kernels.test_masked import SETS, runs_here
 
-FULL = [("bfloat16", 2), ("bfloat16", 64), ("bfloat16", 192), ("float32", 2), ("float32", 288), ("float32", 512)]
+FULL = [
+    ("bfloat16", 2),
+    ("bfloat16", 64),
+    ("bfloat16", 192),
+    ("float32", 2),
+    ("float32", 288),
+    ("float32", 512),
+]
 few = settings(max_examples=2, deadline=None, phases=[Phase.generate])  # each is compiled
-shapes = st.tuples(st.integers(1, 70), st.integers(1, 400), st.one_of(st.integers(1, 9), st.integers(10, 150)))  # rows, inputs, outputs
+# rows, inputs, outputs
+shapes = st.tuples(
+    st.integers(1, 70), st.integers(1, 400), st.one_of(st.integers(1, 9), st.integers(10, 150))
+)
 
 
-packing = jax.jit(pack, static_argnames=("group", "parts", "kind"))  # an operation alone would be compiled for each shape, too
+# an operation alone would be compiled for each shape, too
+packing = jax.jit(pack, static_argnames=("group", "parts", "kind"))
 quantizing = jax.jit(quantize_int4, static_argnames=("group", "parts", "hadamard"))
 wide_values = jax.jit(dequantize)
 
 
-def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1, kind: str = "int4") -> tuple[Int4, np.ndarray[Any, Any]]:
+def packed(
+    outs: int, size: int, group: int, *, offset: bool, parts: int = 1, kind: str = "int4"
+) -> tuple[Int4, np.ndarray[Any, Any]]:
     """Random quantized weights, whose inputs divide into groups, and their values."""
     rng = np.random.default_rng(size)
     numbers = rng.integers(LOWEST, HIGHEST + 1, (outs, size))
     if kind == "e2m1":
         numbers = np.array([*E2M1, *(-n for n in E2M1)])[numbers + 8]
-    scale, low = rng.uniform(0.5, 1.5, (outs, size // group)), rng.normal(size=(outs, size // group)) if offset else None
+    scale, low = (
+        rng.uniform(0.5, 1.5, (outs, size // group)),
+        rng.normal(size=(outs, size // group)) if offset else None,
+    )
     wide = numbers * np.repeat(scale.astype(np.float32), group, 1)
     if low is not None:
         wide = wide + np.repeat(low.astype(np.float32), group, 1).astype(np.float64)
     given_low = None if low is None else jnp.asarray(low)
-    made = packing(jnp.asarray(numbers, jnp.int8), jnp.asarray(scale), given_low, group=group, parts=parts, kind=kind)
+    made = packing(
+        jnp.asarray(numbers, jnp.int8), jnp.asarray(scale), given_low, group=group, parts=parts, kind=kind
+    )
     return made, wide
 
 
 def multiplied(wide: np.ndarray[Any, Any], x_dtype: str) -> np.ndarray[Any, Any]:
-    """Weights as a CPU's kernel multiplies them: rounded to bfloat16 where it multiplies pairs of these, else to float32."""
+    """Weights as a CPU's kernel multiplies them: rounded to bfloat16 where it multiplies pairs of these, else
+    to float32.
+    """
     pairs = processor(native.host()).pairs and processor(native.host()).lanes == 16 and x_dtype == "bfloat16"
     rounded = wide.astype(np.float32).astype(jnp.bfloat16) if pairs else wide
     return rounded.astype(np.float64)
@@ -59,9 +91,13 @@ def multiplied(wide: np.ndarray[Any, Any], x_dtype: str) -> np.ndarray[Any, Any]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
-@pytest.mark.parametrize(("size", "parts", "group"), [(576, 1, 32), (1536, 1, 64), (256, 2, 128), (192, 2, 32), (64, 1, 64)])
+@pytest.mark.parametrize(
+    ("size", "parts", "group"), [(576, 1, 32), (1536, 1, 64), (256, 2, 128), (192, 2, 32), (64, 1, 64)]
+)
 @pytest.mark.parametrize("offset", [False, True])
-def test_the_host_packs_as_devices_do(kind: str, leading: tuple[int, ...], size: int, parts: int, group: int, offset: bool) -> None:
+def test_the_host_packs_as_devices_do(
+    kind: str, leading: tuple[int, ...], size: int, parts: int, group: int, offset: bool
+) -> None:
     rng = np.random.default_rng(size)
     numbers = rng.integers(LOWEST, HIGHEST + 1, (*leading, size)).astype(np.int8)
     if kind == "e2m1":
@@ -78,7 +114,9 @@ def test_the_host_packs_as_devices_do(kind: str, leading: tuple[int, ...], size:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize(("size", "group", "parts"), [(32, 32, 1), (192, 64, 1), (576, 32, 1), (384, 128, 3), (192, 32, 2)])
+@pytest.mark.parametrize(
+    ("size", "group", "parts"), [(32, 32, 1), (192, 64, 1), (576, 32, 1), (384, 128, 3), (192, 32, 2)]
+)
 def test_what_is_packed_is_found_again(size: int, group: int, parts: int, offset: bool, kind: str) -> None:
     made, wide = packed(3, size, group, offset=offset, parts=parts, kind=kind)
     assert made.shape == (3, size) and made.values.shape == (3, parts * words(size // parts))
@@ -96,14 +134,20 @@ def test_words_hold_neighbours_as_the_kernel_takes_them() -> None:
 def test_a_part_is_what_a_device_has() -> None:
     """Each half of a split weight holds the values for that half of the inputs."""
     made, wide = packed(2, 320, 32, offset=True, parts=2)
-    halves = [made.map(partial(lambda half, array: jnp.split(array, 2, axis=1)[half], half)) for half in range(2)]
-    np.testing.assert_allclose(np.concatenate([wide_values(half) for half in halves], 1), wide, rtol=1e-6, atol=1e-6)
+    halves = [
+        made.map(partial(lambda half, array: jnp.split(array, 2, axis=1)[half], half)) for half in range(2)
+    ]
+    np.testing.assert_allclose(
+        np.concatenate([wide_values(half) for half in halves], 1), wide, rtol=1e-6, atol=1e-6
+    )
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 90]), st.floats(-10, 10))
 def test_a_weight_is_near_what_it_stands_for(seed: int, size: int, magnitude: float) -> None:
-    """The error is at most half a step of its group's range. Shrinking the range is never worse than plain rounding."""
+    """The error is at most half a step of its group's range. Shrinking the range is never worse than plain
+    rounding.
+    """
     x = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 2 * size)) * 10.0**magnitude, jnp.float32)
     made = quantizing(x, group=32, parts=2)
     assert made.shape == x.shape
@@ -136,14 +180,18 @@ def in_form(form: str, x: jax.Array, weight: Int4, dtype: str) -> np.ndarray[Any
 @pytest.mark.parametrize(
     ("x_dtype", "group"),
     [
-        pytest.param(x_dtype, group, marks=[] if (x_dtype == "bfloat16") == (group == 128) else pytest.mark.full)
+        pytest.param(
+            x_dtype, group, marks=[] if (x_dtype == "bfloat16") == (group == 128) else pytest.mark.full
+        )
         for x_dtype in INPUTS
         for group in GROUPS
     ],
 )
 @few
 @given(shape=shapes, dtype=st.sampled_from(INPUTS), offset=st.booleans())
-def test_the_kernel_is_the_exact_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool) -> None:
+def test_the_kernel_is_the_exact_product(
+    x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool
+) -> None:
     check_product(x_dtype, group, shape, dtype, offset, "int4")
 
 
@@ -152,7 +200,9 @@ def test_the_kernel_is_the_exact_product_of_mxfp4(x_dtype: str) -> None:
     check_product(x_dtype, 32, (5, 200, 19), "float32", False, "e2m1")
 
 
-def check_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool, kind: str) -> None:
+def check_product(
+    x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool, kind: str
+) -> None:
     rows, size, outs = shape
     weight, wide = packed(outs, -(-size // group) * group, group, offset=offset, kind=kind)
     x = normal((rows, weight.shape[1]), rows, x_dtype)
@@ -162,7 +212,9 @@ def check_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: 
     assert (np.abs(got - want) <= rounding * np.abs(want) + 4e-6 * np.abs(want).max() + 1e-9).all()
 
 
-@pytest.mark.parametrize(("x_dtype", "block"), [("bfloat16", 512), *(pytest.param(*of, marks=pytest.mark.full) for of in FULL)])
+@pytest.mark.parametrize(
+    ("x_dtype", "block"), [("bfloat16", 512), *(pytest.param(*of, marks=pytest.mark.full) for of in FULL)]
+)
 def test_inputs_are_transformed(block: int, x_dtype: str) -> None:
     x = normal((70, 2 * block), 1, x_dtype)
     weight = quantizing(normal((9, 2 * block), 2), group=32, hadamard=block)
@@ -170,7 +222,9 @@ def test_inputs_are_transformed(block: int, x_dtype: str) -> None:
     for form in ("kernel", "xla"):
         for rows in (1, 70):
             got = in_form(form, x[:rows], weight, "float32")
-            np.testing.assert_allclose(got, want[:rows], atol=(2e-2 if x_dtype == "bfloat16" else 1e-5) * np.abs(want).max())
+            np.testing.assert_allclose(
+                got, want[:rows], atol=(2e-2 if x_dtype == "bfloat16" else 1e-5) * np.abs(want).max()
+            )
 
 
 @pytest.mark.parametrize("size", [127, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 200))])
@@ -194,7 +248,9 @@ def test_a_row_is_the_same_alone_and_among_others(x_dtype: str) -> None:
 def test_weights_are_unpacked_once_for_all_rows() -> None:
     """What multiplies several rows holds no look-up."""
     triple, features, *_ = SETS["avx512bf16"]
-    functions = int4_module(native.Target(triple, features=features), "bfloat16", 128, True).split("define ")[1:]
+    functions = int4_module(native.Target(triple, features=features), "bfloat16", 128, True).split("define ")[
+        1:
+    ]
     where = {re.split(r"[@\"(]+", text)[1] for text in functions if "permvar" in text}
     assert where == {"block", "single", "unpack"}
     assert 'call void @"unpack"' in next(text for text in functions if '@"multiply"' in text.splitlines()[0])
@@ -219,7 +275,9 @@ def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
         assert ("vdpbf16ps" in code) == (name == "avx512bf16" and x_dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("name", ["avx2", *(pytest.param(name, marks=pytest.mark.full) for name in ("sse2", "avx512"))])
+@pytest.mark.parametrize(
+    "name", ["avx2", *(pytest.param(name, marks=pytest.mark.full) for name in ("sse2", "avx512"))]
+)
 def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triple, features, *_ = SETS[name]
     target = native.Target(triple, features=features)
@@ -246,5 +304,7 @@ def test_without_llvmlite_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, wide = packed(4, 64, 64, offset=False)
     lowered = jax.jit(products.product).lower(jnp.ones((1, 64)), weight)
     assert "jengine" not in lowered.as_text()
-    np.testing.assert_allclose(lowered.compile()(jnp.ones((1, 64)), weight)[0], wide.sum(1), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        lowered.compile()(jnp.ones((1, 64)), weight)[0], wide.sum(1), rtol=1e-5, atol=1e-4
+    )
     products.prepare(weight)

@@ -1,4 +1,6 @@
-"""Products with four-bit weights on Hopper: what registers hold, by their layouts, and the kernel, interpreted with race detection."""
+"""Products with four-bit weights on Hopper: what registers hold, by their layouts, and the kernel,
+interpreted with race detection.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ from tests.kernels.test_int4 import packed
 
 
 def held(layout: mgpu.TiledLayout, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
-    """Flat indices of the numbers that each thread of a warpgroup holds, [128, registers, numbers of a register]."""
+    """Flat indices of the numbers that each thread of a warpgroup holds, [128, registers, numbers of a
+    register].
+    """
     tiled = layout.tiling.tile_shape(shape)
     order = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:  # each splits the last axes
-        split = order.shape[: -len(tile)] + sum(((n // t, t) for n, t in zip(order.shape[-len(tile) :], tile, strict=True)), ())
+        split = order.shape[: -len(tile)] + sum(
+            ((n // t, t) for n, t in zip(order.shape[-len(tile) :], tile, strict=True)), ()
+        )
         axes = [
             *range(order.ndim - len(tile)),
             *range(order.ndim - len(tile), len(split), 2),
@@ -36,7 +42,9 @@ def held(layout: mgpu.TiledLayout, shape: tuple[int, int]) -> np.ndarray[Any, An
     first = [*warp, *lanes]
     moved = np.moveaxis(order, first, range(len(first)))
     vector = order.shape[layout.vector_dim]
-    moved = moved.reshape(4, -1, order.size // (4 * np.prod([order.shape[dim] for dim in lanes]) * vector), vector)
+    moved = moved.reshape(
+        4, -1, order.size // (4 * np.prod([order.shape[dim] for dim in lanes]) * vector), vector
+    )
     return np.repeat(moved, 32 // moved.shape[1], axis=1).reshape(128, -1, vector)
 
 
@@ -46,7 +54,8 @@ def test_each_thread_finds_its_pairs_in_the_words_that_it_loads() -> None:
     row, word = np.divmod(words[..., 0], WORDS)  # [128, 8]
     for nibble in range(4):
         first = STEP * nibble + 2 * word
-        want = np.stack([row * TILE + first, row * TILE + first + 1], -1)  # the inputs that these bits are, by int4.py
+        # the inputs that these bits are, by int4.py
+        want = np.stack([row * TILE + first, row * TILE + first + 1], -1)
         # Registers are ordered by column block, then row half: those of a quarter follow each other.
         np.testing.assert_array_equal(columns[:, 8 * nibble : 8 * nibble + 8], want)
 
@@ -69,7 +78,8 @@ def test_every_code_becomes_its_number(kind: str, dtype: str) -> None:
     np.testing.assert_array_equal(np.asarray(some, np.float32) * factor(kind), every[:, 32:96])
 
 
-# rows, outputs, inputs, group, offsets, kind, dtype; among them several blocks of rows, chunks that are not full, and split inputs
+# rows, outputs, inputs, group, offsets, kind, dtype; among them several blocks of rows, chunks that are not
+# full, and split inputs
 SMALL = [(9, 128, 640, 128, True, "int4", "bfloat16")]
 MORE = [
     (3, 64, 96, 32, False, "e2m1", "bfloat16"),
@@ -107,7 +117,11 @@ def test_more_of_them(case: Any) -> None:
 def test_some_of_these_split_the_inputs_and_some_do_not() -> None:
     splits = [splits_of(*case[:3], 8) for case in (*SMALL, *MORE)]
     assert 1 in splits and max(splits) > 1
-    assert splits_of(8, 4096, 4096, 132) == 8 and splits_of(8, 28672, 4096, 132) == 1 and splits_of(4096, 4096, 4096, 132) == 1
+    assert (
+        splits_of(8, 4096, 4096, 132) == 8
+        and splits_of(8, 28672, 4096, 132) == 1
+        and splits_of(4096, 4096, 4096, 132) == 1
+    )
 
 
 # rows of each group, outputs, inputs, group of scales, offsets, kind, dtype
@@ -119,7 +133,9 @@ MORE_GROUPED = [
 ]
 
 
-def check_grouped(sizes: tuple[int, ...], outs: int, size: int, group: int, offset: bool, kind: str, dtype: str) -> None:
+def check_grouped(
+    sizes: tuple[int, ...], outs: int, size: int, group: int, offset: bool, kind: str, dtype: str
+) -> None:
     chosen = np.random.default_rng(outs).permutation(np.repeat(np.arange(len(sizes)), sizes))
     weight, wide = packed(len(sizes) * outs, size, group, offset=offset, kind=kind)
     stacked = weight.map(lambda array: array.reshape(len(sizes), outs, -1))

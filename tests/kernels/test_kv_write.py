@@ -1,4 +1,6 @@
-"""The Hopper kernel that writes keys and values against the reference, interpreted on a CPU with race detection on."""
+"""The Hopper kernel that writes keys and values against the reference, interpreted on a CPU with race
+detection on.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.kernels.interpreted import RACES, interpret, more_scales
 
 NUM_PAGES = 7
 
-# cache, dtype, head_dim, kv_heads, group, page_size, tokens, pairs, how: "norm", "gemma" (an offset in the norm) or "apart"
+# cache, dtype, head_dim, kv_heads, group, page_size, tokens, pairs, how: "norm", "gemma" (an offset in the
+# norm) or "apart"
 SMALL = [
     (None, "bfloat16", 128, 2, 2, 16, 13, 64, ""),
     (None, "float16", 64, 1, 3, 64, 5, 0, ""),
@@ -32,13 +35,23 @@ SMALL = [
 
 
 def check(
-    kind: str | None, dtype: str, head_dim: int, kv_heads: int, group: int, page_size: int, tokens: int, pairs: int, how: str
+    kind: str | None,
+    dtype: str,
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    tokens: int,
+    pairs: int,
+    how: str,
 ) -> None:
     rng = np.random.default_rng(tokens)
     places = rng.permutation(np.arange(page_size, NUM_PAGES * page_size))[:tokens]
     real = np.arange(tokens) % 3 != 1
     places[~real] %= page_size  # padding, in the null page
-    rows = np.where(real[:, None, None, None], rng.normal(size=(tokens, kv_heads, group + 3, head_dim)), np.nan)
+    rows = np.where(
+        real[:, None, None, None], rng.normal(size=(tokens, kv_heads, group + 3, head_dim)), np.nan
+    )
     rows[0] = 0
     norm = None
     if how in ("norm", "gemma"):
@@ -48,7 +61,11 @@ def check(
     if how == "apart":
         qkv = qkv.split()
     angles = rng.uniform(-3, 3, size=(tokens, pairs))
-    rotation = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)) if pairs else None
+    rotation = (
+        (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+        if pairs
+        else None
+    )
     nothing: Pages = jnp.full((NUM_PAGES, kv_heads, page_size, head_dim), jnp.nan, dtype)
     old = movable(quantize(nothing, kind)) if kind else nothing  # NaN scales
     at = places // page_size, places % page_size
@@ -57,28 +74,45 @@ def check(
     run = jax.jit(partial(kv_write, rows=min(rows, tokens), interpret=RACES))
     given = (more_scales(old), more_scales(old), *args[2:]) if isinstance(old, Quantized) else args
     queries, got = interpret(run, *given, rotation=rotation)
-    got = [replace(pages, scale=pages.scale[:, :kv_heads]) if isinstance(pages, Quantized) else pages for pages in got]
+    got = [
+        replace(pages, scale=pages.scale[:, :kv_heads]) if isinstance(pages, Quantized) else pages
+        for pages in got
+    ]
     wanted_queries, wanted = jax.jit(partial(reference.kv_write, rows=rows))(*args, rotation=rotation)
     plain = rotation is None and norm is None
     assert [len(part) for part in queries] == [min(rows, tokens), tokens - min(rows, tokens)]
-    compare(*(np.concatenate(part).astype(np.float32)[real] for part in (queries, wanted_queries)), dtype, exact=plain)
+    compare(
+        *(np.concatenate(part).astype(np.float32)[real] for part in (queries, wanted_queries)),
+        dtype,
+        exact=plain,
+    )
     written = at[0][real], slice(None), at[1][real]
     for new, want in zip(got, wanted, strict=True):
-        compare(numbers_at(new, written), numbers_at(want, written), kind or dtype, exact=plain and kind is None)
+        compare(
+            numbers_at(new, written), numbers_at(want, written), kind or dtype, exact=plain and kind is None
+        )
         untouched = np.ones((NUM_PAGES, page_size), bool)
         untouched[at[0][real], at[1][real]] = False
         for now, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-            np.testing.assert_array_equal(*(np.asarray(x, np.float32).swapaxes(1, 2)[untouched] for x in (now, before)))
+            np.testing.assert_array_equal(
+                *(np.asarray(x, np.float32).swapaxes(1, 2)[untouched] for x in (now, before))
+            )
 
 
 def numbers_at(pages: Pages, where: Any) -> np.ndarray:
     """float32 [tokens, kv_heads, head_dim]."""
-    return np.asarray(dequantize(replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages, np.float32)[where]
+    return np.asarray(
+        dequantize(replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages, np.float32
+    )[where]
 
 
 def compare(got: np.ndarray, want: np.ndarray, kind: str, *, exact: bool) -> None:
     """Rotation and scales are in float32; the rounded results may differ by one step of the cache's dtype."""
-    step = np.abs(want).max(-1, keepdims=True) / 127 if kind == "int8" else np.abs(want) * float(jnp.finfo(kind).eps) + 1e-6
+    step = (
+        np.abs(want).max(-1, keepdims=True) / 127
+        if kind == "int8"
+        else np.abs(want) * float(jnp.finfo(kind).eps) + 1e-6
+    )
     assert (np.abs(got - want) <= (0 if exact else step * 1.01)).all()  # false where one is NaN
 
 
@@ -87,8 +121,13 @@ def test_the_reference_is_met(case: tuple[Any, ...]) -> None:
     check(*case)
 
 
-SHAPES = [*itertools.product((None, "int8", "float8_e4m3fn"), (64, 128, 256), (16, 64, 128), (0, 24, 32), (1, 8, 27))]
-HEADS_AND_DTYPES = [(1, "bfloat16"), (2, "float16"), (5, "bfloat16"), (3, "float16")]  # four: every shape meets others
+SHAPES = [
+    *itertools.product(
+        (None, "int8", "float8_e4m3fn"), (64, 128, 256), (16, 64, 128), (0, 24, 32), (1, 8, 27)
+    )
+]
+# four: every shape meets others
+HEADS_AND_DTYPES = [(1, "bfloat16"), (2, "float16"), (5, "bfloat16"), (3, "float16")]
 GROUPS_AND_WAYS = [*itertools.product((1, 4), ("", "norm", "gemma", "apart"))][:-1]  # seven, likewise
 
 

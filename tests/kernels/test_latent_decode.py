@@ -1,4 +1,6 @@
-"""The Hopper kernel for latent attention against the float32 reference, interpreted on a CPU with race detection on."""
+"""The Hopper kernel for latent attention against the float32 reference, interpreted on a CPU with race
+detection on.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,15 @@ def check(rank: int, position: int, heads: int, page_size: int, blocks: int, dty
     clean = paged.clean()
     q = jnp.asarray(np.random.default_rng(7).normal(size=(len(lengths), heads, rank + position)), dtype)
     how: dict[str, Any] = {"kv_heads": head_blocks(heads)[0], "blocks": abs(blocks)}
-    divide = partial(even_work, **how) if blocks > 0 else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
+    divide = (
+        partial(even_work, **how)
+        if blocks > 0
+        else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
+    )
     work = jax.jit(divide)(paged.lengths)
-    run = jax.jit(partial(latent_attention_decode, rank=rank, scale=0.1, work=work, in_place=False, interpret=RACES))
+    run = jax.jit(
+        partial(latent_attention_decode, rank=rank, scale=0.1, work=work, in_place=False, interpret=RACES)
+    )
     got = np.asarray(interpret(run, q, paged.k, paged.tables, paged.lengths), np.float32)
     args = q.astype(jnp.float32), clean.k, clean.k, paged.tables, paged.lengths
     want = np.asarray(jax.jit(partial(reference.paged_attention_decode, scale=0.1))(*args))[..., :rank]
@@ -48,7 +56,9 @@ def check(rank: int, position: int, heads: int, page_size: int, blocks: int, dty
 
 
 @pytest.mark.parametrize(("rank", "position", "heads", "page_size", "blocks", "dtype"), SMALL)
-def test_the_reference_is_met(rank: int, position: int, heads: int, page_size: int, blocks: int, dtype: str) -> None:
+def test_the_reference_is_met(
+    rank: int, position: int, heads: int, page_size: int, blocks: int, dtype: str
+) -> None:
     check(rank, position, heads, page_size, blocks, dtype)
 
 
@@ -58,7 +68,8 @@ def test_blocks_that_run_at_the_same_time_join_parts_without_races() -> None:
 
 
 SHAPES = [*itertools.product((128, 384), (1, 16, 64, 128), (16, 64, 128))]
-BLOCKS_AND_DTYPES = [(1, "bfloat16"), (4, "float16"), (7, "bfloat16"), (-4, "float16"), (6, "bfloat16")]  # five: every shape meets others
+# five: every shape meets others
+BLOCKS_AND_DTYPES = [(1, "bfloat16"), (4, "float16"), (7, "bfloat16"), (-4, "float16"), (6, "bfloat16")]
 
 
 @pytest.mark.full
@@ -70,8 +81,14 @@ def test_the_reference_is_met_everywhere(index: int) -> None:
 
 def test_the_grid_does_not_depend_on_the_row_bucket() -> None:
     def grids(rows: int) -> list[str]:
-        q, tables = jax.ShapeDtypeStruct((rows, 16, 192), jnp.bfloat16), jax.ShapeDtypeStruct((rows, 64), jnp.int32)
-        pages, lengths = jax.ShapeDtypeStruct((100, 1, 64, 192), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.int32)
+        q, tables = (
+            jax.ShapeDtypeStruct((rows, 16, 192), jnp.bfloat16),
+            jax.ShapeDtypeStruct((rows, 64), jnp.int32),
+        )
+        pages, lengths = (
+            jax.ShapeDtypeStruct((100, 1, 64, 192), jnp.bfloat16),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        )
         attend = partial(latent_attention_decode, rank=128, scale=0.1)
         return re.findall(r"\bgrid=(\(.*?\))", str(jax.make_jaxpr(attend)(q, pages, tables, lengths)))
 

@@ -24,9 +24,13 @@ AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0
 TABLES, LENGTHS = np.array([[1, 2], [3, 0]]), np.array([20, 3])
 
 
-def arrays(heads: int = 16, key_dim: int = 192, page_size: int = 16, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+def arrays(
+    heads: int = 16, key_dim: int = 192, page_size: int = 16, dtype: Any = jnp.bfloat16
+) -> tuple[jax.Array, jax.Array]:
     q, pages = jax.random.key(0), jax.random.key(1)
-    return jax.random.normal(q, (2, heads, key_dim), dtype), jax.random.normal(pages, (5, 1, page_size, key_dim), dtype)
+    return jax.random.normal(q, (2, heads, key_dim), dtype), jax.random.normal(
+        pages, (5, 1, page_size, key_dim), dtype
+    )
 
 
 def shapes(**shape: Any) -> Any:
@@ -35,7 +39,12 @@ def shapes(**shape: Any) -> Any:
 
 def test_what_the_kernel_takes() -> None:
     for heads in (1, 16, 20, 64, 128):
-        assert why_latent_decode_unsupported(*shapes(heads=heads, key_dim=576, page_size=64), rank=512, device=HOPPER) is None
+        assert (
+            why_latent_decode_unsupported(
+                *shapes(heads=heads, key_dim=576, page_size=64), rank=512, device=HOPPER
+            )
+            is None
+        )
     assert why_latent_decode_unsupported(*shapes(dtype=jnp.float16), rank=128, device=HOPPER) is None
 
 
@@ -71,7 +80,9 @@ def test_elsewhere_the_vectors_are_keys_and_values() -> None:
     q, pages = arrays()
     where, how = (jnp.asarray(TABLES), jnp.asarray(LENGTHS)), {"scale": 0.3, "rank": 128}
     for impl, device in (("auto", None), ("xla", HOPPER)):
-        want = dispatch.paged_attention_decode(q, pages, pages, *where, scale=0.3, pages=2, impl=impl, device=device)[..., :128]
+        want = dispatch.paged_attention_decode(
+            q, pages, pages, *where, scale=0.3, pages=2, impl=impl, device=device
+        )[..., :128]
         got = latent_attention_decode(q, pages, *where, **how, most_pages=2, impl=impl, device=device)
         np.testing.assert_array_equal(got, want)
     tiles, at = q[:, None], (jnp.array([4, 0]), jnp.array([1, 1]))
@@ -82,11 +93,22 @@ def test_elsewhere_the_vectors_are_keys_and_values() -> None:
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])
 def test_the_kernel_is_taken_with_what_it_was_given(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(latent_decode, "latent_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
+    monkeypatch.setattr(
+        latent_decode, "latent_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0]
+    )
     q, pages = arrays()
     work: Any = object()
     latent_attention_decode(
-        q, pages, jnp.asarray(TABLES), jnp.asarray(LENGTHS), rank=128, scale=0.3, most_pages=2, work=work, impl=impl, device=HOPPER
+        q,
+        pages,
+        jnp.asarray(TABLES),
+        jnp.asarray(LENGTHS),
+        rank=128,
+        scale=0.3,
+        most_pages=2,
+        work=work,
+        impl=impl,
+        device=HOPPER,
     )
     assert given == {"rank": 128, "scale": 0.3, "work": work, "device": HOPPER}
 
@@ -98,4 +120,5 @@ def test_a_work_list_has_a_pair_for_each_64_heads() -> None:
     assert work is not None and work.blocks == tuning.CORES
     assert int(work.items[:, 3].sum()) == 2 * 11  # tiles
     blocks = {heads: latent_decode.head_blocks(heads) for heads in (16, 20, 64, 96, 128)}
-    assert blocks == {16: (1, 16), 20: (1, 24), 64: (1, 64), 96: (2, 48), 128: (2, 64)}  # whole tiles of 8 rows
+    # whole tiles of 8 rows
+    assert blocks == {16: (1, 16), 20: (1, 24), 64: (1, 64), 96: (2, 48), 128: (2, 64)}

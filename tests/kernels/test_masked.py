@@ -1,4 +1,6 @@
-"""Kernels for processors that lack what this one has: the instructions in them, and, where they run here, their results."""
+"""Kernels for processors that lack what this one has: the instructions in them, and, where they run here,
+their results.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ SETS = {
 def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
     triple, features, plain, of_bytes, lacking = SETS[name]
     target = native.Target(triple, features=features)
-    texts = [native.assembly(multiply.product_module(target, "bfloat16", weight), target) for weight in ("bfloat16", "float8_e4m3fn")]
+    texts = [
+        native.assembly(multiply.product_module(target, "bfloat16", weight), target)
+        for weight in ("bfloat16", "float8_e4m3fn")
+    ]
     texts.append(native.assembly(multiply.bytes_module(target, "float32"), target))
     assert re.search(plain, texts[0]) and re.search(of_bytes, texts[2])
     for text in texts:
@@ -50,7 +55,8 @@ def runs_here(target: native.Target) -> bool:
 
 
 PAIRS = [*((x, weight) for x in INPUTS for weight in WEIGHTS), ("bfloat16", "w8a8")]
-FEW = "avx2", ("float32", "float32"), ("bfloat16", "w8a8")  # a set with all pairs, and pairs with all sets; the rest are long tests
+# a set with all pairs, and pairs with all sets; the rest are long tests
+FEW = "avx2", ("float32", "float32"), ("bfloat16", "w8a8")
 COMBINATIONS = [
     pytest.param(name, *pair, marks=[] if name in FEW or pair in FEW else pytest.mark.full)
     for name, (triple, *_) in SETS.items()
@@ -60,7 +66,9 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("name", "x_dtype", "kind"), COMBINATIONS)
-def test_results_without_features(name: str, x_dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_without_features(
+    name: str, x_dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     triple, features, *_ = SETS[name]
     target = native.Target(triple, features=features)
     if not runs_here(target):
@@ -71,7 +79,9 @@ def test_results_without_features(name: str, x_dtype: str, kind: str, monkeypatc
         x = jax.random.normal(jax.random.key(0), (rows, size)).astype(x_dtype)
         weight: Any = jax.random.normal(jax.random.key(1), (outs, size))
         stored = {"w8a8": "int8"}.get(kind, kind)
-        weight = quantize(weight, stored, inputs=kind == "w8a8") if kind not in INPUTS else weight.astype(kind)
+        weight = (
+            quantize(weight, stored, inputs=kind == "w8a8") if kind not in INPUTS else weight.astype(kind)
+        )
         run = jax.jit(lambda x, weight: product(x, weight, jnp.float32))
         lowered = run.lower(x, weight)
         assert f"_{name}" in lowered.as_text()

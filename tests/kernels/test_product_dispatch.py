@@ -26,7 +26,11 @@ def test_what_the_grouped_product_takes_and_why_not() -> None:
     refusals: list[tuple[Any, Any, str]] = [
         ((x, weight), AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
         ((x.astype(jnp.float32), weight), HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
-        ((x, weight.astype(jnp.float16)), HOPPER, "weight=float16: the kernel takes x's dtype, bfloat16, or a quantized weight"),
+        (
+            (x, weight.astype(jnp.float16)),
+            HOPPER,
+            "weight=float16: the kernel takes x's dtype, bfloat16, or a quantized weight",
+        ),
         ((x, weight[:, :24]), HOPPER, "out=48: the kernel takes multiples of 64"),
         ((x[:, :32], weight[..., :32]), HOPPER, "in=32: the kernel takes multiples of 64"),
     ]
@@ -54,19 +58,36 @@ def test_what_quantized_products_take_and_why_not() -> None:
         (x.astype(jnp.float32), weight, HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
         (x, weight[:48], HOPPER, "out=48: the kernel takes multiples of 64"),
         (x, halves, HOPPER, "parts=2: the kernel takes inputs in one part"),
-        (x, quantize(jnp.zeros((64, 192)), "int8", inputs=True), HOPPER, "size=192: the kernel takes multiples of 128"),
-        (jnp.zeros((513, 192), jnp.bfloat16), eight_bits, HOPPER, "rows=513: the kernel for eight-bit weights takes at most 512"),
+        (
+            x,
+            quantize(jnp.zeros((64, 192)), "int8", inputs=True),
+            HOPPER,
+            "size=192: the kernel takes multiples of 128",
+        ),
+        (
+            jnp.zeros((513, 192), jnp.bfloat16),
+            eight_bits,
+            HOPPER,
+            "rows=513: the kernel for eight-bit weights takes at most 512",
+        ),
         (x[:, :96], quantize(jnp.zeros((64, 96)), "int8"), HOPPER, "in=96: the kernel takes multiples of 64"),
     ]
     for *arrays, device, reason in refusals:
         assert product_dispatch.why_quantized_product_unsupported(*arrays, device=device) == reason
-    assert product_dispatch.why_grouped_product_unsupported(x, experts[:, :24], device=HOPPER) == "out=48: the kernel takes multiples of 64"
+    assert (
+        product_dispatch.why_grouped_product_unsupported(x, experts[:, :24], device=HOPPER)
+        == "out=48: the kernel takes multiples of 64"
+    )
     with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
         product_dispatch.quantized_product(x, weight, impl="mosaic")
-    np.testing.assert_array_equal(product_dispatch.quantized_product(x, weight, jnp.float32), np.zeros((8, 64)))
+    np.testing.assert_array_equal(
+        product_dispatch.quantized_product(x, weight, jnp.float32), np.zeros((8, 64))
+    )
 
 
-def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken: list[Any] = []
 
     def kernel(x: jax.Array, *arrays: Any, dtype: Any, **how: Any) -> jax.Array:
@@ -77,9 +98,13 @@ def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_ho
     monkeypatch.setattr("pallas_kernels.grouped_product.grouped_product", kernel)
     x, eight_bits = jnp.zeros((9, 192), jnp.bfloat16), quantize(jnp.zeros((64, 192)), "int8")
     for capability in "9.0", "8.0":
-        device = SimpleNamespace(device_kind="GPU", platform="gpu", compute_capability=capability, core_count=132)
+        device = SimpleNamespace(
+            device_kind="GPU", platform="gpu", compute_capability=capability, core_count=132
+        )
         for module in devices, products:
             monkeypatch.setattr(module, "traced_for", lambda device=device: device)
         for weight in four_bits(64, 192, hadamard=64), eight_bits:
             assert products.product(x, weight, jnp.float32).shape == (9, 64)
-    assert taken == [((9, 192), "bfloat16", jnp.float32), ((16, 192), "bfloat16", jnp.float32)], "transformed, and padded to a block"
+    assert taken == [((9, 192), "bfloat16", jnp.float32), ((16, 192), "bfloat16", jnp.float32)], (
+        "transformed, and padded to a block"
+    )

@@ -25,16 +25,24 @@ from tests.kernels.interpreted import normal
 
 ROOT = Path(__file__).parents[2]
 KINDS = (*WEIGHTS, "w8a8", "fp8 inputs")
-shapes = st.tuples(st.integers(1, 80), st.integers(1, 300), st.one_of(st.integers(1, 9), st.integers(10, 150)))  # rows, inputs, outputs
+# rows, inputs, outputs
+shapes = st.tuples(
+    st.integers(1, 80), st.integers(1, 300), st.one_of(st.integers(1, 9), st.integers(10, 150))
+)
 few = settings(max_examples=3, deadline=None, phases=[Phase.generate])  # each is compiled
 
 
 quantized = jax.jit(quantize, static_argnames=("dtype", "inputs", "hadamard"))
 
 
-def arrays(rows: int, size: int, outs: int, x: str, kind: str, *, spread: bool = True) -> tuple[jax.Array, Any]:
+def arrays(
+    rows: int, size: int, outs: int, x: str, kind: str, *, spread: bool = True
+) -> tuple[jax.Array, Any]:
     """spread: inputs of w8a8, in the largest blocks that divide them."""
-    inputs, weight = normal((rows, size), rows, x), normal((outs, size), outs, kind if kind in INPUTS else "float32")
+    inputs, weight = (
+        normal((rows, size), rows, x),
+        normal((outs, size), outs, kind if kind in INPUTS else "float32"),
+    )
     if kind in INPUTS:
         return inputs, weight
     stored = "float8_e4m3fn" if kind in ("float8_e4m3fn", "fp8 inputs") else "int8"
@@ -46,10 +54,15 @@ def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
     """The product in float64, of the numbers that the kernel multiplies."""
     if isinstance(weight, Quantized):
         if weight.inputs:
-            x = dequantize(jax.jit(lambda x: quantize(transform(x.astype(jnp.float32), weight.hadamard), weight.kind))(x))
+            x = dequantize(
+                jax.jit(lambda x: quantize(transform(x.astype(jnp.float32), weight.hadamard), weight.kind))(x)
+            )
         return (
             np.asarray(x, np.float64)
-            @ (np.asarray(weight.values.astype(jnp.float32), np.float64) * np.asarray(weight.scale, np.float64)[:, None]).T
+            @ (
+                np.asarray(weight.values.astype(jnp.float32), np.float64)
+                * np.asarray(weight.scale, np.float64)[:, None]
+            ).T
         )
     return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
 
@@ -69,17 +82,26 @@ def in_form(form: str, x: jax.Array, weight: Any, dtype: str) -> np.ndarray[Any,
 
 @pytest.mark.parametrize(
     ("form", "x_dtype", "kind"),
-    [*(("kernel", x, kind) for x in INPUTS for kind in KINDS), *(("xla", *both) for both in zip([*INPUTS] * 3, KINDS, strict=True))],
+    [
+        *(("kernel", x, kind) for x in INPUTS for kind in KINDS),
+        *(("xla", *both) for both in zip([*INPUTS] * 3, KINDS, strict=True)),
+    ],
 )
 @few
 @given(shape=shapes, dtype=st.sampled_from(INPUTS))
-def test_every_form_is_the_exact_product(form: str, kind: str, x_dtype: str, shape: tuple[int, int, int], dtype: str) -> None:
+def test_every_form_is_the_exact_product(
+    form: str, kind: str, x_dtype: str, shape: tuple[int, int, int], dtype: str
+) -> None:
     x, weight = arrays(*shape, x_dtype, kind)
     want = exact(x, weight)
     got = in_form(form, x, weight, dtype)
-    converted = form == "xla" and "bfloat16" in (x_dtype, kind)  # where XLA may round weights, or sums, on their way
+    # where XLA may round weights, or sums, on their way
+    converted = form == "xla" and "bfloat16" in (x_dtype, kind)
     rounding = 2.0**-8 if dtype == "bfloat16" or converted else 0
-    assert (np.abs(got - want) <= rounding * np.abs(want) + (1e-2 if converted else 2e-6) * np.abs(want).max() + 1e-9).all()
+    assert (
+        np.abs(got - want)
+        <= rounding * np.abs(want) + (1e-2 if converted else 2e-6) * np.abs(want).max() + 1e-9
+    ).all()
 
 
 @pytest.mark.parametrize("x_dtype", INPUTS)
@@ -88,11 +110,15 @@ def test_every_form_is_the_exact_product(form: str, kind: str, x_dtype: str, sha
 def test_bytes_are_those_of_xla_to_the_last_bit(x_dtype: str, shape: tuple[int, int, int]) -> None:
     x, weight = arrays(*shape, x_dtype, "w8a8", spread=False)
     with quickly_compiled(False):
-        np.testing.assert_array_equal(in_form("kernel", x, weight, "float32"), in_form("xla", x, weight, "float32"))
+        np.testing.assert_array_equal(
+            in_form("kernel", x, weight, "float32"), in_form("xla", x, weight, "float32")
+        )
 
 
 @pytest.mark.parametrize("x_dtype", INPUTS)
-@pytest.mark.parametrize("size", [40, 576, *(pytest.param(size, marks=pytest.mark.full) for size in (6, 64, 192, 1536, 2560))])
+@pytest.mark.parametrize(
+    "size", [40, 576, *(pytest.param(size, marks=pytest.mark.full) for size in (6, 64, 192, 1536, 2560))]
+)
 def test_transformed_rows_in_blocks_of_every_size(size: int, x_dtype: str) -> None:
     """Bytes may differ from XLA's by one where sums in another order are rounded."""
     x, weight = arrays(5, size, 8, x_dtype, "w8a8")
@@ -132,7 +158,9 @@ def test_a_row_is_the_same_alone_and_among_others(kind: str) -> None:
 def test_large_sums_of_bytes_are_exact() -> None:
     x, weight = jnp.ones((3, 5000)), Quantized(jnp.full((5, 5000), -127, jnp.int8), jnp.ones(5), inputs=True)
     scale = np.float32(1) * np.float32(1 / 127)
-    np.testing.assert_array_equal(in_form("kernel", x, weight, "float32"), np.float32(-127 * 127 * 5000) * scale)
+    np.testing.assert_array_equal(
+        in_form("kernel", x, weight, "float32"), np.float32(-127 * 127 * 5000) * scale
+    )
 
 
 @pytest.mark.parametrize("dtype", INPUTS)
@@ -148,19 +176,27 @@ def test_every_number_of_e4m3(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", INPUTS)
 def test_results_are_rounded_to_nearest_even(dtype: str) -> None:
     """Ties, the largest numbers, infinities and NaN."""
-    numbers = jnp.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 3.3961e38, -jnp.inf, jnp.nan, -0.0], jnp.float32)
+    numbers = jnp.array(
+        [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 3.3961e38, -jnp.inf, jnp.nan, -0.0],
+        jnp.float32,
+    )
     got = in_form("kernel", jnp.ones((1, 1)), numbers[:, None], dtype)
     np.testing.assert_array_equal(got[0], np.asarray(numbers.astype(dtype), np.float64))
 
 
 def test_rows_share_a_form_by_class() -> None:
     assert form_key(2, "bfloat16", "w8a8") == form_key(16, "bfloat16", "w8a8") == "bfloat16 * w8a8, 16 rows"
-    assert len({form_key(rows, "float32", "float32") for rows in range(1, 2 * ROW_CLASSES[-1])}) == len(ROW_CLASSES) + 1
+    assert (
+        len({form_key(rows, "float32", "float32") for rows in range(1, 2 * ROW_CLASSES[-1])})
+        == len(ROW_CLASSES) + 1
+    )
 
 
 def test_other_dtypes_and_devices_are_left_to_xla() -> None:
     half, single = jnp.ones((2, 8), jnp.float16), jnp.ones((2, 8))
-    assert has_kernel(jax.jit(product).lower(single, single)) and not has_kernel(jax.jit(product).lower(half, half))
+    assert has_kernel(jax.jit(product).lower(single, single)) and not has_kernel(
+        jax.jit(product).lower(half, half)
+    )
     traced = jax.jit(product).trace(*arrays(4, 96, 64, "float32", "w8a8"))
     assert has_kernel(traced.lower()) and not has_kernel(traced.lower(lowering_platforms=("cuda",)))
 
@@ -184,7 +220,10 @@ else:
 def test_a_saved_program_finds_its_kernels(tmp_path: Path) -> None:
     for what in ("save", "load"):
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", SAVED, what, str(tmp_path / "program")], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-W", "error", "-c", SAVED, what, str(tmp_path / "program")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[28.0] * 4]

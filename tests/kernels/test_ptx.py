@@ -36,6 +36,9 @@ def test_addresses_are_followed_through_arithmetic_and_loops() -> None:
 
 
 def test_what_is_not_known_counts_as_misaligned() -> None:
-    ptx = f"ld.shared.b32 %r1, [%r2];\n@%p1 {LOAD} [%r1], [%rd4, {{%r7}}], [%r9];\nadd.s32 %r3, %r4, 16;\n@%p1 {LOAD} [%r3+128], [%rd4];"
+    ptx = (
+        f"ld.shared.b32 %r1, [%r2];\n@%p1 {LOAD} [%r1], [%rd4, {{%r7}}], [%r9];\nadd.s32 %r3, %r4, 16;\n@%p1"
+        f" {LOAD} [%r3+128], [%rd4];"
+    )
     assert [okay for _, okay in bulk_copies(ptx)] == [False, False]
     assert "1 bytes: cp.async.bulk.tensor" in bulk_copies(ptx)[0][0]

@@ -1,4 +1,6 @@
-"""Rows that are summed, normalized or gated, and quantized, by one kernel, interpreted on a CPU with race detection on."""
+"""Rows that are summed, normalized or gated, and quantized, by one kernel, interpreted on a CPU with race
+detection on.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,14 @@ from pallas_kernels.quantized import Quantized, quantize
 from pallas_kernels.rows import Gated, Normed, Sum, array_of
 from tests.kernels.interpreted import RACES, interpret
 
-HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0", core_count=132)
+HOPPER: Any = SimpleNamespace(
+    device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0", core_count=132
+)
 # kind, dtype, sum, norm, activation, rows, size
-CASES = [("float8_e4m3fn", "bfloat16", True, True, None, 3, 640), ("int8", "bfloat16", False, False, "silu", 2, 384)]
+CASES = [
+    ("float8_e4m3fn", "bfloat16", True, True, None, 3, 640),
+    ("int8", "bfloat16", False, False, "silu", 2, 384),
+]
 MORE = [
     ("int8", "bfloat16", True, True, None, 2, 2048),
     ("float8_e4m3fn", "float16", False, True, None, 3, 128),
@@ -35,10 +42,15 @@ def numbers(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def check(kind: str, dtype: str, add: bool, norm: bool, gate: str | None, rows: int, size: int) -> None:
-    x, y, weight = (numbers(i, *shape, dtype=dtype) for i, shape in enumerate(((rows, size * (2 if gate else 1)), (rows, size), (size,))))
+    x, y, weight = (
+        numbers(i, *shape, dtype=dtype)
+        for i, shape in enumerate(((rows, size * (2 if gate else 1)), (rows, size), (size,)))
+    )
     x = x.at[-1].set(0)
     how: Any = {"add": y if add else None, "norm": Norm(weight, 1e-5, 1.0) if norm else None, "gate": gate}
-    values, scale, total = interpret(partial(quantize_rows, kind=kind, places=rows + 3, interpret=RACES), x, **how)
+    values, scale, total = interpret(
+        partial(quantize_rows, kind=kind, places=rows + 3, interpret=RACES), x, **how
+    )
     want = x + y if add else x
     assert values.shape == (rows + 3, size) and (total is not None) == add
     assert total is None or (total == want).all()
@@ -46,7 +58,9 @@ def check(kind: str, dtype: str, add: bool, norm: bool, gate: str | None, rows: 
     want = activations.gated(want.reshape(rows, -1, 2), gate) if gate else want
     stored = quantize(want, kind)
     np.testing.assert_allclose(scale[:rows], stored.scale, rtol=1e-2)
-    step = np.asarray(stored.scale[:, None]) * np.maximum(1, np.abs(np.asarray(stored.values, np.float32)) / (127 if kind == "int8" else 8))
+    step = np.asarray(stored.scale[:, None]) * np.maximum(
+        1, np.abs(np.asarray(stored.values, np.float32)) / (127 if kind == "int8" else 8)
+    )
     got = np.asarray(values[:rows], np.float32) * np.asarray(scale[:rows])[:, None]
     np.testing.assert_array_less(np.abs(got - np.asarray(want, np.float32)), step + 1e-30)
     assert not np.asarray(values[rows - 1]).astype(bool).any() or add, "zeros stay zeros"
@@ -75,7 +89,11 @@ def test_a_sum_is_computed_once() -> None:
         return Normed(whole, weight, 1e-5).__jax_array__(), array_of(Sum(whole, y)), whole * 2
 
     x, y, weight = (numbers(i, *shape, dtype=jnp.float32) for i, shape in enumerate(((2, 4), (2, 4), (4,))))
-    adds = [one for one in jax.make_jaxpr(traced)(x, y, weight).eqns if one.primitive.name == "add" and one.outvars[0].aval.shape == (2, 4)]
+    adds = [
+        one
+        for one in jax.make_jaxpr(traced)(x, y, weight).eqns
+        if one.primitive.name == "add" and one.outvars[0].aval.shape == (2, 4)
+    ]
     assert len(adds) == 2
     normed, more, twice = traced(x, y, weight)
     np.testing.assert_array_equal(normed, rms_norm(x + y, weight, 1e-5))
@@ -87,15 +105,33 @@ def test_a_sum_is_computed_once() -> None:
 
 @pytest.mark.parametrize("hadamard", [1, 128])
 @pytest.mark.parametrize("rows", [9, 513])
-def test_a_kernel_quantizes_what_a_product_for_hopper_takes(monkeypatch: pytest.MonkeyPatch, rows: int, hadamard: int) -> None:
+def test_a_kernel_quantizes_what_a_product_for_hopper_takes(
+    monkeypatch: pytest.MonkeyPatch, rows: int, hadamard: int
+) -> None:
     """With its sum and norm, unless a transform lies between; products of more rows are XLA's."""
     taken: list[str] = []
 
-    def quantizes(x: jax.Array, kind: str, *, add: Any = None, norm: Any = None, gate: Any = None, places: int | None = None) -> Any:
+    def quantizes(
+        x: jax.Array,
+        kind: str,
+        *,
+        add: Any = None,
+        norm: Any = None,
+        gate: Any = None,
+        places: int | None = None,
+    ) -> Any:
         named = {"sum": add, "norm": norm, "gate": gate}
-        taken.append(" ".join(["quantize", str(x.dtype), *(name for name, given in named.items() if given is not None)]))
+        taken.append(
+            " ".join(
+                ["quantize", str(x.dtype), *(name for name, given in named.items() if given is not None)]
+            )
+        )
         size = x.shape[1] // (1 if gate is None else 2)
-        return jnp.zeros((places or len(x), size), kind), jnp.zeros(places or len(x)), None if add is None else x + add
+        return (
+            jnp.zeros((places or len(x), size), kind),
+            jnp.zeros(places or len(x)),
+            None if add is None else x + add,
+        )
 
     def multiplies(x: jax.Array, *arrays: Any, dtype: Any, x_scale: jax.Array, **how: Any) -> jax.Array:
         taken.append(f"product of {len(x)}, {len(x_scale)}")
@@ -113,7 +149,9 @@ def test_a_kernel_quantizes_what_a_product_for_hopper_takes(monkeypatch: pytest.
     products.product(Gated(numbers(4, rows, 128, 2), "silu"), stored)
     plain = hadamard > 1
     product = [] if rows > product_dispatch.EIGHT_BIT_ROWS else ["product of 16, 16"]
-    first, second = ("quantize float32",) * 2 if plain else ("quantize bfloat16 sum norm", "quantize bfloat16 gate")
+    first, second = (
+        ("quantize float32",) * 2 if plain else ("quantize bfloat16 sum norm", "quantize bfloat16 gate")
+    )
     assert taken == [first, *product, second, *product]
 
 
@@ -121,7 +159,10 @@ def test_what_the_kernel_takes_and_why_not() -> None:
     x, ampere = numbers(0, 2, 128), SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
     why = product_dispatch.why_quantize_rows_unsupported
     assert why(x, device=HOPPER) is None
-    assert why(Gated(numbers(0, 2, 96, 2), "silu"), device=HOPPER) == "size=96: the kernel takes multiples of 128"
+    assert (
+        why(Gated(numbers(0, 2, 96, 2), "silu"), device=HOPPER)
+        == "size=96: the kernel takes multiples of 128"
+    )
     assert why(x.astype(jnp.int8), device=HOPPER) == "dtype=int8: the kernel takes bfloat16, float16, float32"
     assert why(x, device=ampere) == "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"impl='mosaic': device="):

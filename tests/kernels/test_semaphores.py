@@ -21,13 +21,17 @@ BLOCKS, LENGTH = 3, 128
 
 
 def summed(x: jax.Array, fault: str = "") -> jax.Array:
-    """The sum of x [BLOCKS, LENGTH] over blocks: each copies its row to a scratch array, from which the last adds all."""
+    """The sum of x [BLOCKS, LENGTH] over blocks: each copies its row to a scratch array, from which the last
+    adds all.
+    """
 
     def kernel(x_ref: Any, signals: Any, out_ref: Any, rows_ref: Any, smem: Any) -> None:
         block = lax.axis_index("block")
 
         def load(ref: Any) -> jax.Array:
-            loaded: jax.Array = plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED((LENGTH,), vec_size=1), optimized=False)
+            loaded: jax.Array = plgpu.load(
+                ref, layout=plgpu.Layout.WG_STRIDED((LENGTH,), vec_size=1), optimized=False
+            )
             return loaded
 
         def copy(to: Any, values: jax.Array) -> None:
@@ -81,5 +85,10 @@ def test_a_block_sees_what_others_wrote_before_they_signalled(concurrent: bool) 
 
 @pytest.mark.parametrize("fault", ["no wait", "one signal is not awaited", "only reads are awaited"])
 def test_a_fault_is_found(fault: str) -> None:
-    with at_once(), pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=r"RACE DETECTED|races_found|not zero"):
+    with (
+        at_once(),
+        pytest.raises(
+            (AssertionError, jax.errors.JaxRuntimeError), match=r"RACE DETECTED|races_found|not zero"
+        ),
+    ):
         interpret(jax.jit(summed, static_argnums=1), jnp.ones((BLOCKS, LENGTH)), fault)

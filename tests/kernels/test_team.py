@@ -113,7 +113,8 @@ def test_a_thread_takes_consecutive_parts_and_few_at_the_end(pool: Any) -> None:
 
     Frame(pool).run(ctypes.cast(part, ctypes.c_void_p).value or 0)
     first = owners.index(next(owner for owner in owners if owner != owners[0]))
-    assert first == 2 * PARTS // 9 and owners[0] not in owners[first:]  # two thirds of a third; helpers took the others meanwhile
+    # two thirds of a third; helpers took the others meanwhile
+    assert first == 2 * PARTS // 9 and owners[0] not in owners[first:]
 
 
 def test_helpers_that_never_come_or_come_late_change_nothing(count: int) -> None:
@@ -145,7 +146,9 @@ def test_one_thread_asks_for_no_help(count: int) -> None:
 
 
 @pytest.mark.parametrize(("pool", "threads"), [("2", 2), ("8", 3), ("0", 3), ("all", 3)])
-def test_there_are_no_more_helpers_than_xla_has_threads(pool: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_no_more_helpers_than_xla_has_threads(
+    pool: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NPROC", pool)
     assert team.threads() == threads
 
@@ -174,7 +177,9 @@ def test_xla_has_a_pool_where_it_is_looked_for() -> None:
         assert float(run(x, weight)[0, 0]) == 64
 
 
-@pytest.mark.parametrize(("triple", "waits"), [("x86_64-unknown-linux-gnu", "pause"), ("aarch64-unknown-linux-gnu", "isb")])
+@pytest.mark.parametrize(
+    ("triple", "waits"), [("x86_64-unknown-linux-gnu", "pause"), ("aarch64-unknown-linux-gnu", "isb")]
+)
 def test_it_compiles_for_every_processor(triple: str, waits: str) -> None:
     target = native.Target(triple)
     assert waits in native.assembly(team.source(target), target)

@@ -41,7 +41,9 @@ class Tiles:
     def load(self, register: int, place: int, stride: int) -> None:
         assert threading.get_ident() in self.configs
         for row in range(16):
-            self.registers[register, row] = np.frombuffer(ctypes.string_at(place + row * stride, 64), np.uint8)
+            self.registers[register, row] = np.frombuffer(
+                ctypes.string_at(place + row * stride, 64), np.uint8
+            )
 
     def store(self, register: int, place: int, stride: int) -> None:
         for row in range(16):
@@ -52,9 +54,14 @@ class Tiles:
         self.registers[register] = 0
 
     def dot_pairs(self, into: int, left: int, right: int) -> None:
-        a, b = ((self.registers[n].view(np.uint16).astype(np.uint32) << 16).view(np.float32) for n in (left, right))
+        a, b = (
+            (self.registers[n].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            for n in (left, right)
+        )
         b = b.reshape(16, 16, 2).transpose(0, 2, 1).reshape(32, 16)
-        self.registers[into] = (self.registers[into].view(np.float32) + a @ b).astype(np.float32).view(np.uint8)
+        self.registers[into] = (
+            (self.registers[into].view(np.float32) + a @ b).astype(np.float32).view(np.uint8)
+        )
 
     def dot_bytes(self, into: int, left: int, right: int) -> None:
         a, b = (self.registers[n].view(np.int8).astype(np.int32) for n in (left, right))
@@ -76,7 +83,9 @@ INTRINSICS: dict[str, tuple[Any, ...]] = {
     "tdpbssd": (HELD.dot_bytes, I8, I8, I8),
     "tilerelease": (HELD.release,),
 }
-CALLBACKS = {name: ctypes.CFUNCTYPE(None, *kinds)(function) for name, (function, *kinds) in INTRINSICS.items()}
+CALLBACKS = {
+    name: ctypes.CFUNCTYPE(None, *kinds)(function) for name, (function, *kinds) in INTRINSICS.items()
+}
 
 
 def emulated(text: str) -> str:
@@ -84,9 +93,14 @@ def emulated(text: str) -> str:
     for name, callback in CALLBACKS.items():
         kinds = {I8: "i8", I64: "i64", PTR: "ptr"}
         args = ", ".join(f"{kinds[kind]} %a{n}" for n, kind in enumerate(INTRINSICS[name][1:]))
-        text = re.sub(rf'declare void @"llvm\.x86\.{name}"\([^)]*\)', "", text).replace(f'@"llvm.x86.{name}"', f"@emulated_{name}")
+        text = re.sub(rf'declare void @"llvm\.x86\.{name}"\([^)]*\)', "", text).replace(
+            f'@"llvm.x86.{name}"', f"@emulated_{name}"
+        )
         address = ctypes.cast(callback, ctypes.c_void_p).value
-        text += f"\ndefine void @emulated_{name}({args}) {{ call void inttoptr (i64 {address} to ptr)({args})\n ret void }}\n"
+        text += (
+            f"\ndefine void @emulated_{name}({args}) {{ call void inttoptr (i64 {address} to ptr)({args})\n"
+            " ret void }\n"
+        )
     return text
 
 
@@ -97,16 +111,27 @@ def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "register", lambda name, make: calls.register(f"{name}_emulated", make))
 
 
-@pytest.mark.parametrize(("x_dtype", "kind"), [("bfloat16", "bfloat16"), ("bfloat16", "w8a8"), ("float32", "w8a8")])
+@pytest.mark.parametrize(
+    ("x_dtype", "kind"), [("bfloat16", "bfloat16"), ("bfloat16", "w8a8"), ("float32", "w8a8")]
+)
 @pytest.mark.parametrize(
     "shape",
-    [(17, 100, 45), (18, 192, 45), *(pytest.param(shape, marks=pytest.mark.full) for shape in ((1, 32, 32), (16, 31, 33), (50, 130, 64)))],
+    [
+        (17, 100, 45),
+        (18, 192, 45),
+        *(
+            pytest.param(shape, marks=pytest.mark.full)
+            for shape in ((1, 32, 32), (16, 31, 33), (50, 130, 64))
+        ),
+    ],
 )
 def test_the_product(x_dtype: str, kind: str, shape: tuple[int, int, int], with_tiles: None) -> None:
     rows, size, outs = shape
     x, plain = (jax.random.normal(jax.random.key(n), (n, size)) for n in (rows, outs))
     hadamard = 64 if size % 64 == 0 else 1
-    weight: Any = quantize(plain, "int8", inputs=True, hadamard=hadamard) if kind == "w8a8" else plain.astype(kind)
+    weight: Any = (
+        quantize(plain, "int8", inputs=True, hadamard=hadamard) if kind == "w8a8" else plain.astype(kind)
+    )
     x = x.astype(x_dtype)
     for dtype in ("float32", "bfloat16"):
         got = {}
@@ -134,7 +159,9 @@ def test_weights_too_small_for_a_tile_take_the_other_kernel() -> None:
 
 @pytest.mark.parametrize("of_bytes", [False, True])
 def test_the_compiler_makes_tiles_of_it_and_spills_none(of_bytes: bool) -> None:
-    text = native.assembly(tiles.tiles_module(SAPPHIRE_RAPIDS, "bfloat16", of_bytes=of_bytes), SAPPHIRE_RAPIDS)
+    text = native.assembly(
+        tiles.tiles_module(SAPPHIRE_RAPIDS, "bfloat16", of_bytes=of_bytes), SAPPHIRE_RAPIDS
+    )
     block = text[text.index("block_2:") : text.index("multiply:")]
     dot = "tdpbssd" if of_bytes else "tdpbf16ps"
     assert len(re.findall(dot, block)) == 2 * 4  # the loop, and what is left of a row
@@ -147,10 +174,17 @@ def test_the_compiler_makes_tiles_of_it_and_spills_none(of_bytes: bool) -> None:
 
 
 def test_what_is_measured() -> None:
-    with_amx, without = processor(SAPPHIRE_RAPIDS), processor(native.Target("x86_64-unknown-linux-gnu", features=AMX.split(",+amx")[0]))
+    with_amx, without = (
+        processor(SAPPHIRE_RAPIDS),
+        processor(native.Target("x86_64-unknown-linux-gnu", features=AMX.split(",+amx")[0])),
+    )
     assert with_amx.tiles and not without.tiles
     assert choice.candidates(with_amx, "bfloat16", "bfloat16", 8) == ("kernel", "amx", "xla")
-    assert choice.candidates(with_amx, "bfloat16", "bfloat16", 1) == choice.candidates(without, "bfloat16", "bfloat16", 8) == ("kernel",)
+    assert (
+        choice.candidates(with_amx, "bfloat16", "bfloat16", 1)
+        == choice.candidates(without, "bfloat16", "bfloat16", 8)
+        == ("kernel",)
+    )
     assert choice.candidates(without, "float32", "w8a8", 256) == ("kernel", "xla")
     assert choice.candidates(with_amx, "bfloat16", "int8", 256) == ("kernel",)
 
@@ -161,4 +195,7 @@ def test_a_choice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["float32 * float32, more rows"] == "xla" and found["float32 * w8a8, more rows"] == "kernel"
     assert set(found.values()) <= {"kernel", "xla", "amx"} and len(found) == 2 * (len(forms.ROW_CLASSES) + 1)
     monkeypatch.undo()
-    assert choice.forms("float32", ["float32"], (64, 32), {})["float32 * float32, more rows"] in ("kernel", "xla")
+    assert choice.forms("float32", ["float32"], (64, 32), {})["float32 * float32, more rows"] in (
+        "kernel",
+        "xla",
+    )

@@ -27,8 +27,14 @@ GPU: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", 
 
 
 def test_blocks_are_as_many_as_the_chip_holds() -> None:
-    """Those of head dim 256, and of eight-bit caches of head dim 128, take more than half of a multiprocessor's shared memory."""
-    found = {(cache, dim): tuning.decode_blocks(cache, dim, GPU) for cache in ("bfloat16", "int8", "uint8") for dim in (64, 128, 256)}
+    """Those of head dim 256, and of eight-bit caches of head dim 128, take more than half of a
+    multiprocessor's shared memory.
+    """
+    found = {
+        (cache, dim): tuning.decode_blocks(cache, dim, GPU)
+        for cache in ("bfloat16", "int8", "uint8")
+        for dim in (64, 128, 256)
+    }
     small = {(cache, 64) for cache in ("bfloat16", "int8", "uint8")}
     assert {case for case, blocks in found.items() if blocks == 200} == {*small, ("bfloat16", 128)}
     assert {*found.values()} == {100, 200}
@@ -39,7 +45,13 @@ def test_blocks_are_as_many_as_the_chip_holds() -> None:
 def test_the_table_goes_before_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning.decode(CASE, GPU) == DecodeChoice()
     table = tuning.updated(
-        {}, "NVIDIA H200", {CASE: DecodeChoice(5), replace(CASE, rows=8): DecodeChoice(3), replace(CASE, rows=16): DecodeChoice()}
+        {},
+        "NVIDIA H200",
+        {
+            CASE: DecodeChoice(5),
+            replace(CASE, rows=8): DecodeChoice(3),
+            replace(CASE, rows=16): DecodeChoice(),
+        },
     )
     monkeypatch.setattr(tuning, "table", lambda: json.loads(json.dumps(table)))
     assert tuning.decode(CASE, GPU) == tuning.decode(replace(CASE, rows=3), GPU) == DecodeChoice(5)
@@ -104,7 +116,9 @@ class Asked(Exception):
 
 @pytest.mark.parametrize("max_model_len", [8192, 131072])
 @pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
-def test_every_case_of_the_default_engine_is_tuned(cache: str, max_model_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_of_the_default_engine_is_tuned(
+    cache: str, max_model_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heads, kv_heads, head_dim, asked = 32, 8, 128, []
 
     def decide(case: DecodeCase, device: Any) -> DecodeChoice:
@@ -113,7 +127,9 @@ def test_every_case_of_the_default_engine_is_tuned(cache: str, max_model_len: in
 
     monkeypatch.setattr(tuning, "decode", decide)
     sizes = device_defaults.sizes(EngineConfig(model="any"), "gpu")
-    table = ProgramTable.build(max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens, tile_size=64)
+    table = ProgramTable.build(
+        max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens, tile_size=64
+    )
     kind = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}[cache]
     page = jax.ShapeDtypeStruct((2, kv_heads, sizes.page_size, head_dim), jnp.bfloat16)
     pages = jax.eval_shape(lambda x: movable(quantize(x, kind)) if kind else x, page)
@@ -122,12 +138,18 @@ def test_every_case_of_the_default_engine_is_tuned(cache: str, max_model_len: in
         q = jax.ShapeDtypeStruct((rows, heads, head_dim), jnp.bfloat16)
         attend = partial(dispatch.paged_attention_decode, scale=1.0, window=window, impl="mosaic", device=GPU)
         with pytest.raises(Asked):
-            jax.eval_shape(attend, q, pages, pages, ints((rows, max_model_len // sizes.page_size)), ints((rows,)))
+            jax.eval_shape(
+                attend, q, pages, pages, ints((rows, max_model_len // sizes.page_size)), ints((rows,))
+            )
     assert len(asked) == 2 * len(tuning_cases.ROWS)
-    assert {case.key() for case in asked} <= {case.key() for case in tuning_cases.cases(heads, kv_heads, head_dim)}
+    assert {case.key() for case in asked} <= {
+        case.key() for case in tuning_cases.cases(heads, kv_heads, head_dim)
+    }
 
 
-def test_a_choice_is_timed_by_all_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_choice_is_timed_by_all_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """XLA's form replaces the kernel, so no GPU is needed."""
     for name, value in {"POOL": 1 << 18, "EVEN": 32, "LONGEST": 64, "SHORT": (4, 9)}.items():
         monkeypatch.setattr(tuning_cases, name, value)
@@ -155,7 +177,10 @@ def test_the_pool_is_larger_than_a_cache_of_the_device() -> None:
     l2 = 128 << 20  # of a B200; an H200 has 50 MiB
     for case in tuning_cases.cases(32, 8, 128):
         token = 2 * case.kv_heads * case.head_dim * jnp.dtype(case.cache).itemsize
-        batches = case.rows * [tuning_cases.EVEN], timing.one_long(case.rows, tuning_cases.LONGEST, *tuning_cases.SHORT)
+        batches = (
+            case.rows * [tuning_cases.EVEN],
+            timing.one_long(case.rows, tuning_cases.LONGEST, *tuning_cases.SHORT),
+        )
         read = [sum(lengths) * token * timing.CHAIN for lengths in batches]
         assert min(tuning_cases.POOL, *read) > 4 * l2
 
@@ -173,8 +198,16 @@ def test_arrays_are_what_a_case_says(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning_cases.arrays.cache_clear()
     q, k, v, (even, ragged) = tuning_cases.arrays(DecodeCase("uint8", "bfloat16", 4, 2, 64, 16, rows=3))
     tuning_cases.arrays.cache_clear()
-    assert q.shape == (3, 4, 64) and k.shape == v.shape == (timing.REPEATED, 2, 16, 64) and k.values.dtype == "uint8"
+    assert (
+        q.shape == (3, 4, 64)
+        and k.shape == v.shape == (timing.REPEATED, 2, 16, 64)
+        and k.values.dtype == "uint8"
+    )
     assert even.tables.shape == ragged.tables.shape == (timing.CHAIN, 3, 4)
     assert even.lengths.tolist() == [32, 32, 32] and ragged.lengths.tolist() == [64, 4, 9]
-    assert (even.tables[0] > 0).sum(1).tolist() == [2, 2, 2] and (ragged.tables[0] > 0).sum(1).tolist() == [4, 1, 1]
+    assert (even.tables[0] > 0).sum(1).tolist() == [2, 2, 2] and (ragged.tables[0] > 0).sum(1).tolist() == [
+        4,
+        1,
+        1,
+    ]
     assert set(even.tables.reshape(-1).tolist()) == {0, 1, 2, 3}  # all that 16 KiB hold, and the null page

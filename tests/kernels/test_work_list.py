@@ -31,7 +31,8 @@ class Item(NamedTuple):
     join: int
 
 
-@partial(jax.jit, static_argnames=("kv_heads", "blocks", "window", "fixed"))  # compiled a few times, for all examples
+# compiled a few times, for all examples
+@partial(jax.jit, static_argnames=("kv_heads", "blocks", "window", "fixed"))
 def made(lengths: jax.Array, kv_heads: int, blocks: int, window: int | None, fixed: bool) -> WorkList:
     if fixed:
         return fixed_work(lengths, kv_heads, blocks=blocks, tokens=TOKENS, window=window)
@@ -39,13 +40,18 @@ def made(lengths: jax.Array, kv_heads: int, blocks: int, window: int | None, fix
 
 
 def of_blocks(work: WorkList) -> list[list[Item]]:
-    first, items = np.asarray(work.first[:, 0]).tolist(), [Item(*fields) for fields in np.asarray(work.items).tolist()]
+    first, items = (
+        np.asarray(work.first[:, 0]).tolist(),
+        [Item(*fields) for fields in np.asarray(work.items).tolist()],
+    )
     assert first[0] == 0 and first == sorted(first)
     assert not any(any(item) for item in items[first[-1] :])  # defined, where nothing is
     return [items[first[b] : first[b + 1]] for b in range(work.blocks)]
 
 
-def check(lengths: list[int], kv_heads: int, blocks: int, window: int | None, fixed: bool) -> list[list[Item]]:
+def check(
+    lengths: list[int], kv_heads: int, blocks: int, window: int | None, fixed: bool
+) -> list[list[Item]]:
     work = made(jnp.asarray(lengths, jnp.int32), kv_heads, blocks, window, fixed)
     by_block = of_blocks(work)
     read: list[tuple[int, int, int]] = []
@@ -56,7 +62,9 @@ def check(lengths: list[int], kv_heads: int, blocks: int, window: int | None, fi
         if item.slot >= 0:
             parts.setdefault((item.row, item.head), []).append(item.slot)
     seen = [range(max(length - (window or length), 0) // TILE, -(-length // TILE)) for length in lengths]
-    assert sorted(read) == [(row, head, tile) for row, tiles in enumerate(seen) for head in range(kv_heads) for tile in tiles]
+    assert sorted(read) == [
+        (row, head, tile) for row, tiles in enumerate(seen) for head in range(kv_heads) for tile in tiles
+    ]
     whole = [item for item in chain(*by_block) if item.slot < 0]
     assert all(item.count == len(seen[item.row]) for item in whole)
     used = [*chain(*parts.values())]
@@ -66,7 +74,9 @@ def check(lengths: list[int], kv_heads: int, blocks: int, window: int | None, fi
 
 
 def check_joins(work: WorkList, by_block: list[list[Item]], parts: dict[Key, list[int]]) -> None:
-    """The block that has a pair's last part joins all, and waits for those in earlier blocks, which signal."""
+    """The block that has a pair's last part joins all, and waits for those in earlier blocks, which
+    signal.
+    """
     first, joins = np.asarray(work.first[:, 1]).tolist(), np.asarray(work.joins).tolist()
     assert first[0] == 0 and first == sorted(first) and len(work.signals) == len(joins) >= first[-1]
     blocks: dict[Key, list[int]] = {}
@@ -82,15 +92,24 @@ def check_joins(work: WorkList, by_block: list[list[Item]], parts: dict[Key, lis
                 joined[row, head] = [*range(slot, slot + count)]
                 there = blocks[row, head]
                 assert max(there) == block and elsewhere == sum(other < block for other in there)
-                waits = [item.join for items in by_block for item in items if (item.row, item.head) == (row, head)]
+                waits = [
+                    item.join for items in by_block for item in items if (item.row, item.head) == (row, head)
+                ]
                 assert waits == [index if other < block else -1 for other in there]
     assert joined == parts and all(len(slots) > 1 for slots in parts.values())
     assert all(item.join == -1 for items in by_block for item in items if item.slot < 0)
 
 
 @EXAMPLES
-@given(lengths=LENGTHS, kv_heads=st.just(3), blocks=st.sampled_from([1, 7, 64]), window=st.sampled_from([None, 130]))
-def test_every_tile_is_read_once_and_blocks_have_equal_numbers(lengths: list[int], kv_heads: int, blocks: int, window: int | None) -> None:
+@given(
+    lengths=LENGTHS,
+    kv_heads=st.just(3),
+    blocks=st.sampled_from([1, 7, 64]),
+    window=st.sampled_from([None, 130]),
+)
+def test_every_tile_is_read_once_and_blocks_have_equal_numbers(
+    lengths: list[int], kv_heads: int, blocks: int, window: int | None
+) -> None:
     by_block = check(lengths, kv_heads, blocks, window, fixed=False)
     tiles = [sum(item.count for item in items) for items in by_block]
     working = [n for n in tiles if n]
@@ -101,11 +120,17 @@ def test_every_tile_is_read_once_and_blocks_have_equal_numbers(lengths: list[int
 
 
 @EXAMPLES
-@given(lengths=LENGTHS, kv_heads=st.just(2), blocks=st.sampled_from([5, 64]), window=st.sampled_from([None, 900]))
-def test_cuts_at_fixed_places_do_not_depend_on_other_rows(lengths: list[int], kv_heads: int, blocks: int, window: int | None) -> None:
+@given(
+    lengths=LENGTHS, kv_heads=st.just(2), blocks=st.sampled_from([5, 64]), window=st.sampled_from([None, 900])
+)
+def test_cuts_at_fixed_places_do_not_depend_on_other_rows(
+    lengths: list[int], kv_heads: int, blocks: int, window: int | None
+) -> None:
     by_block = check(lengths, kv_heads, blocks, window, fixed=True)
     cuts = {(item.start, item.count, item.slot < 0) for items in by_block for item in items if item.row == 0}
-    alone = of_blocks(made(jnp.asarray([lengths[0], *[0] * (ROWS - 1)], jnp.int32), kv_heads, blocks, window, True))
+    alone = of_blocks(
+        made(jnp.asarray([lengths[0], *[0] * (ROWS - 1)], jnp.int32), kv_heads, blocks, window, True)
+    )
     assert cuts == {(item.start, item.count, item.slot < 0) for items in alone for item in items}
     tiles = [sum(item.count for item in items) for items in by_block]
     largest = max([item.count for items in by_block for item in items], default=0)

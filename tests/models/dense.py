@@ -57,18 +57,24 @@ class DenseCausal:
         visible = self.causal if window is None else self.causal & (self.distance < window)
         scores = jnp.where(visible, scores, -jnp.inf)
         if sinks is not None:
-            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
+            scores = jnp.concatenate(
+                [scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1
+            )
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores)[..., : k.shape[0]], v)
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Sequences follow each other on the token axis, so the token `back` before another is `back` places before it."""
+        """Sequences follow each other on the token axis, so the token `back` before another is `back` places
+        before it.
+        """
         x, weight, out = x.astype(jnp.float32), weight.astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
         for back in range(weight.shape[1]):
             earlier = jnp.pad(x, ((back, 0), (0, 0)))[: len(x)]
             out += jnp.where((self.positions >= back)[:, None], earlier, 0) * weight[:, -1 - back]
         return out
 
-    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None) -> jax.Array:
+    def recur(
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None
+    ) -> jax.Array:
         """Token by token. Without a rate: linear attention."""
         q, k = (jnp.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
 

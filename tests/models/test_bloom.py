@@ -20,4 +20,6 @@ def test_slopes_follow_the_layout_of_heads() -> None:
     """Six heads on four devices have two more for padding; on eight devices each head has a copy."""
     config, known = model_config(VARIANTS["bloom"]), slopes(6)
     assert np.array_equal(laid_slopes(dataclasses.replace(config, shards=4)), [*known, 0, 0])
-    assert np.array_equal(laid_slopes(dataclasses.replace(config, shards=8)), [*np.repeat(known, 2), 0, 0, 0, 0])
+    assert np.array_equal(
+        laid_slopes(dataclasses.replace(config, shards=8)), [*np.repeat(known, 2), 0, 0, 0, 0]
+    )

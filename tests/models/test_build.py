@@ -30,7 +30,10 @@ def test_every_checkpoint_tensor_is_declared_once_and_fills_its_parameter(varian
     pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
     expected = tensor_shapes(VARIANTS[variant].get("text_config", VARIANTS[variant]))
     stored = {name: Tensor(Path(), np.zeros(shape, int)) for name, shape in expected.items()}
-    read = {name: np.asarray(tensor.array) for name, tensor in each_expert(stored, {piece.name for piece in pieces}).items()}
+    read = {
+        name: np.asarray(tensor.array)
+        for name, tensor in each_expert(stored, {piece.name for piece in pieces}).items()
+    }
     for piece in pieces:
         assert piece.shape == read[piece.name].shape
         taken(read[piece.name], piece)[...] += 1
@@ -89,10 +92,17 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     program = jax.make_jaxpr(run)(model.params, jax.ShapeDtypeStruct((5,), jnp.int32))
     assert [(a.shape, a.dtype) for a in program.out_avals] == [((5, 64), dtype), ((5, 96), "float32")]
     assert seen == [
-        (layer, (5, 8, 24), (5, 2, 24), (5, 2, 24), {"scale": 24**-0.5, "window": None, "soft_cap": None, "sinks": None})
+        (
+            layer,
+            (5, 8, 24),
+            (5, 2, 24),
+            (5, 2, 24),
+            {"scale": 24**-0.5, "window": None, "soft_cap": None, "sinks": None},
+        )
         for layer in range(2)
     ]
-    assert max(np.size(constant) for constant in program.consts) <= 12  # one frequency per pair of channels; norms' epsilons
+    # one frequency per pair of channels; norms' epsilons
+    assert max(np.size(constant) for constant in program.consts) <= 12
 
 
 @pytest.mark.parametrize("variant", CASES)

@@ -22,7 +22,12 @@ from tests.golden.weights import VARIANTS, weights
 
 CONFIG = {**VARIANTS["deepseek_v3"], "num_hidden_layers": 2}
 BLOCK = 48
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [BLOCK, BLOCK],
+}
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray], **changes: Any) -> Path:
@@ -39,7 +44,9 @@ def loaded(folder: Path) -> Params:
 
 
 def test_blocks_of_fp8(tmp_path: Path) -> None:
-    """Every product's weight but the router's, as in DeepSeek V3's files; scales are of blocks that tensors may end within."""
+    """Every product's weight but the router's, as in DeepSeek V3's files; scales are of blocks that tensors
+    may end within.
+    """
     tensors, stored = weights("deepseek_v3", CONFIG), dict[str, np.ndarray]()
     for name, x in tensors.items():
         if not name.endswith("_proj.weight") and "kv_a_proj" not in name:
@@ -56,9 +63,13 @@ def test_blocks_of_fp8(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, loaded(write(tmp_path / "plain", tensors)))
 
 
-def test_a_layer_that_predicts_further_ahead_is_skipped_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_that_predicts_further_ahead_is_skipped_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tensors = weights("deepseek_v3", CONFIG)
-    more = {name.replace(".layers.1.", ".layers.2."): x for name, x in tensors.items() if ".layers.1." in name}
+    more = {
+        name.replace(".layers.1.", ".layers.2."): x for name, x in tensors.items() if ".layers.1." in name
+    }
     more["model.layers.2.eh_proj.weight"] = np.zeros((64, 128), np.float32)
     with caplog.at_level(logging.WARNING, "jengine"):
         got = loaded(write(tmp_path / "more", tensors | more))

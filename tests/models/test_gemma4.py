@@ -22,25 +22,48 @@ from pallas_kernels.xla import page_write
 from tests.golden.weights import VARIANTS
 
 LARGE = {  # as Gemma 4 31B has them
-    **{"model_type": "gemma4_text", "num_hidden_layers": 60, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32},
-    **{"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    **{
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 60,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+    },
+    **{
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
 }
 
 
 def read(variant: str, **changes: Any) -> ModelConfig:
     config = VARIANTS[variant]
-    return model_config({name: value for name, value in {**config.get("text_config", config), **changes}.items() if value is not ...})
+    return model_config(
+        {
+            name: value
+            for name, value in {**config.get("text_config", config), **changes}.items()
+            if value is not ...
+        }
+    )
 
 
 def test_pages_have_no_gaps() -> None:
-    """50 layers with a window keep 2 x 16 x 256 numbers of a token, the other ten half as many: two of those have one place."""
+    """50 layers with a window keep 2 x 16 x 256 numbers of a token, the other ten half as many: two of those
+    have one place.
+    """
     groups = cache_groups(model_config(LARGE))
-    assert [(group.kind, len(group.layers), group.parts) for group in groups] == [("full", 10, 2)] + [("window", 5, 1)] * 10
+    assert [(group.kind, len(group.layers), group.parts) for group in groups] == [("full", 10, 2)] + [
+        ("window", 5, 1)
+    ] * 10
     pool = places(groups, 0)
     assert {array.shape for place in pool for array in place} == {(16, TOKENS, 256)} and len(pool) == 5
     assert {group.token_bytes(2) for group in groups} == {5 * 2 * 4096 * 2}
     home = homes(groups)
-    assert [home[layer] for layer in groups[0].layers] == [(0, place, part) for place in range(5) for part in range(2)]
+    assert [home[layer] for layer in groups[0].layers] == [
+        (0, place, part) for place in range(5) for part in range(2)
+    ]
 
 
 def test_a_part_of_a_place_is_its_layer_s_alone() -> None:
@@ -56,7 +79,9 @@ def test_a_part_of_a_place_is_its_layer_s_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 def test_parts_of_a_page_keep_their_own_scales(kind: str) -> None:
-    """Each group has a page, whose parts are written one after the other. Heads of 16 have twice as many scales as those of 32."""
+    """Each group has a page, whose parts are written one after the other. Heads of 16 have twice as many
+    scales as those of 32.
+    """
     groups, tokens, rng = cache_groups(read("gemma4")), 4, np.random.default_rng(0)
     declared = abstract_cache(groups, (len(groups) + 1,), tokens, np.dtype(kind), make_mesh(1))[0][0]
     place = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), declared)
@@ -72,7 +97,9 @@ def test_parts_of_a_page_keep_their_own_scales(kind: str) -> None:
     assert len(written) == 5
     for (group, page), new in written.items():
         for pages in views(place, group, tokens):
-            got = dequantize(dataclasses.replace(pages, scale=pages.scale[:, : new.shape[1]]))[page].swapaxes(0, 1)
+            got = dequantize(dataclasses.replace(pages, scale=pages.scale[:, : new.shape[1]]))[page].swapaxes(
+                0, 1
+            )
             assert np.array_equal(got, dequantize(quantize(new, kind)))
 
 
@@ -91,22 +118,36 @@ def test_layers_that_share_keys_and_values() -> None:
 
 def test_heads_by_kind_of_layer() -> None:
     config = read("gemma4_text")
-    assert [(at(config, i).head_dim, at(config, i).num_kv_heads) for i in range(4)] == [(16, 4)] * 2 + [(32, 2)] * 2
+    assert [(at(config, i).head_dim, at(config, i).num_kv_heads) for i in range(4)] == [(16, 4)] * 2 + [
+        (32, 2)
+    ] * 2
     newer = {str(i).zfill(2): {"head_dim": 32, "num_key_value_heads": 2} for i in (2, 3)}
-    assert read("gemma4_text", per_layer_config=newer, global_head_dim=..., num_global_key_value_heads=...) == config
+    assert (
+        read("gemma4_text", per_layer_config=newer, global_head_dim=..., num_global_key_value_heads=...)
+        == config
+    )
     defaults = read("gemma4_text", rope_parameters=..., layer_types=..., num_hidden_layers=8)
     assert [i for i in range(8) if defaults.window(i) is None] == [5, 7]
     assert (defaults.rope_theta, defaults.local_rope_theta) == (1e6, 1e4)
-    assert defaults.rope_scaling is not None and (defaults.rope_scaling.kind, defaults.rope_scaling.share) == ("proportional", 0.25)
+    assert defaults.rope_scaling is not None and (
+        defaults.rope_scaling.kind,
+        defaults.rope_scaling.share,
+    ) == ("proportional", 0.25)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
-        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types ends with 'sliding_attention'"),
+        (
+            {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+            "layer_types ends with 'sliding_attention'",
+        ),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 leaves no other layer with full_attention"),
-        ({"per_layer_config": {"00": {"head_dim": 8}}}, "per_layer_config may only change the number and size of heads"),
+        (
+            {"per_layer_config": {"00": {"head_dim": 8}}},
+            "per_layer_config may only change the number and size of heads",
+        ),
         ({"attn_logit_softcapping": 3.0}, "attn_logit_softcapping is not supported"),
     ],
 )

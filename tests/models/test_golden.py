@@ -27,7 +27,9 @@ TOLERANCE = 1e-4
 SHIPPED: CompilerOptions = {}  # XLA's defaults, as in execution/programs.py for CPUs
 
 
-def differences(variant: str, folder: Path, tensor_parallel_size: int = 1, *, options: CompilerOptions = QUICK) -> list[float]:
+def differences(
+    variant: str, folder: Path, tensor_parallel_size: int = 1, *, options: CompilerOptions = QUICK
+) -> list[float]:
     """Maximum difference of logits from the recorded ones, for each prompt. Also checks the greedy tokens."""
     golden, mesh = Golden.read(variant), make_mesh(tensor_parallel_size)
     write_model(folder, variant)
@@ -56,16 +58,61 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1, *, op
     return out
 
 
-FURTHER = {"smollm3_window", "granite_biases", "starcoder2_window", "stablelm_parallel", "gpt_neox_serial", "gpt_oss_wide_sinks"}
-FURTHER |= {"gpt_oss_ties", "deepseek_v2_lite", "deepseek_v3_ties", "falcon_7b", "falcon_11b", "falcon_serial"}
-FURTHER |= {"qwen3_next_mixed", "exaone4_full", "cohere2_wide", "granitemoe_ties", "minimax_ties", "olmoe_ties", "phimoe_ties"}
-FURTHER |= {"qwen2_moe_ties", "phimoe_longrope_inside", "phimoe_longrope_beyond", "llama_mha", "llama_mqa", "llama_tied"}
-FURTHER |= {"llama_attention_bias", "llama_head_dim", "rope_dynamic_inside", "rope_yarn", "rope_yarn_mscale", "qwen3_untied"}
-FURTHER |= {"qwen2_untied", "qwen2_tied", "mistral_head_dim", "phi3_window", "phi3_longrope_inside", "opt_125m", "opt_1.3b"}
+FURTHER = {
+    "smollm3_window",
+    "granite_biases",
+    "starcoder2_window",
+    "stablelm_parallel",
+    "gpt_neox_serial",
+    "gpt_oss_wide_sinks",
+}
+FURTHER |= {
+    "gpt_oss_ties",
+    "deepseek_v2_lite",
+    "deepseek_v3_ties",
+    "falcon_7b",
+    "falcon_11b",
+    "falcon_serial",
+}
+FURTHER |= {
+    "qwen3_next_mixed",
+    "exaone4_full",
+    "cohere2_wide",
+    "granitemoe_ties",
+    "minimax_ties",
+    "olmoe_ties",
+    "phimoe_ties",
+}
+FURTHER |= {
+    "qwen2_moe_ties",
+    "phimoe_longrope_inside",
+    "phimoe_longrope_beyond",
+    "llama_mha",
+    "llama_mqa",
+    "llama_tied",
+}
+FURTHER |= {
+    "llama_attention_bias",
+    "llama_head_dim",
+    "rope_dynamic_inside",
+    "rope_yarn",
+    "rope_yarn_mscale",
+    "qwen3_untied",
+}
+FURTHER |= {
+    "qwen2_untied",
+    "qwen2_tied",
+    "mistral_head_dim",
+    "phi3_window",
+    "phi3_longrope_inside",
+    "opt_125m",
+    "opt_1.3b",
+}
 FURTHER |= {"qwen3_moe", "cohere_norms"}
 # of model types that have another variant here
 IN_CI = [variant for variant in VARIANTS if variant not in FURTHER]
-FIRST = {str(VARIANTS[variant]["model_type"]): variant for variant in reversed(IN_CI)}  # these are compiled as users' programs are
+# these are compiled as users' programs are
+FIRST = {str(VARIANTS[variant]["model_type"]): variant for variant in reversed(IN_CI)}
 CASES = [pytest.param(variant, marks=[] if variant in IN_CI else [pytest.mark.full]) for variant in VARIANTS]
 
 
@@ -83,12 +130,45 @@ def test_each_model_type_is_compared_in_ci() -> None:
     assert {*FIRST.values()} <= {*compared}
 
 
-ONE_EACH = ["mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "qwen2_untied", "qwen3_tied", "mixtral", "qwen3_moe"]
-ONE_EACH += ["smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "gemma", "gemma3_images", "mistral3", "ministral3"]
+ONE_EACH = [
+    "mistral_window",
+    "phi3_window",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "opt_125m",
+    "qwen2_untied",
+    "qwen3_tied",
+    "mixtral",
+    "qwen3_moe",
+]
+ONE_EACH += [
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "glm",
+    "glm4",
+    "gemma",
+    "gemma3_images",
+    "mistral3",
+    "ministral3",
+]
 ONE_EACH += ["starcoder2", "stablelm_parallel", "phi", "gpt_neox", "falcon_40b"]
 ONE_EACH += ["gpt_oss", "gpt_oss_wide_sinks", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"]
 ONE_EACH += ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
-ONE_EACH += ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "bloom", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4_moe", "gptj"]
+ONE_EACH += [
+    "gemma3n",
+    "gemma3n_text",
+    "gemma4",
+    "gemma4_text",
+    "bloom",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "glm4_moe",
+    "gptj",
+]
 ONE_EACH += ["lfm2", "llama4", "llama4_text", "minimax_m2", "nemotron"]
 ONE_EACH += [
     "cohere_norms",
@@ -110,8 +190,19 @@ def test_sharded_over_two_devices(variant: str, tmp_path: Path) -> None:
     """Runs in a separate process, since the number of CPU devices is fixed when JAX starts."""
     code = "import sys, pathlib; from tests.models.test_golden import differences; "
     code += f"print(max(differences('{variant}', pathlib.Path(sys.argv[1]), 2)))"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    run = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < TOLERANCE
 

@@ -21,7 +21,9 @@ HIDDEN, FFN = 16, 24
 
 
 def experts(count: int) -> Experts:
-    config = dataclasses.replace(model_config(VARIANTS["mixtral"]), num_experts=count, hidden_size=HIDDEN, expert_size=FFN)
+    config = dataclasses.replace(
+        model_config(VARIANTS["mixtral"]), num_experts=count, hidden_size=HIDDEN, expert_size=FFN
+    )
     return Experts(config, jnp.float32, "mlp", ("w1", "w3", "w2"))
 
 
@@ -36,9 +38,14 @@ def compiled(form: str, count: int) -> Callable[..., jax.Array]:
 def test_each_row_goes_through_its_expert(form: str, count: int, rows: int, spread: str) -> None:
     rng = np.random.default_rng(0)
     x, gate_up, down = (
-        rng.normal(size=shape).astype(np.float32) for shape in ((rows, HIDDEN), (count, FFN, 2, HIDDEN), (count, HIDDEN, FFN))
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((rows, HIDDEN), (count, FFN, 2, HIDDEN), (count, HIDDEN, FFN))
     )
-    of = {"even": rng.integers(0, count, rows), "one": np.full(rows, count - 1), "ends": rng.choice([0, count - 1], rows)}
+    of = {
+        "even": rng.integers(0, count, rows),
+        "one": np.full(rows, count - 1),
+        "ends": rng.choice([0, count - 1], rows),
+    }
     chosen = of[spread]
     got = compiled(form, count)(x, chosen[:, None], gate_up, down)[:, 0]
     for i, expert in enumerate(chosen):
@@ -53,6 +60,8 @@ def test_the_cpu_program_has_no_copy_of_all_experts() -> None:
     def run(params: object, x: jax.Array) -> jax.Array:
         return nnx.merge(graph, params)(x)  # type: ignore[no-any-return]
 
-    compiled = jax.jit(run).lower(nnx.to_pure_dict(state), jax.ShapeDtypeStruct((8, HIDDEN), jnp.float32)).compile()
+    compiled = (
+        jax.jit(run).lower(nnx.to_pure_dict(state), jax.ShapeDtypeStruct((8, HIDDEN), jnp.float32)).compile()
+    )
     weights = 64 * 3 * FFN * HIDDEN * 4
     assert compiled.memory_analysis().temp_size_in_bytes < weights / 4

@@ -16,7 +16,9 @@ import pytest
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models import build
 
-MODELS: dict[str, Any] = json.loads((Path(__file__).parent.parent / "data" / "published_models.json").read_text())
+MODELS: dict[str, Any] = json.loads(
+    (Path(__file__).parent.parent / "data" / "published_models.json").read_text()
+)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -20,7 +20,18 @@ from tests.golden.weights import Golden, max_model_len, write_model
 from tests.models.test_golden import DenseCausal
 
 FAMILIES = ["llama_tied", "gemma2", "gpt2", "mixtral"]
-LATER = ["llama_gqa", "qwen3_tied", "opt_350m", "phi3_window", "qwen3_moe", "qwen3_next", "olmo2", "glm4", "stablelm_parallel", "phi"]
+LATER = [
+    "llama_gqa",
+    "qwen3_tied",
+    "opt_350m",
+    "phi3_window",
+    "qwen3_moe",
+    "qwen3_next",
+    "olmo2",
+    "glm4",
+    "stablelm_parallel",
+    "phi",
+]
 LATER += ["gpt_neox", "falcon_40b"]
 
 
@@ -33,7 +44,9 @@ def logits(model: Model, params: Params, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(run, compiler_options=QUICK)(params, tokens))
 
 
-def models(folder: Path, variant: str, quantization: str, devices: int = 1) -> tuple[tuple[Model, Params], tuple[Model, Params]]:
+def models(
+    folder: Path, variant: str, quantization: str, devices: int = 1
+) -> tuple[tuple[Model, Params], tuple[Model, Params]]:
     """The quantized model, and the plain one with dequantized weights."""
     write_model(folder, variant)
     config, mesh = read_config(folder), make_mesh(devices)
@@ -43,7 +56,9 @@ def models(folder: Path, variant: str, quantization: str, devices: int = 1) -> t
     def plain(leaf: Any) -> Any:
         return dequantize(leaf) if is_quantized(leaf) else leaf
 
-    widened = jax.jit(lambda params: jax.tree.map(plain, params, is_leaf=is_quantized), compiler_options=QUICK)(params)
+    widened = jax.jit(
+        lambda params: jax.tree.map(plain, params, is_leaf=is_quantized), compiler_options=QUICK
+    )(params)
     return (model, params), (build(config, "float32", max_model_len(variant)), widened)
 
 
@@ -52,7 +67,9 @@ def quantized(params: Params) -> list[Quantized]:
     return [leaf for leaf in leaves if isinstance(leaf, Quantized)]
 
 
-@pytest.mark.parametrize("variant", [*FAMILIES, *(pytest.param(variant, marks=pytest.mark.full) for variant in LATER)])
+@pytest.mark.parametrize(
+    "variant", [*FAMILIES, *(pytest.param(variant, marks=pytest.mark.full) for variant in LATER)]
+)
 def test_int8_weights(variant: str, tmp_path: Path) -> None:
     mine, plain = models(tmp_path, variant, "int8")
     tokens = Golden.read(variant).cases[0].prompt
@@ -70,7 +87,10 @@ def test_activations_too(quantization: str, variant: str, tmp_path: Path) -> Non
     assert 1e-5 < error < (0.05 if quantization == "w8a8" else 0.25)
 
 
-@pytest.mark.parametrize("variant", ["mixtral", *(pytest.param(variant, marks=pytest.mark.full) for variant in ("llama_gqa", "gpt2"))])
+@pytest.mark.parametrize(
+    "variant",
+    ["mixtral", *(pytest.param(variant, marks=pytest.mark.full) for variant in ("llama_gqa", "gpt2"))],
+)
 def test_int4_weights(variant: str, tmp_path: Path) -> None:
     mine, plain = models(tmp_path, variant, "int4")
     tokens = Golden.read(variant).cases[0].prompt

@@ -29,12 +29,18 @@ def test_dynamic_is_the_default_within_the_trained_context_and_stretched_beyond(
     dynamic = config("rope_dynamic_beyond")  # trained on 64 tokens
     default = dataclasses.replace(dynamic, rope_scaling=None)
     assert rope(dynamic, 10) == rope(dynamic, 64) == rope(default, 64)
-    assert rope(dynamic, 192).frequencies[-1] < rope(dynamic, 65).frequencies[-1] < rope(dynamic, 64).frequencies[-1]
+    assert (
+        rope(dynamic, 192).frequencies[-1]
+        < rope(dynamic, 65).frequencies[-1]
+        < rope(dynamic, 64).frequencies[-1]
+    )
 
 
 def test_yarn_magnitudes() -> None:
     assert rope(config("rope_yarn"), 256).magnitude == pytest.approx(0.1 * np.log(4) + 1)
-    assert rope(config("rope_yarn_mscale"), 256).magnitude == pytest.approx((0.1 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
+    assert rope(config("rope_yarn_mscale"), 256).magnitude == pytest.approx(
+        (0.1 * np.log(4) + 1) / (0.05 * np.log(4) + 1)
+    )
     assert rope(config("rope_yarn_attention_factor"), 256).magnitude == 0.9
 
 
@@ -44,7 +50,11 @@ def test_longrope_has_factors_for_short_and_for_long_sequences() -> None:
     default = np.array(rope(dataclasses.replace(found, rope_scaling=None), 64).frequencies)
     assert rope(found, 64).frequencies == pytest.approx(default / found.rope_scaling.short_factor)
     assert rope(found, 65).frequencies == pytest.approx(default / found.rope_scaling.long_factor)
-    assert rope(found, 64).magnitude == rope(found, 65).magnitude == pytest.approx(np.sqrt(1 + np.log(4) / np.log(64)))
+    assert (
+        rope(found, 64).magnitude
+        == rope(found, 65).magnitude
+        == pytest.approx(np.sqrt(1 + np.log(4) / np.log(64)))
+    )
 
 
 def test_layers_with_a_window_have_frequencies_of_their_own_where_the_model_says_so() -> None:

@@ -64,7 +64,11 @@ def found(virtual: Virtual, name: str) -> Finding:
     assert [finding.name for finding in explanation.findings] == [name], explanation
     finding = explanation.findings[0]
     assert explanation.bound == name and 0.0 < finding.share <= 1.0
-    assert finding.evidence and finding.option in str(finding) and finding.effect in explanation._repr_html_().replace("&#x27;", "'")
+    assert (
+        finding.evidence
+        and finding.option in str(finding)
+        and finding.effect in explanation._repr_html_().replace("&#x27;", "'")
+    )
     return finding
 
 
@@ -110,7 +114,10 @@ def test_requests_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(10):
         virtual.ask(TILE, 20, at=0.22 * i)
     finding = found(virtual, "batches_too_small")
-    assert finding.option == "requests at once" and finding.effect == "7.0 times the tokens a second with 8 at once"
+    assert (
+        finding.option == "requests at once"
+        and finding.effect == "7.0 times the tokens a second with 8 at once"
+    )
 
 
 def test_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +143,10 @@ def test_queueing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(busy(make_virtual(monkeypatch, load=Load(away=6 * MS))), "slow_readers").option == "how outputs are read"
+    assert (
+        found(busy(make_virtual(monkeypatch, load=Load(away=6 * MS))), "slow_readers").option
+        == "how outputs are read"
+    )
 
 
 def test_a_server_has_no_callers_in_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +163,11 @@ def test_slow_readers_of_a_server(healthy: Trace) -> None:
     assert explain(trace).bound == "device"
     trace.readers = Readers(streams=8, waiting=2, longest=3.5)
     [finding] = explain(trace).findings
-    assert finding.name == "slow_readers" and finding.evidence == {"the longest wait": "3.5 s"} and finding.option == "write_timeout"
+    assert (
+        finding.name == "slow_readers"
+        and finding.evidence == {"the longest wait": "3.5 s"}
+        and finding.option == "write_timeout"
+    )
 
 
 def test_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +183,9 @@ def test_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(8):
         virtual.ask(TILE, 100, mask=Slow())
     finding = found(virtual, "masks")
-    assert finding.option == "structured_outputs" and finding.evidence["masks, a step that has some"] == "24 ms"
+    assert (
+        finding.option == "structured_outputs" and finding.evidence["masks, a step that has some"] == "24 ms"
+    )
 
 
 def test_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,18 +225,23 @@ def test_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, (1 << 30) + int((now - 1000) * (5 << 20)), 3 << 30))
+    monkeypatch.setattr(
+        step_recorder, "memory", lambda now: Memory(now, (1 << 30) + int((now - 1000) * (5 << 20)), 3 << 30)
+    )
     finding = found(busy(make_virtual(monkeypatch), output=1900), "memory_growth")
     assert "300 MiB" in finding.summary and finding.effect == "memory lasts for 10 minutes more"
 
 
 def test_a_machine_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = found(busy(make_virtual(monkeypatch, load=Load(slower=1.6))), "busy_machine")
-    assert 1.4 < float(finding.evidence["steps, against their costs"].split()[0]) <= 1.6  # some of it moves the costs
+    # some of it moves the costs
+    assert 1.4 < float(finding.evidence["steps, against their costs"].split()[0]) <= 1.6
 
 
 def test_a_loop_without_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = found(busy(make_virtual(monkeypatch, load=Load(schedule=20 * MS, processor=0.3))), "busy_machine")
+    finding = found(
+        busy(make_virtual(monkeypatch, load=Load(schedule=20 * MS, processor=0.3))), "busy_machine"
+    )
     assert finding.evidence["processor time of the loop"] == "30%"
 
 

@@ -51,6 +51,9 @@ def test_nothing_is_written_if_it_is_not_shown(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_estimate() -> None:
-    assert progress_line("compiling", "program", 12, 68, 40) == "compiling: 12 of 68 programs after 40 s, about 3 min left"
+    assert (
+        progress_line("compiling", "program", 12, 68, 40)
+        == "compiling: 12 of 68 programs after 40 s, about 3 min left"
+    )
     assert progress_line("compiling", "program", 68, 68, 240) == "compiling: 68 of 68 programs after 4 min"
     assert [duration(seconds) for seconds in (0.4, 119, 150, 9000)] == ["0 s", "119 s", "2 min", "2.5 h"]

@@ -32,15 +32,23 @@ def test_stages_add_up(virtual: Virtual) -> None:
     assert [step.number for step in steps] == list(range(len(steps)))
     steady = steps[10:-10]
     for step in steady:
-        assert step.rows == 8 and step.padded_rows == 0 and step.tiles == step.prompt_tokens == 0 and not step.chunks
+        assert (
+            step.rows == 8
+            and step.padded_rows == 0
+            and step.tiles == step.prompt_tokens == 0
+            and not step.chunks
+        )
         assert (step.schedule, step.pack, step.dispatch) == pytest.approx((0.5 * MS, 0.0, 0.2 * MS))
-        assert (step.collect, step.text, step.away, step.mask) == pytest.approx((0.2 * MS, 0.1 * MS, 0.3 * MS, 0.0))
+        assert (step.collect, step.text, step.away, step.mask) == pytest.approx(
+            (0.2 * MS, 0.1 * MS, 0.3 * MS, 0.0)
+        )
         assert step.waited and step.device == pytest.approx(step.predicted) == pytest.approx(10.26 * MS)
         assert step.cpu == pytest.approx(0.5 * MS)
         assert step.dispatched == pytest.approx(step.begun + 0.7 * MS)
         assert step.predicted_plan > 0 and step.predicted_collect > 0
         assert (step.running, step.waiting, step.strategy, step.reason) == (8, 0, "throughput", "")
-    for before, after in pairwise(steady):  # a turn of the loop: this step's plan, the step before's end, and what follows
+    # a turn of the loop: this step's plan, the step before's end, and what follows
+    for before, after in pairwise(steady):
         assert after.begun - before.begun == pytest.approx(before.seconds)
         assert after.dispatched < before.ended < after.ended, "steps overlap"
 
@@ -61,10 +69,22 @@ def test_requests(virtual: Virtual) -> None:
     while len(virtual.engine.records.requests) < 1:
         virtual.turn()
     ended, running = virtual.engine.trace().requests
-    assert (ended.request_id, ended.output_tokens, ended.reason, ended.prompt_tokens) == ("r0", 4, "length", TILE)
+    assert (ended.request_id, ended.output_tokens, ended.reason, ended.prompt_tokens) == (
+        "r0",
+        4,
+        "length",
+        TILE,
+    )
     assert ended.arrival == 1000.0 < ended.scheduled < ended.first_token < ended.ended
-    assert (running.request_id, running.ended, running.reason) == ("r1", 0.0, "") and running.arrival == pytest.approx(1000.02)
-    assert (ended.pages, running.pages) == (0, virtual.engine.scheduler.blocks.owned) and running.pages >= TILE // 16
+    assert (running.request_id, running.ended, running.reason) == (
+        "r1",
+        0.0,
+        "",
+    ) and running.arrival == pytest.approx(1000.02)
+    assert (ended.pages, running.pages) == (
+        0,
+        virtual.engine.scheduler.blocks.owned,
+    ) and running.pages >= TILE // 16
     virtual.engine.end("r1", "abort", "cancelled")
     assert [request.reason for request in virtual.engine.trace().requests] == ["length", "abort"]
 
@@ -108,11 +128,23 @@ def test_totals(virtual: Virtual) -> None:
 counts = st.integers(0, 1000)
 
 
-@given(*[st.builds(StepTotals, steps=st.dictionaries(st.sampled_from(["8+0", "8+1"]), counts), rows=counts, resident=counts)] * 2)
+@given(
+    *[
+        st.builds(
+            StepTotals,
+            steps=st.dictionaries(st.sampled_from(["8+0", "8+1"]), counts),
+            rows=counts,
+            resident=counts,
+        )
+    ]
+    * 2
+)
 def test_totals_of_several_engines(first: StepTotals, second: StepTotals) -> None:
     both = first + second
     assert both.rows == first.rows + second.rows and both.resident == second.resident
-    assert both.steps == {name: first.steps.get(name, 0) + second.steps.get(name, 0) for name in first.steps | second.steps}
+    assert both.steps == {
+        name: first.steps.get(name, 0) + second.steps.get(name, 0) for name in first.steps | second.steps
+    }
     assert both.tokens == (0,) * (len(TOKENS) + 1)
 
 

@@ -1,4 +1,6 @@
-"""Reports about random queues: each ends, within a number of iterations that does not depend on what the requests are."""
+"""Reports about random queues: each ends, within a number of iterations that does not depend on what the
+requests are.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,13 @@ def draw_jobs(draw: random.Random, most: int, longest: int, decoding: bool) -> l
     jobs = []
     for _ in range(draw.randint(0, most)):
         end = draw.randint(1, longest)
-        jobs.append(Job(draw.choice([0, end - 1, end] if decoding else [0, end - 1]), end, draw.choice([1, 600, draw.randint(1, 1000)])))
+        jobs.append(
+            Job(
+                draw.choice([0, end - 1, end] if decoding else [0, end - 1]),
+                end,
+                draw.choice([1, 600, draw.randint(1, 1000)]),
+            )
+        )
     return jobs
 
 
@@ -61,7 +69,8 @@ def test_forecasts_end(queues: int) -> None:
         running = draw_jobs(draw, machine.max_rows, longest, decoding=True)
         waiting = draw_jobs(draw, draw.choice([0, 5, 400]), longest, decoding=False)
         new = [
-            Job(0, draw.randint(1, longest), draw.randint(1, 256), draw.choice([1, 1, 64]), number) for number in range(draw.randint(1, 3))
+            Job(0, draw.randint(1, longest), draw.randint(1, 256), draw.choice([1, 1, 64]), number)
+            for number in range(draw.randint(1, 3))
         ]
         with counted_iterations(100_000) as counts:
             forecast = Forecast(machine, running, waiting, new)
@@ -76,7 +85,11 @@ def draw_engine(draw: random.Random, patch: pytest.MonkeyPatch) -> Virtual:
     batching = draw.choice(["continuous", "continuous", "dynamic"])
     options = SchedulingOptions(
         policy=draw.choice(["fcfs", "priority", "fair"]),
-        strategy=draw.choice(["throughput", "latency", "memory", "auto"] if batching == "continuous" else ["throughput", "memory"]),
+        strategy=draw.choice(
+            ["throughput", "latency", "memory", "auto"]
+            if batching == "continuous"
+            else ["throughput", "memory"]
+        ),
         on_late=draw.choice(["serve", "reject"]),
         ttft_ms=draw.choice([None, 50.0]),
         tpot_ms=draw.choice([None, 20.0]),
@@ -169,23 +182,37 @@ def test_two_batches_of_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("on_late", ["serve", "reject"])
 def test_judging_many_requests_takes_several_steps(on_late: OnLate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts with targets that come at once, half of which cannot be met: each step judges only some of them."""
+    """Prompts with targets that come at once, half of which cannot be met: each step judges only some of
+    them.
+    """
     monkeypatch.setattr(acceptance, "EFFORT", 500)
-    virtual = make_virtual(monkeypatch, tile=16, options=SchedulingOptions(strategy="latency", on_late=on_late))
+    virtual = make_virtual(
+        monkeypatch, tile=16, options=SchedulingOptions(strategy="latency", on_late=on_late)
+    )
     for number in range(30):
         params, tpot_ms = SamplingParams(max_tokens=2), 1e6 if number % 2 else 1.0
-        request = Request(request_id=str(number), prompt_token_ids=[number + 1] * 150, params=params, arrival=1000.0, tpot_ms=tpot_ms)
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=[number + 1] * 150,
+            params=params,
+            arrival=1000.0,
+            tpot_ms=tpot_ms,
+        )
         virtual.engine.add(request)
     while virtual.engine.has_work:
         with counted_iterations() as counts:
             virtual.turn()
         assert counts["promises"] <= 5000
     load = virtual.engine.load
-    assert (load.targets_met, load.targets_missed, load.targets_rejected) == ((15, 15, 0) if on_late == "serve" else (15, 0, 15))
+    assert (load.targets_met, load.targets_missed, load.targets_rejected) == (
+        (15, 15, 0) if on_late == "serve" else (15, 0, 15)
+    )
 
 
 def test_an_endless_loop_is_counted() -> None:
     """Otherwise these tests would hang, rather than fail, if a forecast did not end."""
     machine = draw_machine(random.Random(0))
     with pytest.raises(TooManyIterations), counted_iterations(10):
-        Forecast(machine, [], draw_jobs(random.Random(0), 400, 50, decoding=False), [Job(0, 5, 5, 1, 0)]).run()
+        Forecast(
+            machine, [], draw_jobs(random.Random(0), 400, 50, decoding=False), [Job(0, 5, 5, 1, 0)]
+        ).run()

@@ -22,7 +22,9 @@ Event = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """A trace with all features: chunked prompts together with rows, preemptions, a pause, a waiting request."""
+    """A trace with all features: chunked prompts together with rows, preemptions, a pause, a waiting
+    request.
+    """
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, 1 << 30, 1 << 33))
         virtual = make_virtual(monkeypatch, pages=60, load=Load(away=0.1 * MS))
@@ -63,7 +65,9 @@ def test_the_last_seconds(trace: Trace) -> None:
     assert not last.pauses and last.memories == trace.memories
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "[]", "{}", '{"traceEvents": []}', '{"jengine": {"steps": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["", "nonsense", "[]", "{}", '{"traceEvents": []}', '{"jengine": {"steps": 3}}']
+)
 def test_what_is_no_trace(text: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text(text)
@@ -87,11 +91,15 @@ def test_the_format(events: list[Event]) -> None:
         if event["ph"] == "X":
             assert event["dur"] >= 0.0 and event["tid"] > 0 and isinstance(event["args"], dict)
         if event["ph"] == "C":
-            assert event["args"] and all(isinstance(value, int | float) and value >= 0 for value in event["args"].values())
+            assert event["args"] and all(
+                isinstance(value, int | float) and value >= 0 for value in event["args"].values()
+            )
         if event["ph"] == "i":
             assert event["s"] in "gpt"
     names = {
-        (event["pid"], event.get("tid")): event["args"]["name"] for event in events if event["name"] in ("process_name", "thread_name")
+        (event["pid"], event.get("tid")): event["args"]["name"]
+        for event in events
+        if event["name"] in ("process_name", "thread_name")
     }
     used = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
     assert used <= {*names} and {name for (pid, tid), name in names.items() if pid == 1 and tid} == {*LANES}
@@ -122,10 +130,21 @@ def test_what_is_shown(trace: Trace, events: list[Event]) -> None:
     assert [event["args"]["step"] for event in device] == [step.number for step in steps]
     assert {event["args"]["program"] for event in device} == {step.name for step in steps}
     assert len(by_name["schedule"]) == len(by_name["dispatch"]) == len(by_name["wait"]) == len(steps)
-    assert sum(event["args"]["count"] for event in by_name["preemption"]) == steps[-1].preemptions - steps[0].preemptions > 0
-    resumed = {kind: sum(event["args"]["count"] for event in by_name[f"resumption ({kind})"]) for kind in ("cached", "swap", "recompute")}
-    assert tuple(resumed.values()) == steps[-1].resumptions and resumed["recompute"] > 0, "without a prefix cache nothing else is possible"
-    chunks = [event for event in events if event["ph"] == "X" and event["pid"] == 2 and "position" in event["args"]]
+    assert (
+        sum(event["args"]["count"] for event in by_name["preemption"])
+        == steps[-1].preemptions - steps[0].preemptions
+        > 0
+    )
+    resumed = {
+        kind: sum(event["args"]["count"] for event in by_name[f"resumption ({kind})"])
+        for kind in ("cached", "swap", "recompute")
+    }
+    assert tuple(resumed.values()) == steps[-1].resumptions and resumed["recompute"] > 0, (
+        "without a prefix cache nothing else is possible"
+    )
+    chunks = [
+        event for event in events if event["ph"] == "X" and event["pid"] == 2 and "position" in event["args"]
+    ]
     assert len(chunks) == sum(len(step.chunks) for step in steps)
     lanes = {event["tid"] for event in events if event["ph"] == "X" and event["pid"] == 2}
     assert len(lanes) == len(trace.requests) == 12
@@ -139,5 +158,9 @@ def test_pages_of_the_host_tier(trace: Trace) -> None:
     """Spills and fetches are counted for each step; an engine without a tier has no such counter."""
     before = trace.steps[0]
     after = msgspec.structs.replace(before, number=1, spills=before.spills + 3, fetches=before.fetches + 2)
-    counters = [event["args"] for event in trace_events([before, after], [], [], TILE) if event["name"] == "pages moved"]
+    counters = [
+        event["args"]
+        for event in trace_events([before, after], [], [], TILE)
+        if event["name"] == "pages moved"
+    ]
     assert counters == [{"to_host": 3, "from_host": 2}]

@@ -72,7 +72,11 @@ class VirtualRunner:
         self._free = 0.0
 
     def begin(self, plan: StepPlan) -> InFlight:
-        seconds = self._costs.base(plan.trunk) + self._costs.base(plan.sampler) + self._costs.slopes.seconds(plan.work)
+        seconds = (
+            self._costs.base(plan.trunk)
+            + self._costs.base(plan.sampler)
+            + self._costs.slopes.seconds(plan.work)
+        )
         step = InFlight(plan, self._clock.now, max(self._free, self._clock.now) + self._load.slower * seconds)
         self._free = step.done
         self._clock.work(self._load.dispatch, self._load.processor)
@@ -111,7 +115,9 @@ class Virtual:
         number, self.asked = self.asked, self.asked + 1
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         tokens = [number + 10, *range(prompt - 1)]
-        request = Request(request_id=f"r{number}", prompt_token_ids=tokens, params=params, arrival=1000.0 + at, mask=mask)
+        request = Request(
+            request_id=f"r{number}", prompt_token_ids=tokens, params=params, arrival=1000.0 + at, mask=mask
+        )
         self.arrivals.append((1000.0 + at, request))
 
     def run(self) -> Trace:
@@ -152,7 +158,11 @@ def make_virtual(
     """A step takes `base` plus `token` for each of its program's tokens, or the time returned by `trunk`."""
     clock, load = Clock(), load or Load()
     virtual_time = SimpleNamespace(
-        perf_counter=lambda: clock.now, thread_time=lambda: clock.cpu, time=lambda: clock.now, monotonic=lambda: clock.now, sleep=clock.work
+        perf_counter=lambda: clock.now,
+        thread_time=lambda: clock.cpu,
+        time=lambda: clock.now,
+        monotonic=lambda: clock.now,
+        sleep=clock.work,
     )
     monkeypatch.setattr(pauses, "_pauses", pauses.GarbagePauses())
     for module in (engine_module, step_recorder, pauses):

@@ -24,7 +24,11 @@ def cluster() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ray's own
         ray = pytest.importorskip("ray")
-        paths = {"PYTHONPATH": str(ROOT), "JENGINE_CACHE_DIR": os.environ["JENGINE_CACHE_DIR"], "JAX_PLATFORMS": "cpu"}
+        paths = {
+            "PYTHONPATH": str(ROOT),
+            "JENGINE_CACHE_DIR": os.environ["JENGINE_CACHE_DIR"],
+            "JAX_PLATFORMS": "cpu",
+        }
         ray.init(
             num_cpus=8,  # as far as scheduling is concerned
             include_dashboard=False,
@@ -39,7 +43,9 @@ def cluster() -> Iterator[None]:
 def mock_llm(folder: Path, pids: Path, seconds: float, _: Any) -> AsyncLLM:
     """An LLM with a mock engine, which leaves a file with its process's id."""
     (pids / str(os.getpid())).touch()
-    return AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, max_num_seqs=8, seconds=seconds)), Tokenizer.load(folder))
+    return AsyncLLM.over(
+        EngineThread(MockEngine(vocab_size=501, max_num_seqs=8, seconds=seconds)), Tokenizer.load(folder)
+    )
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import pytest
 from jengine import AsyncLLM, Tokenizer
 from tests.on_ray.conftest import wait_until
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]  # ray's warnings
+# ray's warnings
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]
 PARAMS = {"max_tokens": 4, "temperature": 0.0}
 
 
@@ -37,22 +38,32 @@ def killed_once(dataset: Any, pids: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_every_row_once_when_a_worker_is_killed(make_llm: Callable[..., AsyncLLM], pids: Path, model: Path) -> None:
+def test_every_row_once_when_a_worker_is_killed(
+    make_llm: Callable[..., AsyncLLM], pids: Path, model: Path
+) -> None:
     import ray
 
     from jengine.ray.data import ProcessorConfig, build_processor
 
     config = ProcessorConfig(model_source="mock", concurrency=(2, 2), batch_size=16, max_concurrent_batches=2)
     processor = build_processor(
-        config, preprocess=lambda row: {**row, "prompt": f"row {row['id']}", "sampling_params": PARAMS}, make_llm=make_llm
+        config,
+        preprocess=lambda row: {**row, "prompt": f"row {row['id']}", "sampling_params": PARAMS},
+        make_llm=make_llm,
     )
     rows = killed_once(processor(ray.data.range(2000, override_num_blocks=40)), pids)
     assert sorted(row["id"] for row in rows) == [*range(2000)]
     tokenizer = Tokenizer.load(model)
     for row in rows:
         ids = tokenizer.encode(row["prompt"])
-        assert list(row["generated_tokens"]) == (ids * 4)[:4] and row["generated_text"] == tokenizer.decode((ids * 4)[:4])
-        assert (row["num_input_tokens"], row["num_generated_tokens"], row["finish_reason"]) == (len(ids), 4, "length")
+        assert list(row["generated_tokens"]) == (ids * 4)[:4] and row["generated_text"] == tokenizer.decode(
+            (ids * 4)[:4]
+        )
+        assert (row["num_input_tokens"], row["num_generated_tokens"], row["finish_reason"]) == (
+            len(ids),
+            4,
+            "length",
+        )
 
 
 def test_columns(make_llm: Callable[..., AsyncLLM], model: Path) -> None:
@@ -62,15 +73,35 @@ def test_columns(make_llm: Callable[..., AsyncLLM], model: Path) -> None:
     from jengine.ray.data import ProcessorConfig, build_processor
 
     given = [
-        {"key": 0, "messages": [{"role": "user", "content": "hello"}], "tokenized_prompt": None, "prompt": None, "sampling_params": PARAMS},
-        {"key": 1, "messages": None, "tokenized_prompt": [5, 6, 7], "prompt": None, "sampling_params": {"max_tokens": 2}},
+        {
+            "key": 0,
+            "messages": [{"role": "user", "content": "hello"}],
+            "tokenized_prompt": None,
+            "prompt": None,
+            "sampling_params": PARAMS,
+        },
+        {
+            "key": 1,
+            "messages": None,
+            "tokenized_prompt": [5, 6, 7],
+            "prompt": None,
+            "sampling_params": {"max_tokens": 2},
+        },
         {"key": 2, "messages": None, "tokenized_prompt": None, "prompt": "text", "sampling_params": None},
         {"key": 3, "messages": None, "tokenized_prompt": None, "prompt": None, "sampling_params": PARAMS},
-        {"key": 4, "messages": None, "tokenized_prompt": None, "prompt": "x", "sampling_params": {"max_tokens": -1}},
+        {
+            "key": 4,
+            "messages": None,
+            "tokenized_prompt": None,
+            "prompt": "x",
+            "sampling_params": {"max_tokens": -1},
+        },
     ]
     config = ProcessorConfig(model_source="mock", should_continue_on_error=True)
     processor = build_processor(
-        config, postprocess=lambda row: {name: value for name, value in row.items() if name != "messages"}, make_llm=make_llm
+        config,
+        postprocess=lambda row: {name: value for name, value in row.items() if name != "messages"},
+        make_llm=make_llm,
     )
     rows = {row["key"]: row for row in processor(ray.data.from_items(given)).take_all()}
     tokenizer = Tokenizer.load(model)
@@ -78,9 +109,14 @@ def test_columns(make_llm: Callable[..., AsyncLLM], model: Path) -> None:
     assert list(rows[0]["prompt_token_ids"]) == ids and list(rows[0]["generated_tokens"]) == ids[:4]
     assert list(rows[1]["generated_tokens"]) == [5, 6] and rows[1]["num_input_tokens"] == 3
     assert rows[2]["prompt"] == "text" and rows[2]["num_generated_tokens"] == 16
-    assert "a row must have one of prompt" in rows[3]["__inference_error__"] and "max_tokens" in rows[4]["__inference_error__"]
+    assert (
+        "a row must have one of prompt" in rows[3]["__inference_error__"]
+        and "max_tokens" in rows[4]["__inference_error__"]
+    )
     assert [rows[key]["__inference_error__"] for key in range(3)] == ["", "", ""]
-    failing = build_processor(ProcessorConfig(model_source="mock"), make_llm=make_llm)(ray.data.from_items(given[4:]))
+    failing = build_processor(ProcessorConfig(model_source="mock"), make_llm=make_llm)(
+        ray.data.from_items(given[4:])
+    )
     with pytest.raises(Exception, match="max_tokens"):
         failing.take_all()
 
@@ -99,10 +135,16 @@ def test_a_model(pids: Path) -> None:
     options = {"dtype": "float32", "warm_up": "all"}
     config = ProcessorConfig(model_source="demo", engine_kwargs=options, concurrency=(2, 2))
     processor = build_processor(
-        config, preprocess=lambda row: {**row, "prompt": f"def f{row['id']}(", "sampling_params": PARAMS}, make_llm=make
+        config,
+        preprocess=lambda row: {**row, "prompt": f"def f{row['id']}(", "sampling_params": PARAMS},
+        make_llm=make,
     )
     rows = killed_once(processor(ray.data.range(2000, override_num_blocks=40)), pids)
     assert sorted(row["id"] for row in rows) == [*range(2000)]
     some = sorted(rows, key=lambda row: row["id"])[:50]
-    expected = LLM("demo", progress=False, **options).generate([row["prompt"] for row in some], SamplingParams(**PARAMS), use_tqdm=False)  # type: ignore[arg-type]
-    assert [list(row["generated_tokens"]) for row in some] == [list(one.outputs[0].token_ids) for one in expected]
+    expected = LLM("demo", progress=False, **options).generate(
+        [row["prompt"] for row in some], SamplingParams(**PARAMS), use_tqdm=False
+    )  # type: ignore[arg-type]
+    assert [list(row["generated_tokens"]) for row in some] == [
+        list(one.outputs[0].token_ids) for one in expected
+    ]

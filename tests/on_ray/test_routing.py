@@ -24,11 +24,28 @@ def test_keys() -> None:
 
     system, first = {"role": "system", "content": "be brief"}, {"role": "user", "content": "a question"}
     turn = prefix_key({"messages": [system, first]})
-    assert turn == prefix_key({"messages": [system, first, {"role": "assistant", "content": "so"}, {"role": "user", "content": "and?"}]})
+    assert turn == prefix_key(
+        {
+            "messages": [
+                system,
+                first,
+                {"role": "assistant", "content": "so"},
+                {"role": "user", "content": "and?"},
+            ]
+        }
+    )
     assert turn != prefix_key({"messages": [system, {"role": "user", "content": "another"}]})
     assert turn != prefix_key({"messages": [first]}) != prefix_key({"messages": [first], "tools": [1]})
-    assert prefix_key({"prompt": "x" * 600 + "a"}) == prefix_key({"prompt": "x" * 600 + "b"}) != prefix_key({"prompt": "y"})
-    assert prefix_key({"prompt": [1, 2, 3]}) == prefix_key({"prompt": [[1, 2, 3], [4]]}) != prefix_key({"prompt": [1, 2]})
+    assert (
+        prefix_key({"prompt": "x" * 600 + "a"})
+        == prefix_key({"prompt": "x" * 600 + "b"})
+        != prefix_key({"prompt": "y"})
+    )
+    assert (
+        prefix_key({"prompt": [1, 2, 3]})
+        == prefix_key({"prompt": [[1, 2, 3], [4]]})
+        != prefix_key({"prompt": [1, 2]})
+    )
     for body in ({}, {"prompt": []}, {"prompt": 5}, {"messages": "x"}, {"messages": []}):
         assert prefix_key(body) == ""
     assert prefix_key({"messages": ["x"]}) and prefix_key({"prompt": "\ud800"})
@@ -40,16 +57,26 @@ def test_ranks() -> None:
     idle = dict.fromkeys("abcd", 0)
     homes = {str(key): ranked(str(key), idle) for key in range(400)}
     assert all(sorted(ranks) == [*"abcd"] for ranks in homes.values())
-    assert all(50 < sum(ranks[0] == name for ranks in homes.values()) < 150 for name in "abcd"), "keys are spread"
+    assert all(50 < sum(ranks[0] == name for ranks in homes.values()) < 150 for name in "abcd"), (
+        "keys are spread"
+    )
     without = {key: ranked(key, dict.fromkeys("abc", 0)) for key in homes}
-    assert all(without[key] == [name for name in ranks if name != "d"] for key, ranks in homes.items()), "only d's keys move"
+    assert all(without[key] == [name for name in ranks if name != "d"] for key, ranks in homes.items()), (
+        "only d's keys move"
+    )
     busy = {"a": 20, "b": 1, "c": 1, "d": 1}
-    assert all(ranked(key, busy) == [name for name in ranks if name != "a"] + ["a"] for key, ranks in homes.items())
-    assert all(ranked(key, {"a": 5, "b": 2, "c": 1, "d": 0}) == ranks for key, ranks in homes.items()), "a little more is no matter"
+    assert all(
+        ranked(key, busy) == [name for name in ranks if name != "a"] + ["a"] for key, ranks in homes.items()
+    )
+    assert all(ranked(key, {"a": 5, "b": 2, "c": 1, "d": 0}) == ranks for key, ranks in homes.items()), (
+        "a little more is no matter"
+    )
     assert ranked("x", {}) == []
 
 
-@pytest.mark.parametrize("tokens, expected", [((), 1), ((0, 0), 1), ((1000,), 1), ((1001,), 2), ((3000, 2500), 4), ((10**6,), 4)])
+@pytest.mark.parametrize(
+    "tokens, expected", [((), 1), ((0, 0), 1), ((1000,), 1), ((1001,), 2), ((3000, 2500), 4), ((10**6,), 4)]
+)
 def test_replicas(tokens: tuple[int, ...], expected: int) -> None:
     context: Any = SimpleNamespace(
         aggregated_metrics={QUEUED_TOKENS: dict(enumerate(tokens))} if tokens else None,
@@ -84,17 +111,29 @@ def test_health(model: Path) -> None:
     from jengine.serving.processes.mock_engine import MockEngine
 
     def make(_: object) -> AsyncLLM:
-        return AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, fail_at=60, seconds=0.002)), Tokenizer.load(model))
+        return AsyncLLM.over(
+            EngineThread(MockEngine(vocab_size=501, fail_at=60, seconds=0.002)), Tokenizer.load(model)
+        )
 
     async def main() -> None:
         engine = Engine(ServeConfig(model="mock"), make)
-        body, head, client = b'{"prompt": [1, 2], "max_tokens": 20}', {"content-type": "application/json"}, ("10.0.0.1", 5)
+        body, head, client = (
+            b'{"prompt": [1, 2], "max_tokens": 20}',
+            {"content-type": "application/json"},
+            ("10.0.0.1", 5),
+        )
         await engine.check_health()
         assert await engine.record_autoscaling_stats() == {QUEUED_TOKENS: 0.0}
-        (status, _), *rest = [part async for part in engine.answer("POST", "/v1/completions", head, body, client)]
+        (status, _), *rest = [
+            part async for part in engine.answer("POST", "/v1/completions", head, body, client)
+        ]
         assert status == 200 and b"text" in b"".join(rest)
         for _ in range(3):
-            statuses = [part[0] async for part in engine.answer("POST", "/v1/completions", head, body, client) if isinstance(part, tuple)]
+            statuses = [
+                part[0]
+                async for part in engine.answer("POST", "/v1/completions", head, body, client)
+                if isinstance(part, tuple)
+            ]
         assert statuses == [503]
         with pytest.raises(EngineDead):
             await engine.check_health()

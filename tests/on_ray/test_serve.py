@@ -50,13 +50,22 @@ def run(make_llm: Callable[..., AsyncLLM], **options: Any) -> None:
     serve.run(build_app(ServeConfig(**{"model": "mock", "num_cpus": 0.1, **options}), make_llm))
 
 
-def test_answers_while_a_replica_is_replaced(client: OpenAI, make_llm: Callable[..., AsyncLLM], pids: Path) -> None:
+def test_answers_while_a_replica_is_replaced(
+    client: OpenAI, make_llm: Callable[..., AsyncLLM], pids: Path
+) -> None:
     run(make_llm, min_replicas=2, max_replicas=2)
     wait_until(lambda: len([*pids.iterdir()]) == 2)
     chat = client.chat.completions.create(model="mock", messages=HELLO, max_tokens=5)
-    assert chat.usage is not None and chat.usage.completion_tokens == 5 and chat.choices[0].finish_reason == "length"
+    assert (
+        chat.usage is not None
+        and chat.usage.completion_tokens == 5
+        and chat.choices[0].finish_reason == "length"
+    )
     parts = [*client.chat.completions.create(model="mock", messages=HELLO, max_tokens=5, stream=True)]
-    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == chat.choices[0].message.content
+    assert (
+        "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        == chat.choices[0].message.content
+    )
     assert [model.id for model in client.models.list()] == ["mock"]
     with pytest.raises(BadRequestError, match="temprature"):
         client.completions.create(model="mock", prompt="x", extra_body={"temprature": 1})
@@ -70,7 +79,9 @@ def test_answers_while_a_replica_is_replaced(client: OpenAI, make_llm: Callable[
         while not stop.is_set():
             number += 1
             try:
-                answer = client.completions.create(model="mock", prompt=f"{which} {number} question", max_tokens=20)
+                answer = client.completions.create(
+                    model="mock", prompt=f"{which} {number} question", max_tokens=20
+                )
                 answers.append(answer.choices[0].text)
             except BaseException as error:
                 wrong.append(error)
@@ -107,13 +118,17 @@ def test_scaled_by_tokens(client: OpenAI, make_llm: Callable[..., AsyncLLM], pid
         thread.join()
 
 
-def test_equal_beginnings_go_to_one_replica(client: OpenAI, make_llm: Callable[..., AsyncLLM], pids: Path) -> None:
+def test_equal_beginnings_go_to_one_replica(
+    client: OpenAI, make_llm: Callable[..., AsyncLLM], pids: Path
+) -> None:
     run(make_llm, min_replicas=3, max_replicas=3)
     wait_until(lambda: len([*pids.iterdir()]) == 3)
     cached = Counter[str]()
     for turn in range(6):
         for letter in "abcdefgh":
-            answer = client.completions.create(model="mock", prompt=letter * 600 + f" question {turn}", max_tokens=1)
+            answer = client.completions.create(
+                model="mock", prompt=letter * 600 + f" question {turn}", max_tokens=1
+            )
             assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
             cached[letter] += bool(answer.usage.prompt_tokens_details.cached_tokens)
     assert all(cached[letter] == 5 for letter in "abcdefgh"), cached

@@ -38,29 +38,76 @@ from tests.engine.test_golden import assert_equal
 from tests.execution.specs import make_spec, temporaries_bound
 from tests.golden.weights import VARIANTS, Golden, max_model_len, weights, write_model
 
-# Of the families, what differs between devices: kv heads (1, 2, 4), biases, norms, windows, learned positions, projections, experts.
+# Of the families, what differs between devices: kv heads (1, 2, 4), biases, norms, windows, learned
+# positions, projections, experts.
 QUICK = ["llama_mqa"]
-REST = ["llama_attention_bias", "llama_mlp_bias", "mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "opt_350m"]
+REST = [
+    "llama_attention_bias",
+    "llama_mlp_bias",
+    "mistral_window",
+    "phi3_window",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "opt_125m",
+    "opt_350m",
+]
 REST += ["qwen2_tied", "qwen3_untied", "mixtral", "qwen3_moe", "qwen3_moe_mixed", "llama_mha"]
-REST += ["olmo2", "glm4", "ministral3", "stablelm_parallel", "phi", "gpt_neox", "falcon_7b", "falcon_40b", "gpt_oss", "deepseek_v3"]
+REST += [
+    "olmo2",
+    "glm4",
+    "ministral3",
+    "stablelm_parallel",
+    "phi",
+    "gpt_neox",
+    "falcon_7b",
+    "falcon_40b",
+    "gpt_oss",
+    "deepseek_v3",
+]
 REST += ["qwen3_next", "qwen3_5"]
 EVERY = [*QUICK, *(pytest.param(variant, marks=pytest.mark.full) for variant in REST)]
 SIZES = [2, pytest.param(4, marks=pytest.mark.full), 8]
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+    "collective-broadcast",
+)
 
 
 def answers(folder: Path, variant: str, devices: int, **options: Any) -> list[Answer]:
     config = EngineConfig.of(
-        str(folder), {**SMALL, "max_model_len": max_model_len(variant), "tensor_parallel_size": devices, "dtype": "float32", **options}
+        str(folder),
+        {
+            **SMALL,
+            "max_model_len": max_model_len(variant),
+            "tensor_parallel_size": devices,
+            "dtype": "float32",
+            **options,
+        },
     )
     with nullcontext() if "cache_dir" in options else on_demand():
         engine, _ = start_engine(config, progress=False)
     work = [
-        (case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True, logprobs=MAX_LOGPROBS))
+        (
+            case.prompt.tolist(),
+            SamplingParams(
+                temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True, logprobs=MAX_LOGPROBS
+            ),
+        )
         for case in Golden.read(variant).cases
     ]
-    work += [(prompt, SamplingParams(temperature=0.0, max_tokens=params.max_tokens, ignore_eos=True)) for prompt, params in work]
-    work += [(work[0][0], SamplingParams(temperature=0.9, seed=i, max_tokens=9, prompt_logprobs=1)) for i in range(3)]
+    work += [
+        (prompt, SamplingParams(temperature=0.0, max_tokens=params.max_tokens, ignore_eos=True))
+        for prompt, params in work
+    ]
+    work += [
+        (work[0][0], SamplingParams(temperature=0.9, seed=i, max_tokens=9, prompt_logprobs=1))
+        for i in range(3)
+    ]
     found = run(engine, work)
     longest = max(work, key=lambda one: len(one[0]))[0]
     check_samples(engine, [*longest[:63], 2 if longest[63] == 1 else 1, 2])
@@ -86,7 +133,9 @@ def check_samples(engine: Engine, prompt: list[int]) -> None:
 @pytest.mark.parametrize("devices", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (4, 8))])
 @pytest.mark.parametrize("variant", EVERY)
 def test_greedy_tokens_do_not_depend_on_the_devices(variant: str, devices: int, tmp_path: Path) -> None:
-    """Heads and kv heads that the devices do not divide are among them: tiny models have four of one and one to four of the other."""
+    """Heads and kv heads that the devices do not divide are among them: tiny models have four of one and one
+    to four of the other.
+    """
     write_model(tmp_path, variant)
     found, cases = answers(tmp_path, variant, devices), Golden.read(variant).cases
     for answer, case in zip(found, cases, strict=False):
@@ -123,12 +172,21 @@ def test_fewer_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_stored_groups_are_cut(devices: int, tmp_path: Path) -> None:
     """Each device has whole groups of inputs; together, the devices have the stored values."""
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "dynamic": {"-:.*o_proj": {}}}
+    config = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": False,
+        "sym": True,
+        "dynamic": {"-:.*o_proj": {}},
+    }
     stored = write_quantized(tmp_path, config, gptq(32, 4, symmetric=True), plain=("o_proj.weight",))
     model = build(read_config(tmp_path), "float32", 64, shards=devices)
     down = load(tmp_path, model, make_mesh(devices), progress=False)["layers"][0]["mlp"]["down"]
     assert {shard.data.shape for shard in down.values.addressable_shards} == {(64, 16)}
-    np.testing.assert_allclose(dequantize(down), stored["model.layers.0.mlp.down_proj.weight"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        dequantize(down), stored["model.layers.0.mlp.down_proj.weight"], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,16 +215,25 @@ def in_loops(program: Any) -> list[str]:
     """Collectives outside the program's entry computation."""
     text = program.as_text()
     entry = text[text.index("\nENTRY ") :]
-    return [line for line in text.splitlines() if re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line) and line not in entry]
+    return [
+        line
+        for line in text.splitlines()
+        if re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line) and line not in entry
+    ]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)],
+)
 def programs(request: pytest.FixtureRequest) -> tuple[ExecutionSpec, Programs]:
     spec = make_spec("llama_mqa", devices=request.param)
     return spec, Programs(spec, None, threads=2, progress=False)
 
 
-def test_a_trunk_sums_twice_a_layer_and_once_for_its_embedding(programs: tuple[ExecutionSpec, Programs]) -> None:
+def test_a_trunk_sums_twice_a_layer_and_once_for_its_embedding(
+    programs: tuple[ExecutionSpec, Programs],
+) -> None:
     spec, compiled = programs
     for key in spec.table.trunks():
         assert collectives(compiled[key]) == {"all-reduce": 2 * spec.model.config.num_layers + 1}, key
@@ -176,10 +243,23 @@ def test_a_trunk_sums_twice_a_layer_and_once_for_its_embedding(programs: tuple[E
 @pytest.mark.full
 @pytest.mark.parametrize(
     "variant",
-    ["gemma2", "gpt2", "opt_350m", "qwen3_untied", "mixtral", "qwen3_moe_mixed", "olmo2", "stablelm_parallel", "falcon_7b", "qwen3_next"],
+    [
+        "gemma2",
+        "gpt2",
+        "opt_350m",
+        "qwen3_untied",
+        "mixtral",
+        "qwen3_moe_mixed",
+        "olmo2",
+        "stablelm_parallel",
+        "falcon_7b",
+        "qwen3_next",
+    ],
 )
 def test_so_does_every_family(variant: str) -> None:
-    """OLMo norms queries and keys over all heads, which takes a third one. Of attention and MLP that are added at once, XLA makes one."""
+    """OLMo norms queries and keys over all heads, which takes a third one. Of attention and MLP that are
+    added at once, XLA makes one.
+    """
     spec = make_spec(variant, devices=4)
     compiled = Programs(spec, None, threads=2, progress=False)
     for key in spec.table.trunks():
@@ -188,7 +268,9 @@ def test_so_does_every_family(variant: str) -> None:
         assert not in_loops(compiled[key])
 
 
-def test_a_sampler_takes_rows_for_columns_once_and_shares_its_tokens(programs: tuple[ExecutionSpec, Programs]) -> None:
+def test_a_sampler_takes_rows_for_columns_once_and_shares_its_tokens(
+    programs: tuple[ExecutionSpec, Programs],
+) -> None:
     spec, compiled = programs
     for key in spec.table.samplers():
         assert collectives(compiled[key]) == {"all-to-all": 1, "all-gather": 1}, key
@@ -199,7 +281,9 @@ def test_memory_on_each_device(programs: tuple[ExecutionSpec, Programs]) -> None
     spec, compiled = programs
 
     def own_bytes(tree: Any) -> int:
-        return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        return sum(
+            int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+        )
 
     assert own_bytes(spec.cache) == spec.cache_bytes
     for key in spec.table.trunks():
@@ -221,14 +305,19 @@ def test_saved_programs_carry_the_mesh(tmp_path: Path) -> None:
     options = {"cache_dir": tmp_path / "cache"}
     first = answers(tmp_path / "model", "llama_gqa", 2, **options)
     config = EngineConfig.of(
-        str(tmp_path / "model"), {**SMALL, "max_model_len": 192, "tensor_parallel_size": 2, "dtype": "float32", **options}
+        str(tmp_path / "model"),
+        {**SMALL, "max_model_len": 192, "tensor_parallel_size": 2, "dtype": "float32", **options},
     )
     assert start_engine(config, progress=False)[1].programs_compiled == 0
-    assert [a.tokens for a in answers(tmp_path / "model", "llama_gqa", 2, **options)] == [a.tokens for a in first]
+    assert [a.tokens for a in answers(tmp_path / "model", "llama_gqa", 2, **options)] == [
+        a.tokens for a in first
+    ]
 
 
 def test_a_callers_mesh_and_sharded_weights(tmp_path: Path) -> None:
-    """Bits are those of the first devices with the folder's weights. Arrays come from a trainer's mesh of all devices."""
+    """Bits are those of the first devices with the folder's weights. Arrays come from a trainer's mesh of all
+    devices.
+    """
     write_model(tmp_path / "whole", "llama_mqa")
     trainer = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     params = {}
@@ -241,12 +330,23 @@ def test_a_callers_mesh_and_sharded_weights(tmp_path: Path) -> None:
     options = {**SMALL, "max_model_len": 64, "tensor_parallel_size": 2, "dtype": "float32"}
     with on_demand(), jax.set_mesh(trainer):
         expected, _ = start_engine(EngineConfig.of(str(tmp_path / "whole"), options), progress=False)
-        engine, _ = start_engine(EngineConfig.of(str(tmp_path / "bare"), options), mesh=mesh, params=params, progress=False)
+        engine, _ = start_engine(
+            EngineConfig.of(str(tmp_path / "bare"), options), mesh=mesh, params=params, progress=False
+        )
     params_of = [one.runner.worker.state.params for one in (engine, expected)]  # type: ignore[attr-defined]
     jax.tree.map(np.testing.assert_array_equal, *params_of)
-    assert {device.id for leaf in jax.tree.leaves(params_of[0]) for device in leaf.sharding.device_set} == {5, 6}
-    work = [([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)), ([8] * 20, SamplingParams(seed=3, max_tokens=8))]
-    found = [[(answer.tokens, [update.logprobs for update in answer.updates]) for answer in run(one, work)] for one in (engine, expected)]
+    assert {device.id for leaf in jax.tree.leaves(params_of[0]) for device in leaf.sharding.device_set} == {
+        5,
+        6,
+    }
+    work = [
+        ([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)),
+        ([8] * 20, SamplingParams(seed=3, max_tokens=8)),
+    ]
+    found = [
+        [(answer.tokens, [update.logprobs for update in answer.updates]) for answer in run(one, work)]
+        for one in (engine, expected)
+    ]
     assert found[0] == found[1]
     axes = [tuple(leaf.sharding.spec) for leaf in jax.tree.leaves(params_of[0])]
     assert any(AXIS in spec for spec in axes)
@@ -255,7 +355,13 @@ def test_a_callers_mesh_and_sharded_weights(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_saved_programs_are_for_their_devices(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "llama_mqa")
-    options = {**SMALL, "max_model_len": 64, "batch_invariant": True, "cache_dir": tmp_path / "cache", "dtype": "float32"}
+    options = {
+        **SMALL,
+        "max_model_len": 64,
+        "batch_invariant": True,
+        "cache_dir": tmp_path / "cache",
+        "dtype": "float32",
+    }
     config = EngineConfig.of(str(tmp_path / "model"), options)
     compiled = {}
     for start, number in enumerate((0, 3, 3, 0)):
@@ -277,7 +383,9 @@ def test_rows_and_columns_are_exchanged(devices: int) -> None:
 
     def exchange(part: jax.Array, all_of_it: jax.Array) -> tuple[jax.Array, ...]:
         own = all_to_all(part)
-        whole: tuple[jax.Array, ...] = all_gather((own, (own > 0).astype(np.int32), own_rows(all_of_it)), rows)
+        whole: tuple[jax.Array, ...] = all_gather(
+            (own, (own > 0).astype(np.int32), own_rows(all_of_it)), rows
+        )
         return whole
 
     def place(spec: Any) -> Any:
@@ -291,7 +399,9 @@ def test_rows_and_columns_are_exchanged(devices: int) -> None:
 
 
 def test_layouts_hold_every_head_once() -> None:
-    """For every number of heads, kv heads and devices, the q rows and o columns of a head are on the same device."""
+    """For every number of heads, kv heads and devices, the q rows and o columns of a head are on the same
+    device.
+    """
     from jengine.checkpoints.hugging_face import model_config
     from jengine.checkpoints.safetensors import Tensor
     from jengine.checkpoints.weights import assemble
@@ -312,7 +422,9 @@ def test_layouts_hold_every_head_once() -> None:
             qkv = assemble(attention["qkv"], sources["qkv"], numbers)[..., 0].reshape(
                 laid.num_kv_heads_padded, laid.group_size_padded + 2, 4
             )
-            o = assemble(attention["o"], sources["o"], numbers)[0].reshape(laid.num_kv_heads_padded, laid.group_size_padded, 4)
+            o = assemble(attention["o"], sources["o"], numbers)[0].reshape(
+                laid.num_kv_heads_padded, laid.group_size_padded, 4
+            )
             np.testing.assert_array_equal(qkv[:, :-2], o)
             assert sorted(q for q in o[..., 0].ravel() if q) == [1 + 4 * head for head in range(heads)]
             for kv in range(laid.num_kv_heads_padded):

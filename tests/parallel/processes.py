@@ -1,8 +1,9 @@
 """One of two processes that share a model: python -m tests.parallel.processes FOLDER PORT PROCESS ACT.
 
-ACT answers: process 0 prints a JSON line of what `answers` returns and ends. ACT wait: process 0 starts requests that are never done,
-prints a line once each has a token, and a JSON line of how they ended. ACT widen:FILE: process 1 compiles nothing in the background
-until there is such a file, which process 0 makes once it has all programs itself; it prints a JSON line of what `widened` returns.
+ACT answers: process 0 prints a JSON line of what `answers` returns and ends. ACT wait: process 0 starts
+requests that are never done, prints a line once each has a token, and a JSON line of how they ended. ACT
+widen:FILE: process 1 compiles nothing in the background until there is such a file, which process 0 makes
+once it has all programs itself; it prints a JSON line of what `widened` returns.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 SAMPLES = SamplingParams(n=3, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
 LONG = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True, detokenize=False)
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16, "swap_space": 0.05,
+    "dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72,
+    "page_size": 16, "swap_space": 0.05,
 }  # fmt: skip
 
 
 def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str], bool]:
-    """Outputs, of which the later ones share pages, and the last begin with pages from the host; prompt tokens that were found in
-    the cache, and the calls made before that; whether pages went to the host and came back."""
+    """Outputs, of which the later ones share pages, and the last begin with pages from the host; prompt
+    tokens that were found in the cache, and the calls made before that; whether pages went to the host and
+    came back.
+    """
     engine: Any = llm.engine
     calls: Counter[str] = Counter()
     execute = engine.runner.worker.execute
@@ -45,12 +49,24 @@ def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str], bool]:
     engine.runner.worker.execute = counting
     first = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     turns = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5, 6] for out in first]
-    outputs = [*first, *llm.generate(turns, GREEDY, use_tqdm=False), *llm.generate(PROMPTS, SAMPLES, use_tqdm=False)]
+    outputs = [
+        *first,
+        *llm.generate(turns, GREEDY, use_tqdm=False),
+        *llm.generate(PROMPTS, SAMPLES, use_tqdm=False),
+    ]
     found = engine.scheduler.prefixes.hits, Counter(calls)
     limit_pages(engine, 9)  # one request at a time
     engine.scheduler.predictor.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
-    outputs += [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(3) for prompt in (PROMPTS[1], [*range(90, 4, -1)])]
-    return [one.token_ids for out in outputs for one in out.outputs], *found, min(calls["spill"], calls["stage"], calls["fill"]) > 0
+    outputs += [
+        llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+        for _ in range(3)
+        for prompt in (PROMPTS[1], [*range(90, 4, -1)])
+    ]
+    return (
+        [one.token_ids for out in outputs for one in out.outputs],
+        *found,
+        min(calls["spill"], calls["stage"], calls["fill"]) > 0,
+    )
 
 
 async def wait_for_ever(model: str, options: dict[str, Any]) -> None:
@@ -72,7 +88,9 @@ async def wait_for_ever(model: str, options: dict[str, Any]) -> None:
 
 
 def widened(llm: LLM, file: Path) -> list[tuple[int, int, int, bool]]:
-    """Ready programs, all programs, the largest number of rows, and whether the wait succeeded: before and after process 1 compiles."""
+    """Ready programs, all programs, the largest number of rows, and whether the wait succeeded: before and
+    after process 1 compiles.
+    """
     engine: Any = llm.engine
     found = []
     for _ in range(2):
@@ -80,7 +98,14 @@ def widened(llm: LLM, file: Path) -> list[tuple[int, int, int, bool]]:
         while file.exists() and engine.load.programs_ready < engine.load.programs:
             time.sleep(0.01)
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        found.append((engine.load.programs_ready, engine.load.programs, engine.scheduler.predictor.ready.max_rows, complete))
+        found.append(
+            (
+                engine.load.programs_ready,
+                engine.load.programs,
+                engine.scheduler.predictor.ready.max_rows,
+                complete,
+            )
+        )
         file.touch()
     return found
 
@@ -98,7 +123,12 @@ def hold_back(file: Path) -> None:
 
 
 def main(model: str, port: str, process: str, act: str) -> None:
-    shared = {"tensor_parallel_size": 4, "coordinator": f"127.0.0.1:{port}", "num_processes": 2, "process_id": int(process)}
+    shared = {
+        "tensor_parallel_size": 4,
+        "coordinator": f"127.0.0.1:{port}",
+        "num_processes": 2,
+        "process_id": int(process),
+    }
     options = {**OPTIONS, **shared}
     act, _, file = act.partition(":")
     if act == "widen":

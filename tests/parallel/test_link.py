@@ -37,14 +37,18 @@ def words(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[np.ndarray]:
     return said
 
 
-def connect(processes: int, words: queue.Queue[np.ndarray], stranger: bool = False) -> tuple[Leader, list[Follower]]:
+def connect(
+    processes: int, words: queue.Queue[np.ndarray], stranger: bool = False
+) -> tuple[Leader, list[Follower]]:
     with ThreadPoolExecutor() as pool:
         leader = pool.submit(Leader, "127.0.0.1", processes)
         if stranger:
             word = words.get(timeout=10).tobytes()
             with socket.create_connection(("127.0.0.1", int.from_bytes(word[link.TOKEN :], "big"))) as other:
                 other.settimeout(10)
-                other.sendall((link.TOKEN + 4).to_bytes(4, "big") + b"x" * link.TOKEN + (1).to_bytes(4, "big"))
+                other.sendall(
+                    (link.TOKEN + 4).to_bytes(4, "big") + b"x" * link.TOKEN + (1).to_bytes(4, "big")
+                )
                 assert other.recv(1) == b""  # turned away
         followers = [pool.submit(Follower, "127.0.0.1", process) for process in range(1, processes)]
         return leader.result(10), [follower.result(10) for follower in followers]
@@ -60,7 +64,10 @@ def close(leader: Leader, followers: list[Follower]) -> None:
 def test_they_agree_in_the_order_of_processes(words: queue.Queue[np.ndarray]) -> None:
     leader, followers = connect(3, words)
     with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(each.agree, value, list) for each, value in zip((leader, *followers), (5, 3, 4), strict=True)]
+        answers = [
+            pool.submit(each.agree, value, list)
+            for each, value in zip((leader, *followers), (5, 3, 4), strict=True)
+        ]
         assert [answer.result(10) for answer in answers] == [[5, 3, 4]] * 3
     assert SingleProcess().agree(5, list) == [5]
     close(leader, followers)

@@ -22,7 +22,9 @@ def test_mesh_of_one_device() -> None:
 
 @pytest.mark.parametrize("size", [0, 10_000])
 def test_more_devices_than_there_are(size: int) -> None:
-    with pytest.raises(InvalidArgument, match=rf"tensor_parallel_size={size}: must be from 1 to {len(jax.devices())}"):
+    with pytest.raises(
+        InvalidArgument, match=rf"tensor_parallel_size={size}: must be from 1 to {len(jax.devices())}"
+    ):
         make_mesh(size)
 
 

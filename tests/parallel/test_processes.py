@@ -27,8 +27,16 @@ def two(folder: Path, act: str) -> Iterator[list[subprocess.Popen[str]]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **QUICK_PROCESS}
-    commands = [[sys.executable, "-m", "tests.parallel.processes", str(folder), port, process, act] for process in "01"]
-    started = [subprocess.Popen(c, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
+    commands = [
+        [sys.executable, "-m", "tests.parallel.processes", str(folder), port, process, act]
+        for process in "01"
+    ]
+    started = [
+        subprocess.Popen(
+            c, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for c in commands
+    ]
     try:
         yield started
     finally:
@@ -47,10 +55,17 @@ def line(process: subprocess.Popen[str], start: str) -> str:
 
 
 def test_they_give_the_tokens_of_one(text_model: Path) -> None:
-    """Hits, copied pages, updates of slots, and pages that went to the host and came back among their steps."""
+    """Hits, copied pages, updates of slots, and pages that went to the host and came back among their
+    steps.
+    """
     with quickly_compiled(), LLM(text_model, progress=False, **OPTIONS) as llm:
         tokens, hits, calls, swapped = answers(llm)
-    assert len(tokens) == 5 * len(PROMPTS) + 6 and hits > 100 and min(calls["copy"], calls["update"]) > 0 and swapped
+    assert (
+        len(tokens) == 5 * len(PROMPTS) + 6
+        and hits > 100
+        and min(calls["copy"], calls["update"]) > 0
+        and swapped
+    )
     with two(text_model, "answers") as processes:
         assert json.loads(line(processes[0], "[[")) == [tokens, hits, calls, True]
         assert [process.wait(60) for process in processes] == [0, 0]
@@ -83,7 +98,8 @@ def test_the_others_end_when_process_0_dies(text_model: Path) -> None:
     with two(text_model, "wait") as processes:
         line(processes[0], "running")
         processes[0].kill()
-        assert processes[1].wait(SECONDS) != 0  # 1, or an abort: JAX's coordinator was in process 0, and may be missed first
+        # 1, or an abort: JAX's coordinator was in process 0, and may be missed first
+        assert processes[1].wait(SECONDS) != 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from jengine.devices.device_spec import DeviceSpec
 from pallas_kernels.thunks import leaves, parsed
 
 DEVICE = DeviceSpec("D", "9.0", 1, 1e12, {"bfloat16": 1e15, "int8": 2e15}, 1e11, "link", 100)
-EXACT = Assumptions(bandwidth=1.0, products=1.0, block_bandwidth=1e10, kernel=1e-6, launch=2e-6, turn=5e-6, exchange=3e-6)
+EXACT = Assumptions(
+    bandwidth=1.0, products=1.0, block_bandwidth=1e10, kernel=1e-6, launch=2e-6, turn=5e-6, exchange=3e-6
+)
 HEAD = "HloModule jit_trunk_8_0_0, is_scheduled=true\n\n"
 PROGRAM = (
     HEAD
@@ -47,9 +49,13 @@ def test_each_kernel_takes_its_launch_and_the_slower_of_bytes_and_operations() -
     gathered, multiplied = 8 * 64 * 2 * 2 + 8 * 4, (8 * 64 + 128 * 64 + 8 * 128) * 2
     assert (found.kernels, found.bytes, found.operations) == (3, gathered + multiplied, 2 * 8 * 64 * 128)
     expected = {"weights": multiplied / 1e12, "cache": 0.0, "activations": gathered / 1e12}
-    assert found.seconds == pytest.approx({**expected, "links": 3e-6 + 8 * 128 * 2 / 1e11, "launches": 3e-6 + 3 * 2e-6})
+    assert found.seconds == pytest.approx(
+        {**expected, "links": 3e-6 + 8 * 128 * 2 / 1e11, "launches": 3e-6 + 3 * 2e-6}
+    )
     slow = dataclasses.replace(DEVICE, rates={"bfloat16": 1e9})
-    assert estimate(program, Step(8, 1), slow, launches=3, devices=2, assumed=EXACT).seconds["weights"] == pytest.approx(131072 / 1e9)
+    assert estimate(program, Step(8, 1), slow, launches=3, devices=2, assumed=EXACT).seconds[
+        "weights"
+    ] == pytest.approx(131072 / 1e9)
 
 
 DECODE = """
@@ -68,7 +74,9 @@ ENTRY %main (q: bf16[256,128]) -> bf16[256,128] {
 """  # noqa: E501
 
 
-@pytest.mark.parametrize(("rows", "context", "busy", "most"), [(8, 1024, 20, 26), (1, 1024, 16, 4), (1, 10, 1, 4)])
+@pytest.mark.parametrize(
+    ("rows", "context", "busy", "most"), [(8, 1024, 20, 26), (1, 1024, 16, 4), (1, 10, 1, 4)]
+)
 def test_decode_draws_what_its_blocks_with_work_do(rows: int, context: int, busy: int, most: int) -> None:
     """Of 20 blocks, each of which has `most` tiles at most."""
     found = estimate(parse(HEAD + DECODE), Step(rows, context), DEVICE, launches=1, assumed=EXACT)
@@ -76,7 +84,9 @@ def test_decode_draws_what_its_blocks_with_work_do(rows: int, context: int, busy
     size = rows * context * 2 * 4 * 128 * 2 + 2 * rows * 32 * 128 * 2 + 2 * parts * 8 * 128 * 4
     assert found.bytes == size
     tiles = rows * 4 * -(-context // 64)
-    assert found.seconds["cache"] == pytest.approx(size / (1e10 * tiles / most) + (EXACT.join if parts else 0))
+    assert found.seconds["cache"] == pytest.approx(
+        size / (1e10 * tiles / most) + (EXACT.join if parts else 0)
+    )
 
 
 LATENT = """
@@ -93,7 +103,9 @@ ENTRY %main (q: bf16[8,128,576]) -> bf16[8,128,512] {
 
 
 @pytest.mark.parametrize(("rows", "context", "busy"), [(8, 1024, 20), (1, 1024, 8), (1, 10, 1)])
-def test_latent_decode_reads_a_token_once_and_multiplies_for_64_rows(rows: int, context: int, busy: int) -> None:
+def test_latent_decode_reads_a_token_once_and_multiplies_for_64_rows(
+    rows: int, context: int, busy: int
+) -> None:
     """Two blocks of heads read the same tokens, the second at best from a cache."""
     found = estimate(parse(HEAD + LATENT), Step(rows, context), DEVICE, launches=1, assumed=EXACT)
     parts = busy - 1 + min(busy - 1, 2 * rows)
@@ -164,7 +176,9 @@ ENTRY %main (x: bf16[520,256]) -> bf16[520,512] {
 """  # noqa: E501
 
 
-def grouped(met: float, *, experts: int = 128, out: int = 512, blocks: int = 200, scales: str = "") -> Estimate:
+def grouped(
+    met: float, *, experts: int = 128, out: int = 512, blocks: int = 200, scales: str = ""
+) -> Estimate:
     sizes = {"EXPERTS": experts, "OUTSCALES": f"{out}{scales}", "OUT": out, "BLOCKS": blocks}
     text = GROUPED
     for name, size in sizes.items():
@@ -184,7 +198,9 @@ def test_scales_by_group_of_inputs_are_read_too() -> None:
 def test_few_outputs_are_divided_among_more_thread_blocks() -> None:
     few, many = (grouped(1, experts=1, out=out, blocks=1).seconds["weights"] for out in (1024, 128 * 132))
     assert few / (2 * 520 * (256 + 1024) + 1024 * 256) == pytest.approx(1 / (16 * EXACT.block_bandwidth))
-    assert many / (2 * 520 * (256 + 128 * 132) + 128 * 132 * 256) == pytest.approx(1 / min(132 * EXACT.block_bandwidth, 1e12))
+    assert many / (2 * 520 * (256 + 128 * 132) + 128 * 132 * 256) == pytest.approx(
+        1 / min(132 * EXACT.block_bandwidth, 1e12)
+    )
 
 
 FOUR_BITS = """
@@ -205,13 +221,19 @@ ENTRY %main (x: bf16[128,1024]) -> f32[2,128,512] {
 def test_four_bit_weights_are_read_with_scales_and_offsets_and_unpacked_for_each_block_of_rows() -> None:
     """A weight of 512 x 1024 takes half a byte a number, and two float32 for each group of 128."""
     weight, others = 512 * 1024 // 2 + 2 * 512 * 8 * 4, (128 * 1024 * 2) + 2 * 128 * 512 * 4
-    dense = estimate(parse(HEAD + FOUR_BITS.replace("GROUPS", "1")), Step(8, 1), DEVICE, launches=1, assumed=EXACT)
+    dense = estimate(
+        parse(HEAD + FOUR_BITS.replace("GROUPS", "1")), Step(8, 1), DEVICE, launches=1, assumed=EXACT
+    )
     assert (dense.bytes, dense.operations) == (weight + others, 2 * 128 * 1024 * 512)
     experts = parse(HEAD + FOUR_BITS.replace("GROUPS", "16"))
-    few, all_of = (estimate(experts, Step(8, 1), DEVICE, launches=1, met=met, assumed=EXACT).bytes for met in (4, 16))
+    few, all_of = (
+        estimate(experts, Step(8, 1), DEVICE, launches=1, met=met, assumed=EXACT).bytes for met in (4, 16)
+    )
     assert (few, all_of) == (4 * weight + others, 16 * weight + others)
     slow = dataclasses.replace(EXACT, unpacked=1e6)
-    unpacked = estimate(parse(HEAD + FOUR_BITS.replace("GROUPS", "1")), Step(8, 1), DEVICE, launches=1, assumed=slow).seconds["weights"]
+    unpacked = estimate(
+        parse(HEAD + FOUR_BITS.replace("GROUPS", "1")), Step(8, 1), DEVICE, launches=1, assumed=slow
+    ).seconds["weights"]
     assert unpacked == pytest.approx(4 * dense.bytes / (DEVICE.cores * 1e6 / 2)), "four blocks of rows"
 
 
@@ -238,9 +260,13 @@ def test_a_loop_counts_as_often_as_it_turns() -> None:
 
 
 def test_programs_follow_each_other_and_layers_are_alike() -> None:
-    one, two = (estimate(parse(HEAD + text), Step(1, 1), DEVICE, launches=1, assumed=EXACT) for text in (LOOP, DECODE))
+    one, two = (
+        estimate(parse(HEAD + text), Step(1, 1), DEVICE, launches=1, assumed=EXACT) for text in (LOOP, DECODE)
+    )
     assert together([one, two]).total == pytest.approx(one.total + two.total)
-    assert longer(one, together([one, two]), 5).seconds == pytest.approx({c: one.seconds[c] + 4 * two.seconds[c] for c in CAUSES})
+    assert longer(one, together([one, two]), 5).seconds == pytest.approx(
+        {c: one.seconds[c] + 4 * two.seconds[c] for c in CAUSES}
+    )
 
 
 def test_what_xla_writes_is_read() -> None:
@@ -251,7 +277,9 @@ def test_what_xla_writes_is_read() -> None:
     program = parse(text)
     inside: list[Instruction] = [one for one, _, _ in program.kernels()]
     assert inside and all(one.results for one in inside)
-    assert sum(program.bytes_of(one, where) for one, _, where in program.kernels()) < 1000 * 64 * 4, "of the table only what is looked up"
+    assert sum(program.bytes_of(one, where) for one, _, where in program.kernels()) < 1000 * 64 * 4, (
+        "of the table only what is looked up"
+    )
 
 
 THUNKS = """
@@ -270,5 +298,8 @@ condition:
 def test_thunks_are_nested_as_they_are_indented() -> None:
     first, loop = parsed(THUNKS)
     assert (first.kind, loop.kind) == ("kCommandBuffer", "kWhile")
-    assert [(thunk.name, thunk.blocks, thunk.threads) for thunk in first.nested] == [("kCopy", 0, 0), ("loop_add_fusion", 1002, 256)]
+    assert [(thunk.name, thunk.blocks, thunk.threads) for thunk in first.nested] == [
+        ("kCopy", 0, 0),
+        ("loop_add_fusion", 1002, 256),
+    ]
     assert [thunk.name for thunk in leaves([loop])] == ["loop_compare_fusion", "loop_select_fusion"]

@@ -45,16 +45,31 @@ def test_no_smaller_step_helps_weights_that_do_not_fit() -> None:
         asked.append(config)
         return fits_if(False)
 
-    assert what_fits(EngineConfig(quantization="int4", tensor_parallel_size=8), room, most_tokens=8192, weights_fit=False) == []
+    assert (
+        what_fits(
+            EngineConfig(quantization="int4", tensor_parallel_size=8),
+            room,
+            most_tokens=8192,
+            weights_fit=False,
+        )
+        == []
+    )
     assert asked == []
 
 
 def test_a_cache_that_was_asked_for_is_the_cause() -> None:
-    found = what_fits(EngineConfig(num_pages=10**6), lambda config: fits_if(config.num_pages is None), most_tokens=64, weights_fit=True)
+    found = what_fits(
+        EngineConfig(num_pages=10**6),
+        lambda config: fits_if(config.num_pages is None),
+        most_tokens=64,
+        weights_fit=True,
+    )
     assert [str(one) for one in found] == ["no --num-pages (1.0 GiB of cache, 4,096 tokens)"]
 
 
-@pytest.mark.parametrize(("tokens", "longest", "enough"), [(2047, 8192, False), (2048, 8192, True), (64, 64, True)])
+@pytest.mark.parametrize(
+    ("tokens", "longest", "enough"), [(2047, 8192, False), (2048, 8192, True), (64, 64, True)]
+)
 def test_a_cache_for_less_than_a_sequence_does_not_count(tokens: int, longest: int, enough: bool) -> None:
     found = what_fits(EngineConfig(), lambda config: Room(GIB, tokens), most_tokens=longest, weights_fit=True)
     assert bool(found) == enough
@@ -69,5 +84,9 @@ def test_rows_that_a_small_step_cannot_hold() -> None:
         return fits_if(False)
 
     what_fits(EngineConfig(max_num_seqs=2000), room, most_tokens=8192, weights_fit=True)
-    budgets = [config.max_num_batched_tokens for config in asked if config.max_num_seqs == 2000 and config.quantization is None]
+    budgets = [
+        config.max_num_batched_tokens
+        for config in asked
+        if config.max_num_seqs == 2000 and config.quantization is None
+    ]
     assert budgets[:1] == [4096] and all(budget is None or budget >= 2064 for budget in budgets)

@@ -1,4 +1,6 @@
-"""Programs for absent GPUs, and plans. A tiny model is compiled; Llamas are checked by hand, and compiled in long tests."""
+"""Programs for absent GPUs, and plans. A tiny model is compiled; Llamas are checked by hand, and compiled in
+long tests.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ LLAMAS = [("8b", 1), ("70b", 8)]  # and on how many devices
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_samplers() -> Iterator[None]:
-    """The search for thresholds as a loop, and numbers that are not random: unrolled, these take most of a table's time.
-    test_gpu_samplers.py compiles them as they are."""
+    """The search for thresholds as a loop, and numbers that are not random: unrolled, these take most of a
+    table's time. test_gpu_samplers.py compiles them as they are.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(truncation, "by_digits", truncation.by_bits)
         patch.setattr(sampler, "uniform", lambda sampling, positions: (sampling.seed_low + positions) % 4 / 4)
@@ -95,8 +98,17 @@ def compiled(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_manifest_is_an_h200s(compiled: Path) -> None:
     manifest = PrebuiltPrograms(compiled).manifest()
     identity = manifest.identity
-    assert (identity["platform"], identity["device"], identity["mesh"]) == ("gpu", "NVIDIA H200", {"tensor": 1})
-    assert (identity["dtype"], identity["page_size"], identity["num_pages"], identity["processor"]) == ("bfloat16", 64, 5, "")
+    assert (identity["platform"], identity["device"], identity["mesh"]) == (
+        "gpu",
+        "NVIDIA H200",
+        {"tensor": 1},
+    )
+    assert (identity["dtype"], identity["page_size"], identity["num_pages"], identity["processor"]) == (
+        "bfloat16",
+        64,
+        5,
+        "",
+    )
     assert identity["plugin"].startswith("jax-cuda13-pjrt ")
     assert all(size > 1000 for size in manifest.notes["bytes"].values())
     trunk = manifest.notes["memory"][str(TrunkKey(8, 1, 1))]
@@ -105,7 +117,10 @@ def test_the_manifest_is_an_h200s(compiled: Path) -> None:
 
 
 def test_what_allocates_the_cache_is_not_counted_beside_it() -> None:
-    memory: dict[Any, ProgramMemory] = {ALLOCATE: ProgramMemory(0, 1 << 40, 0, 0), "count": ProgramMemory(9, 9, 9, 5)}
+    memory: dict[Any, ProgramMemory] = {
+        ALLOCATE: ProgramMemory(0, 1 << 40, 0, 0),
+        "count": ProgramMemory(9, 9, 9, 5),
+    }
     assert running(memory) == [memory["count"]]
 
 
@@ -116,8 +131,9 @@ def test_a_cpu_refuses_programs_of_an_h200(compiled: Path, tmp_path: Path) -> No
 
 
 def test_the_scheduler_knows_the_memory_beside_a_full_cache(capfd: pytest.CaptureFixture[str]) -> None:
-    """XLA plans with 80 % of an absent device's memory. Arguments beyond that would leave it none for temporaries, and it would
-    compute them again and again."""
+    """XLA plans with 80 % of an absent device's memory. Arguments beyond that would leave it none for
+    temporaries, and it would compute them again and again.
+    """
     config = EngineConfig(model=str(DATA / "llama-3.1-8b"))
     full = dataclasses.replace(describe_for(config, "h200"), num_pages=15_000)
     assert device_bytes(full.cache) > 0.8 * 151_397_597_184, "the case occurs"
@@ -129,17 +145,23 @@ def test_the_scheduler_knows_the_memory_beside_a_full_cache(capfd: pytest.Captur
 def test_devices_share_the_cache(tiny: Path) -> None:
     spec = describe_for(EngineConfig.of(str(tiny), {**TINY, "tensor_parallel_size": 2}), "h100")
     assert spec.mesh.size == 2 and spec.identity()["mesh"] == {"tensor": 2}
-    assert device_bytes(spec.cache) * 2 == device_bytes(describe_for(EngineConfig.of(str(tiny), TINY), "h100").cache)
+    assert device_bytes(spec.cache) * 2 == device_bytes(
+        describe_for(EngineConfig.of(str(tiny), TINY), "h100").cache
+    )
 
 
 def test_results_of_autotuning_that_cannot_be_read(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "autotune.textproto"
     file.write_text("no results {")
     with pytest.raises(InvalidArgument, match=r"^autotune=.*cannot be read"):
-        compile_table(EngineConfig.of(str(tiny), TINY), tmp_path / "out", target="h200", autotune=file, progress=False)
+        compile_table(
+            EngineConfig.of(str(tiny), TINY), tmp_path / "out", target="h200", autotune=file, progress=False
+        )
 
 
-def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_a_tiny_model(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Plan] = []
 
     def make(*args: Any, **options: Any) -> Plan:
@@ -147,30 +169,50 @@ def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str],
         return made[0]
 
     monkeypatch.setattr("jengine.capacity.planning.plan.make_plan", make)
-    arguments = [str(tiny), "--target=h200", "--quiet", *(f"--{name.replace('_', '-')}={value}" for name, value in TINY.items())]
+    arguments = [
+        str(tiny),
+        "--target=h200",
+        "--quiet",
+        *(f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()),
+    ]
     with texts(planned) as written:
         assert cli.main(["plan", *arguments, "--exact"]) == 0
     check_products(written)
     text = capsys.readouterr().out
-    assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith("The whole table has 21 programs. It fits.")
+    assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith(
+        "The whole table has 21 programs. It fits."
+    )
     [exact], quick = made, make_plan(EngineConfig.of(str(tiny), TINY), "h200", progress=False)
     assert dataclasses.replace(quick.memory, working=0) == dataclasses.replace(exact.memory, working=0)
-    assert all(quick.programs[key].working >= exact.programs[key].working for key in quick.programs), "the estimate is a bound"
-    assert quick.seconds == {} and "compiled for this plan" in text
-    assert quick.estimates == {} and "kernels  ms at 64" in text and "Estimates are for full rows and are unchecked on GPUs" in text
-    steps = [estimates for key, estimates in exact.estimates.items() if isinstance(key, TrunkKey)]
-    assert len(steps) == 3 and all(estimate.seconds["launches"] > estimate.total / 2 for [estimate] in steps), (
-        "what is tiny waits for launches"
+    assert all(quick.programs[key].working >= exact.programs[key].working for key in quick.programs), (
+        "the estimate is a bound"
     )
+    assert quick.seconds == {} and "compiled for this plan" in text
+    assert (
+        quick.estimates == {}
+        and "kernels  ms at 64" in text
+        and "Estimates are for full rows and are unchecked on GPUs" in text
+    )
+    steps = [estimates for key, estimates in exact.estimates.items() if isinstance(key, TrunkKey)]
+    assert len(steps) == 3 and all(
+        estimate.seconds["launches"] > estimate.total / 2 for [estimate] in steps
+    ), "what is tiny waits for launches"
 
 
 def test_pages_of_8b_on_an_h200_by_hand() -> None:
-    """8,030,261,248 weights of 2 bytes; 256 x 2048 + 1 pages of 64 x 131,072 bytes are more than fit. No program is compiled."""
+    """8,030,261,248 weights of 2 bytes; 256 x 2048 + 1 pages of 64 x 131,072 bytes are more than fit. No
+    program is compiled.
+    """
     config = EngineConfig(model=str(DATA / "llama-3.1-8b"))
     spec = describe_for(config, "h200")
     memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
     state = 257 * 128_256 * 4 + device_bytes(spec.slots)
-    assert (memory.limit, memory.weights, memory.state, memory.page) == (136_257_837_465, 16_060_522_496, state, 8_388_608)
+    assert (memory.limit, memory.weights, memory.state, memory.page) == (
+        136_257_837_465,
+        16_060_522_496,
+        state,
+        8_388_608,
+    )
     free = 136_257_837_465 - 136_257_837_465 // 50 - 16_060_522_496 - state - 60_000_000
     assert pages_beside(config, spec, memory) == free // 8_388_608 // 64 * 64 == 13_952
     assert (formats_of(spec).kv_bytes, formats_of(spec).weight_bytes) == (131_072, 2)
@@ -183,12 +225,19 @@ def test_staging_is_taken_from_the_cache(tiny: Path) -> None:
     memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
     assert (spec.host_pages, spec.staged, memory.staging) == (8192, 32, 64 * 8_388_608)
     assert pages_beside(config, spec, memory) == 13_952 - 64
-    plain, tiered = (make_plan(EngineConfig.of(str(tiny), {**TINY, "swap_space": space}), "h200", progress=False) for space in (0, 0.5))
+    plain, tiered = (
+        make_plan(EngineConfig.of(str(tiny), {**TINY, "swap_space": space}), "h200", progress=False)
+        for space in (0, 0.5)
+    )
     assert tiered.total_programs == plain.total_programs + 2
     assert "staging" in report("tiny", tiered) and "staging" not in report("tiny", plain)
     html = tiered._repr_html_()
     assert "staging" in html and html.count("<table>") == len(tables(tiered)) and "It fits." in html
-    assert repr(tiered) == f"Plan(1 x NVIDIA H200: weights bfloat16, activations bfloat16, cache bfloat16; {tiered.pages:,} pages, fits)"
+    assert (
+        repr(tiered)
+        == f"Plan(1 x NVIDIA H200: weights bfloat16, activations bfloat16, cache bfloat16; {tiered.pages:,}"
+        " pages, fits)"
+    )
 
 
 def test_70b_on_eight_h200s_by_hand() -> None:
@@ -211,17 +260,25 @@ def check_plan(plan: Plan, weights: int, kv_bytes: int) -> None:
             assert used.arguments == pytest.approx(weights - unused + 2 * memory.page + state, abs=1 << 20)
             assert used.aliased >= 2 * memory.page
     assert memory.working < 2 * GIB
-    assert memory.weights + memory.state + memory.working + memory.margin + plan.pages * memory.page <= memory.limit
+    assert (
+        memory.weights + memory.state + memory.working + memory.margin + plan.pages * memory.page
+        <= memory.limit
+    )
     assert plan.sequences(8192) == (plan.pages - 1) / 128
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "devices"), LLAMAS)
 def test_llamas_plans(size: str, devices: int) -> None:
-    config = EngineConfig(model=str(DATA / f"llama-3.1-{size}"), tensor_parallel_size=devices, max_model_len=8192)
+    config = EngineConfig(
+        model=str(DATA / f"llama-3.1-{size}"), tensor_parallel_size=devices, max_model_len=8192
+    )
     plan = make_plan(config, "h200", exact=True, progress=False)
     print(report(size, plan))
-    weights, kv_bytes = {"8b": (16_060_522_496, 131_072), "70b": (2 * ((70_553_706_496 - 161 * 8192) // 8 + 161 * 8192), 40_960)}[size]
+    weights, kv_bytes = {
+        "8b": (16_060_522_496, 131_072),
+        "70b": (2 * ((70_553_706_496 - 161 * 8192) // 8 + 161 * 8192), 40_960),
+    }[size]
     check_plan(plan, weights, kv_bytes)
     assert plan.fits
 
@@ -229,7 +286,9 @@ def test_llamas_plans(size: str, devices: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "devices"), LLAMAS)
 def test_llamas_programs(size: str, devices: int, tmp_path: Path) -> None:
-    config = EngineConfig(model=str(DATA / f"llama-3.1-{size}"), tensor_parallel_size=devices, max_model_len=8192)
+    config = EngineConfig(
+        model=str(DATA / f"llama-3.1-{size}"), tensor_parallel_size=devices, max_model_len=8192
+    )
     done = compile_table(config, tmp_path, target="h200", progress=False)
     print(f"{len(done.file_bytes)} programs, {done.elapsed:.0f} s, {done.spec.num_pages} pages")
     assert len(done.file_bytes) == 63

@@ -26,12 +26,19 @@ def test_8b_on_an_h200(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=h200", *sizes]) == 0
     text = capsys.readouterr().out
     assert "16,060,522,496" in text and "4,097 pages of 64 tokens, 8,388,608 bytes each" in text
-    assert "an upper bound; --exact uses the compiler's figure" in text and "compiled for this plan" not in text
+    assert (
+        "an upper bound; --exact uses the compiler's figure" in text and "compiled for this plan" not in text
+    )
     assert text.endswith("The whole table has 41 programs. It fits.\n")
 
 
 def test_a_batch_invariant_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=h200", "--max-model-len=8192", "--batch-invariant"]) == 0
+    assert (
+        cli.main(
+            ["plan", str(DATA / "llama-3.1-8b"), "--target=h200", "--max-model-len=8192", "--batch-invariant"]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.endswith("The whole table has 9 programs. It fits.\n")
     assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=h200", "--tp=8", "--batch-invariant"]) == 2
     assert "batch_invariant=True: tensor_parallel_size=8: at most 2" in capsys.readouterr().err
@@ -72,11 +79,17 @@ def test_what_fits_fits(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(DATA / "llama-3.1-8b")
     assert cli.main(["plan", model, *device]) == 1
     said = capsys.readouterr().out.splitlines()[-1]
-    settings = re.findall(r"with (--[^(]*) \((\d+\.\d) GiB of cache(?: on each device)?, ([\d,]+) tokens\)", said)
-    assert {"--quantization", "--tensor-parallel-size"} < {setting.split()[0] for setting, _, _ in settings}, said
+    settings = re.findall(
+        r"with (--[^(]*) \((\d+\.\d) GiB of cache(?: on each device)?, ([\d,]+) tokens\)", said
+    )
+    assert {"--quantization", "--tensor-parallel-size"} < {
+        setting.split()[0] for setting, _, _ in settings
+    }, said
     for setting, size, tokens in settings[:2]:
         assert cli.main(["plan", model, *device, *setting.split()]) == 0
-        [(cache, pages)] = re.findall(r"KV cache +(\d+\.\d+) +[\d,]+ +([\d,]+) pages of 64", capsys.readouterr().out)
+        [(cache, pages)] = re.findall(
+            r"KV cache +(\d+\.\d+) +[\d,]+ +([\d,]+) pages of 64", capsys.readouterr().out
+        )
         assert float(cache) == pytest.approx(float(size), abs=0.06)
         assert (int(pages.replace(",", "")) - 1) * 64 == int(tokens.replace(",", ""))
 
@@ -85,7 +98,10 @@ def test_targets_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(DATA / "llama-3.1-8b")
     assert cli.main(["plan", model, "--target=h2000"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("jengine: error: target='h2000': must be one of a10, a100, a100-40gb, ") and "--memory" in said
+    assert (
+        said.startswith("jengine: error: target='h2000': must be one of a10, a100, a100-40gb, ")
+        and "--memory" in said
+    )
     assert cli.main(["compile", "--out=somewhere", model, "--target=rtx4090"]) == 2
     compiled = "must be one of a100, h100, h200, l4, for which programs can be compiled without the device"
     assert capsys.readouterr().err == f"jengine: error: target='rtx4090': {compiled}\n"

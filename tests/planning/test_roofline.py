@@ -1,4 +1,6 @@
-"""The plan's arithmetic compared with figures calculated by hand, and with the parameters that models declare."""
+"""The plan's arithmetic compared with figures calculated by hand, and with the parameters that models
+declare.
+"""
 
 from __future__ import annotations
 
@@ -57,17 +59,27 @@ def test_llamas_parameters(size: str, parameters: int, layers: int, head: int, n
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_familys_matrices_are_counted(variant: str) -> None:
-    """Counts the declared parameters with two or more axes as matrices, except position embeddings, which are looked up."""
+    """Counts the declared parameters with two or more axes as matrices, except position embeddings, which are
+    looked up.
+    """
     config = model_config(VARIANTS[variant])
     model = build(config, "float32", 64)
     leaves = jax.tree_util.tree_leaves_with_path(model.params)
-    others = [leaf for path, leaf in leaves if any(kind in jax.tree_util.keystr(path) for kind in ("bias", "norm", "position", "sinks"))]
-    matrices = [leaf for _, leaf in leaves if len(leaf.shape) > 1 and not any(leaf is other for other in others)]
+    others = [
+        leaf
+        for path, leaf in leaves
+        if any(kind in jax.tree_util.keystr(path) for kind in ("bias", "norm", "position", "sinks"))
+    ]
+    matrices = [
+        leaf for _, leaf in leaves if len(leaf.shape) > 1 and not any(leaf is other for other in others)
+    ]
     assert sum(math.prod(x.shape) for x in matrices) == matrix_elements(config)
 
 
 def test_a_tokens_keys_and_values() -> None:
-    """8B: 2 x 32 layers x 8 heads x 128 x 2 bytes. 70B: 2 x 80 x 8 x 128 x 2, of which each of eight devices has one head."""
+    """8B: 2 x 32 layers x 8 heads x 128 x 2 bytes. 70B: 2 x 80 x 8 x 128 x 2, of which each of eight devices
+    has one head.
+    """
     assert kv_token_bytes(llama("8b"), 2) == 131_072
     assert kv_token_bytes(llama("70b"), 2) == 327_680
     assert kv_token_bytes(llama("70b"), 2, devices=8) == 40_960
@@ -84,7 +96,10 @@ def test_a_decode_step_of_8b_by_hand() -> None:
         sent=0,
     )
     step = bound(work, BF16, device_spec("h200"))
-    assert step.resource == "memory" and step.seconds == pytest.approx((15_009_316_864 + 8_388_608_000) / 4.8e12)  # 4.87 ms
+    # 4.87 ms
+    assert step.resource == "memory" and step.seconds == pytest.approx(
+        (15_009_316_864 + 8_388_608_000) / 4.8e12
+    )
 
 
 def test_a_prefill_step_of_8b_by_hand() -> None:
@@ -97,12 +112,19 @@ def test_a_prefill_step_of_8b_by_hand() -> None:
         sent=0,
     )
     step = bound(work, BF16, device_spec("h200"))
-    assert step.resource == "products" and step.seconds == pytest.approx((work.products + work.attention) / 989.5e12)  # 0.12 s
+    # 0.12 s
+    assert step.resource == "products" and step.seconds == pytest.approx(
+        (work.products + work.attention) / 989.5e12
+    )
 
 
 def test_eight_devices_share_70b() -> None:
-    """Each reads an eighth of 69,501,714,432 elements; two all-reduces a layer send 2 x 7/8 of 512 x 8192 x 2 bytes each."""
-    formats = Formats(weight_bytes=2, product="bfloat16", dtype="bfloat16", activation_bytes=2, kv_bytes=40_960, devices=8)
+    """Each reads an eighth of 69,501,714,432 elements; two all-reduces a layer send 2 x 7/8 of 512 x 8192 x 2
+    bytes each.
+    """
+    formats = Formats(
+        weight_bytes=2, product="bfloat16", dtype="bfloat16", activation_bytes=2, kv_bytes=40_960, devices=8
+    )
     work = decode(llama("70b"), formats, 512, 100)
     assert work.read == 2 * 69_501_714_432 / 8 + 512 * 100 * 40_960
     assert work.products == 2 * 512 * 69_501_714_432 / 8
@@ -124,7 +146,8 @@ def test_eight_bit_products_take_their_own_rate() -> None:
 def test_windows_bound_what_is_seen() -> None:
     """Two layers, one with a window of 4."""
     config = ModelConfig(
-        family="mistral", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=8,
+        family="mistral", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=1,
+        num_kv_heads=1, head_dim=8,
         max_position=99, windows=(4, None),
     )  # fmt: skip
     assert seen(config, 3) == {0: 3, 1: 3} and seen(config, 10) == {0: 4, 1: 10}
@@ -145,8 +168,16 @@ def test_experts_that_are_met() -> None:
 def test_every_target_has_all_facts(target: str) -> None:
     facts = device_spec(target)
     assert facts.name.startswith("NVIDIA ") and target.upper() in facts.name
-    assert 2e10 < facts.memory < 2e11 and 2e11 < facts.bandwidth < 1e13 and 1e10 < facts.link < 1e12 and facts.link_name
-    assert facts.rates["int8"] == pytest.approx(2 * facts.rates["bfloat16"], rel=0.01) and facts.rates["float16"] == facts.rates["bfloat16"]
+    assert (
+        2e10 < facts.memory < 2e11
+        and 2e11 < facts.bandwidth < 1e13
+        and 1e10 < facts.link < 1e12
+        and facts.link_name
+    )
+    assert (
+        facts.rates["int8"] == pytest.approx(2 * facts.rates["bfloat16"], rel=0.01)
+        and facts.rates["float16"] == facts.rates["bfloat16"]
+    )
 
 
 def test_other_targets_are_refused() -> None:

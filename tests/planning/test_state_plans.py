@@ -23,7 +23,8 @@ def test_qwen3_6_35b_a3b_on_an_h200_by_hand() -> None:
     """40 layers, of which 10 attend and 30 have a state; each has 256 experts and a shared one."""
     plan = make_plan(EngineConfig(model=MODEL), "h200", progress=False)
     memory, spec = plan.memory, plan.spec
-    delta_net = 2048 * (2 * 16 * 128 + 2 * 32 * 128) + 2048 * 64 + 32 * 128 * 2048 + 8192 * 4 + 128  # without 64 numbers of float32
+    # without 64 numbers of float32
+    delta_net = 2048 * (2 * 16 * 128 + 2 * 32 * 128) + 2048 * 64 + 32 * 128 * 2048 + 8192 * 4 + 128
     attention = 2048 * (2 * 16 * 256 + 2 * 2 * 256) + 16 * 256 * 2048 + 2 * 256
     experts = 2048 * 256 + (256 + 1) * 3 * 512 * 2048 + 2048
     elements = 30 * delta_net + 10 * attention + 40 * (experts + 2 * 2048) + 2 * 248_320 * 2048 + 2048
@@ -35,27 +36,39 @@ def test_qwen3_6_35b_a3b_on_an_h200_by_hand() -> None:
     free = memory.limit - memory.limit // 50 - memory.weights - memory.states - memory.state - memory.working
     assert plan.fits and plan.pages == free // memory.page // 64 * 64
     one = next(rate for rate in plan.decode if (rate.count, rate.context) == (1, 1024))
-    met = 2 * (30 * delta_net + 10 * attention + 40 * (2048 * 256 + 9 * 3 * 512 * 2048 + 2048) + 248_320 * 2048)
+    met = 2 * (
+        30 * delta_net + 10 * attention + 40 * (2048 * 256 + 9 * 3 * 512 * 2048 + 2048) + 248_320 * 2048
+    )
     bytes_read = met + 1024 * plan.formats.kv_bytes + 2 * spec.state_bytes
-    assert one.bound.seconds == pytest.approx(bytes_read / plan.device.bandwidth, rel=1e-3), "norms are not counted"
+    assert one.bound.seconds == pytest.approx(bytes_read / plan.device.bandwidth, rel=1e-3), (
+        "norms are not counted"
+    )
     assert "recurrent states" in report("Qwen3.6-35B-A3B", plan)
 
 
 def test_eight_devices_share_the_heads_of_the_states() -> None:
     plan = make_plan(EngineConfig(model=MODEL, tensor_parallel_size=8), "h200", progress=False)
     assert plan.spec.state_bytes == 65_863_680 // 8
-    assert plan.memory.page == 64 * 10 * 2 * 1 * 256 * 2, "a kv head is not divided: each of the two lies on four devices"
+    assert plan.memory.page == 64 * 10 * 2 * 1 * 256 * 2, (
+        "a kv head is not divided: each of the two lies on four devices"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"swap_space": 1.0}, "^swap_space=1.0: must be 0: this model's recurrent states are not kept on the host"),
+        (
+            {"swap_space": 1.0},
+            "^swap_space=1.0: must be 0: this model's recurrent states are not kept on the host",
+        ),
         (
             {"calibration_data": "text", "quantization": "int4"},
             "^calibration_data=.*recurrent states cannot be calibrated",
         ),
-        ({"batch_invariant": True}, "^batch_invariant=True: this model's recurrent states round differently in tiles and in rows"),
+        (
+            {"batch_invariant": True},
+            "^batch_invariant=True: this model's recurrent states round differently in tiles and in rows",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(options: dict[str, object], message: str) -> None:
@@ -75,5 +88,7 @@ def test_simulations_have_as_many_states_as_engines(tmp_path: Path) -> None:
 def test_a_cache_without_room_names_the_states(tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3_next")
     config = EngineConfig(model=str(tmp_path), dtype="float32", kv_cache_memory="100KB", max_num_seqs=4)
-    with pytest.raises(OutOfMemory, match=r"beside 21 recurrent states of .* MiB; a lower max_num_seqs needs fewer"):
+    with pytest.raises(
+        OutOfMemory, match=r"beside 21 recurrent states of .* MiB; a lower max_num_seqs needs fewer"
+    ):
         pages_that_fit(config, describe_engine(config)[1])

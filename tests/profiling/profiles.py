@@ -17,12 +17,22 @@ BEGIN, SECONDS = 1000.0, 10.0
 def process(**fields: Any) -> ProcessProfile:
     """Ten seconds of a process whose loop is in the thread "loop"."""
     end = BEGIN + SECONDS
-    plain = {"name": "engine", "pid": 7, "command": "serve", "begun": BEGIN, "ended": end, "busy": (BEGIN, end), "samples": 1000}
+    plain = {
+        "name": "engine",
+        "pid": 7,
+        "command": "serve",
+        "begun": BEGIN,
+        "ended": end,
+        "busy": (BEGIN, end),
+        "samples": 1000,
+    }
     return ProcessProfile(**{**plain, "important": ["loop", "MainThread"], **fields})
 
 
 def stepping(monkeypatch: pytest.MonkeyPatch, late: float = 0.0, load: Load | None = None) -> Virtual:
-    """An engine that has run 200 steps of 10 ms from BEGIN on; planning the 100th took `late` seconds longer."""
+    """An engine that has run 200 steps of 10 ms from BEGIN on; planning the 100th took `late` seconds
+    longer.
+    """
     monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, 1 << 30, 1 << 33))
     virtual = make_virtual(monkeypatch, load=load)
     for _ in range(8):

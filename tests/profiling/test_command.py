@@ -30,14 +30,21 @@ sys.exit(3)
 
 
 def test_a_program(tmp_path: Path) -> None:
-    """The program runs as it does without a profile, including its own sitecustomize, and its exit code is returned."""
+    """The program runs as it does without a profile, including its own sitecustomize, and its exit code is
+    returned.
+    """
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.CUSTOMIZED = True")
     (tmp_path / "program.py").write_text("assert CUSTOMIZED\n" + USES)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), str(Path(cli.__file__).parent.parent)]))
         profile, capture, code = profile_command([sys.executable, str(tmp_path / "program.py")], QUICK)
     [process] = profile.processes
-    assert code == 3 and capture == b"" and process.command.endswith("program.py") and process.name == "program.py"
+    assert (
+        code == 3
+        and capture == b""
+        and process.command.endswith("program.py")
+        and process.name == "program.py"
+    )
     assert {*process.missing} >= {"heap growth", "jax.profiler", "system calls"}
     assert process.steps is None
     [wait] = [wait for wait in process.lock_waits if wait.thread == "MainThread"]
@@ -68,7 +75,17 @@ def test_flags_of_servers_are_refused(flag: list[str], capsys: pytest.CaptureFix
 @pytest.mark.full
 def test_a_command_of_jengine(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
-    command = ["jengine", "generate", "demo", "def f(", "--max-tokens", "100", "--ignore-eos", "--max-num-seqs", "1"]
+    command = [
+        "jengine",
+        "generate",
+        "demo",
+        "def f(",
+        "--max-tokens",
+        "100",
+        "--ignore-eos",
+        "--max-num-seqs",
+        "1",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "jengine.cli", "profile", "--output", str(report), "--heap", "--", *command],
         check=True,
@@ -76,5 +93,10 @@ def test_a_command_of_jengine(tmp_path: Path) -> None:
         text=True,
     )
     text = report.read_text()
-    assert "tokens/s" in done.stderr and "Slow steps" in text and "Operations of JAX" in text and report.with_suffix(".jax.zip").is_file()
+    assert (
+        "tokens/s" in done.stderr
+        and "Slow steps" in text
+        and "Operations of JAX" in text
+        and report.with_suffix(".jax.zip").is_file()
+    )
     assert "engine, process" in text and "Growth of Python's heap" in text

@@ -28,7 +28,10 @@ LOG = [
     CallCount("loop", "fsync", 500, 0.7),
     CallCount("loop", "futex", 9000, 8.0),
 ]
-HELD = [LockWait(BEGIN + i, 0.06, "loop", "self._lock", "step (app.py:9)", "holder, in hold (app.py:20)") for i in range(10)]
+HELD = [
+    LockWait(BEGIN + i, 0.06, "loop", "self._lock", "step (app.py:9)", "holder, in hold (app.py:20)")
+    for i in range(10)
+]
 BUSY = [InterpreterWait(BEGIN + i / 100, 0.004, "cruncher") for i in range(900)]
 LEAK = [Growth("app.py:5", 50 << 20, 1000)]
 
@@ -67,12 +70,20 @@ def test_what_is_provoked_is_named_alone(name: str, fields: dict[str, Any], word
         {},
         {"collections": [Collection(BEGIN + 1, 0.02, 2, 100, "loop")]},
         {"collections": STORM, "busy": (BEGIN + 9.9, BEGIN + 10)},  # while the command started
-        {"calls": [CallCount("loop", "futex", 10**6, 9.0), CallCount("loop", "sendto", 9000, 0.9), CallCount("loop", "write", 5000, 0.1)]},
-        {"calls": [CallCount("log", "write", 20_000, 0.9)]},  # requests do not wait for that thread, and it does less than a tenth
+        {
+            "calls": [
+                CallCount("loop", "futex", 10**6, 9.0),
+                CallCount("loop", "sendto", 9000, 0.9),
+                CallCount("loop", "write", 5000, 0.1),
+            ]
+        },
+        # requests do not wait for that thread, and it does less than a tenth
+        {"calls": [CallCount("log", "write", 20_000, 0.9)]},
         {"lock_waits": HELD[:3]},
         {"lock_waits": HELD[:9], "busy": (BEGIN + 9.9, BEGIN + 10)},
         {"lock_waits": [LockWait(wait.at, 1.0, "writer", wait.lock, wait.where) for wait in HELD]},
-        {"interpreter_waits": [InterpreterWait(wait.at, wait.seconds, "loop") for wait in BUSY]},  # requests wait for what it does
+        # requests wait for what it does
+        {"interpreter_waits": [InterpreterWait(wait.at, wait.seconds, "loop") for wait in BUSY]},
         {"interpreter_waits": [InterpreterWait(wait.at, wait.seconds) for wait in BUSY]},
         {"growth": [Growth("app.py:5", 1 << 20, 10)], "heap_seconds": 5.0},
         {"growth": LEAK},
@@ -90,10 +101,16 @@ def test_a_storm_is_no_matter_of_the_interpreters_lock() -> None:
 
 
 def test_what_costs_most_comes_first() -> None:
-    assert named(collections=STORM, lock_waits=[*HELD, *HELD, *HELD], calls=LOG) == ["lock", "system_calls", "garbage_collection"]
+    assert named(collections=STORM, lock_waits=[*HELD, *HELD, *HELD], calls=LOG) == [
+        "lock",
+        "system_calls",
+        "garbage_collection",
+    ]
 
 
-def with_steps(monkeypatch: pytest.MonkeyPatch, late: float, load: Load | None = None, **fields: Any) -> ProcessProfile:
+def with_steps(
+    monkeypatch: pytest.MonkeyPatch, late: float, load: Load | None = None, **fields: Any
+) -> ProcessProfile:
     virtual = stepping(monkeypatch, late, load)
     end = virtual.clock.now
     trace = virtual.engine.trace().to_json()
@@ -105,7 +122,9 @@ def test_turns_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = profile.steps
     assert trace is not None and len(trace.steps) == 200
     found = [*turns(trace.steps)]
-    assert sum(turn.seconds for turn in found) == pytest.approx(profile.ended - trace.steps[0].begun, rel=0.01)
+    assert sum(turn.seconds for turn in found) == pytest.approx(
+        profile.ended - trace.steps[0].begun, rel=0.01
+    )
     assert slow_steps(profile) == []
 
 
@@ -114,7 +133,14 @@ def test_turns_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("garbage_collection", lambda at: {"collections": [Collection(at, 0.2, 2, 5, "storm")]}),
         ("system_calls", lambda at: {"slow_calls": [SlowCall(at, 0.2, "loop", "fsync", "log (app.py:3)")]}),
-        ("lock", lambda at: {"lock_waits": [LockWait(at, 0.2, "loop", "lock", "step (app.py:9)", "holder, in hold (app.py:20)")]}),
+        (
+            "lock",
+            lambda at: {
+                "lock_waits": [
+                    LockWait(at, 0.2, "loop", "lock", "step (app.py:9)", "holder, in hold (app.py:20)")
+                ]
+            },
+        ),
         ("interpreter_lock", lambda at: {"interpreter_waits": [InterpreterWait(at, 0.2, "cruncher")]}),
     ],
 )

@@ -55,7 +55,10 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
         growth=LEAK,
         heap_seconds=5.0,
         memory={"weights": 7 << 20, "<other>": 1 << 20},
-        flames=[Flame("loop", {"main (a.py:1);<lambda> (a.py:2)": 70, "main (a.py:1);f (b.py:1)": 30}), Flame("unseen", {})],
+        flames=[
+            Flame("loop", {"main (a.py:1);<lambda> (a.py:2)": 70, "main (a.py:1);f (b.py:1)": 30}),
+            Flame("unseen", {}),
+        ],
         operations=[("dot", 3, 0.5)],
         missing={"hardware counters": "this machine has <none>"},
     )
@@ -65,8 +68,14 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
 def test_the_page(profile: Profile) -> None:
     text = report_html(profile, "profile.jax.zip")
     page = Page(text)
-    assert page.open == [] and page.links == ["profile.jax.zip"] and not re.search(r"https?://|@import|<script|url\(", text)
-    assert page.words.index("Findings") < page.words.index("garbage_collection") < page.words.index("Time line")
+    assert (
+        page.open == []
+        and page.links == ["profile.jax.zip"]
+        and not re.search(r"https?://|@import|<script|url\(", text)
+    )
+    assert (
+        page.words.index("Findings") < page.words.index("garbage_collection") < page.words.index("Time line")
+    )
     for word in (
         "lock",
         "system_calls",
@@ -77,7 +86,11 @@ def test_the_page(profile: Profile) -> None:
         "Slow steps",
     ):
         assert word in page.words, word
-    assert "<lambda> (a.py:2): 70.0 %, 70 samples" in page.words and "<other>" in page.words and "step 100" in page.words
+    assert (
+        "<lambda> (a.py:2): 70.0 %, 70 samples" in page.words
+        and "<other>" in page.words
+        and "step 100" in page.words
+    )
     assert "server, process 8" in page.words
 
 
@@ -94,7 +107,14 @@ def test_it_crosses_processes(profile: Profile) -> None:
 
 @pytest.mark.parametrize(
     "field, value",
-    [("seconds", 0.0), ("seconds", float("nan")), ("seconds", 1e9), ("system_calls", "dtrace"), ("rate", 0), ("rate", 10**6)],
+    [
+        ("seconds", 0.0),
+        ("seconds", float("nan")),
+        ("seconds", 1e9),
+        ("system_calls", "dtrace"),
+        ("rate", 0),
+        ("rate", 10**6),
+    ],
 )
 def test_options_out_of_range(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=rf"^{field}="):

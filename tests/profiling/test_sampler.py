@@ -103,7 +103,9 @@ def test_to_wait_for_news_is_to_wait_for_no_lock() -> None:
     assert not sampler.lock_waits
     stacks = {flame.thread: flame for flame in sampler.flames()}
     assert "profile-sampler" not in stacks and stacks["to-notice"].samples >= 10
-    assert any("Account.notice (tests/profiling/test_sampler.py:" in stack for stack in stacks["to-notice"].stacks)
+    assert any(
+        "Account.notice (tests/profiling/test_sampler.py:" in stack for stack in stacks["to-notice"].stacks
+    )
 
 
 def test_what_is_no_lock() -> None:
@@ -161,13 +163,21 @@ def test_the_heap() -> None:
     watched.first()
     kept = [bytes(1000) for _ in range(1000)]
     growth = watched.last()
-    assert kept and growth[0].where.startswith("tests/profiling/test_sampler.py:") and growth[0].bytes >= 1_000_000
+    assert (
+        kept
+        and growth[0].where.startswith("tests/profiling/test_sampler.py:")
+        and growth[0].bytes >= 1_000_000
+    )
 
 
 @LINUX
 def test_memory_by_part() -> None:
     parts = resident_parts({"weights": 1 << 20}, on_devices=False)
-    assert parts["weights"] == 1 << 20 and parts["files: libraries, mapped weights"] > 1 << 20 and "other" in parts
+    assert (
+        parts["weights"] == 1 << 20
+        and parts["files: libraries, mapped weights"] > 1 << 20
+        and "other" in parts
+    )
     assert "weights" not in resident_parts({"weights": 1 << 20}, on_devices=True)
     before = python_objects()
     kept = [(number,) for number in range(200_000)]

@@ -55,7 +55,9 @@ def test_perf_trace() -> None:
 
 
 def test_strace() -> None:
-    """A call interrupted by other lines is identified by its end. Calls that only wait are counted, but not listed."""
+    """A call interrupted by other lines is identified by its end. Calls that only wait are counted, but not
+    listed.
+    """
     counts, slow = parse_strace(STRACE)
     assert sorted(counts) == [
         (14018, "write", 3, pytest.approx(0.002017)),
@@ -91,7 +93,11 @@ def test_py_spy() -> None:
 
 
 def test_operations_of_jax() -> None:
-    events = [{"ph": "X", "name": "dot", "dur": 1000.0}, {"ph": "X", "name": "dot", "dur": 500.0}, {"ph": "M", "name": "process_name"}]
+    events = [
+        {"ph": "X", "name": "dot", "dur": 1000.0},
+        {"ph": "X", "name": "dot", "dur": 500.0},
+        {"ph": "M", "name": "process_name"},
+    ]
     assert longest_operations({"traceEvents": [*events, {"ph": "X", "name": "add", "dur": 1.0}]}) == [
         ("dot", 2, pytest.approx(0.0015)),
         ("add", 1, pytest.approx(1e-6)),

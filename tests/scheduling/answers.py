@@ -1,4 +1,6 @@
-"""Expected answers in the scheduler's tests: functions of the seed and the previous tokens, without a model."""
+"""Expected answers in the scheduler's tests: functions of the seed and the previous tokens, without a
+model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ VOCAB = 50
 EOS = (0,)
 
 
-def next_token(seed: int, sample: int, tokens: list[int], params: SamplingParams, prompt_len: int, suppressed: tuple[int, ...]) -> int:
+def next_token(
+    seed: int,
+    sample: int,
+    tokens: list[int],
+    params: SamplingParams,
+    prompt_len: int,
+    suppressed: tuple[int, ...],
+) -> int:
     token = hash((seed, sample, *tokens)) % VOCAB
     while len(tokens) - prompt_len < params.min_tokens and token in suppressed:
         token = (token + 1) % VOCAB
@@ -26,7 +35,8 @@ def found_after(tokens: list[int], seed: int, sample: int, width: int, temperatu
     values = sorted([-draw.uniform(0.1, 1.0) for _ in likely], reverse=True)
     top = list(zip(likely[:-1], values[:-1], strict=True))
     if temperature and random.Random(hash((seed, sample, *tokens))).random() < 0.5:
-        return ScoredToken(likely[-1], TokenLogprobs(-0.05, 1, top))  # more than any other has, so that it matters
+        # more than any other has, so that it matters
+        return ScoredToken(likely[-1], TokenLogprobs(-0.05, 1, top))
     return ScoredToken(likely[0], TokenLogprobs(values[0], 1, top))
 
 
@@ -49,7 +59,9 @@ def alone(request: Request, seed: int, max_model_len: int) -> tuple[list[int], s
     params, prompt_len = request.params, len(request.prompt_token_ids)
     tokens = list(request.prompt_token_ids)
     while True:
-        token = next_token(seed, request.sample_index, tokens, params, prompt_len, (*params.stop_token_ids, *EOS))
+        token = next_token(
+            seed, request.sample_index, tokens, params, prompt_len, (*params.stop_token_ids, *EOS)
+        )
         tokens.append(token)
         if token in EOS and not params.ignore_eos:
             return tokens[prompt_len:], "stop", None

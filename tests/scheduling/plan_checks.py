@@ -18,7 +18,9 @@ def check_plan(device: StrictDevice, plan: StepPlan) -> int:
     rows, tiles = placement.rows, len(placement.tiles)
     assert rows + tiles > 0, "an empty step"
     assert all((span.tokens is None) == (i < rows) for i, span in enumerate(plan.spans)), "rows come first"
-    assert plan.trunk in table.trunks() and plan.sampler in table.samplers(), "a program that is not in the table"
+    assert plan.trunk in table.trunks() and plan.sampler in table.samplers(), (
+        "a program that is not in the table"
+    )
     assert plan.sampler.rows == table.sample_rows(plan.trunk) >= len(plan.samples)
     assert rows <= plan.trunk.rows and tiles <= plan.trunk.tiles
     _check_ready(device, plan, rows, tiles)
@@ -52,11 +54,18 @@ def _check_ready(device: StrictDevice, plan: StepPlan, rows: int, tiles: int) ->
     table = device.table
     assert plan.trunk in device.ready and plan.sampler in device.ready, "a program that is not ready"
     assert ScoreKey(plan.trunk.tiles) in device.ready or not any(span.targets for span in plan.spans)
-    serving = [key for key in table.trunks() if key in device.ready and SamplerKey(table.sample_rows(key), "full") in device.ready]
+    serving = [
+        key
+        for key in table.trunks()
+        if key in device.ready and SamplerKey(table.sample_rows(key), "full") in device.ready
+    ]
     holding = [
         key
         for key in serving
-        if key.rows >= rows and key.tiles >= tiles and key.pages >= plan.trunk.pages and table.sample_rows(key) >= len(plan.samples)
+        if key.rows >= rows
+        and key.tiles >= tiles
+        and key.pages >= plan.trunk.pages
+        and table.sample_rows(key) >= len(plan.samples)
         if not key.tiles or ScoreKey(key.tiles) in device.ready
     ]
     assert table.tokens(plan.trunk) == min(map(table.tokens, holding)), "a larger program than needed"

@@ -1,4 +1,5 @@
-"""Digests of the plans of 5,000 random requests: a change of the scheduler's structure must not change a single plan.
+"""Digests of the plans of 5,000 random requests: a change of the scheduler's structure must not change a
+single plan.
 
 If a change of behaviour is intended, record them again: `python -m tests.scheduling.plan_digests`.
 """
@@ -26,14 +27,25 @@ from tests.scheduling.strict_device import Loop
 RUNS, REQUESTS = 100, 50
 RECORDED = Path(__file__).with_name("plan_digests.json")
 WINDOWS = [(None,), (None,), (5,), (None, 3), (None, 6, 6), (1, 9)]
-TARGETS: list[dict[str, float]] = [{}, {}, {"ttft_ms": 400.0, "tpot_ms": 90.0}, {"ttft_ms": 150.0}, {"tpot_ms": 30.0}, {"ttft_ms": 1e-3}]
+TARGETS: list[dict[str, float]] = [
+    {},
+    {},
+    {"ttft_ms": 400.0, "tpot_ms": 90.0},
+    {"ttft_ms": 150.0},
+    {"tpot_ms": 30.0},
+    {"ttft_ms": 1e-3},
+]
 
 
 class Costs(StepCosts):
     """Costs that grow with a step's size. They are exact in binary, so sums do not depend on the machine."""
 
     def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
-        return (64 + 2 * trunk.rows + 8 * trunk.tiles + trunk.pages) / 4096 + work.context / 2**18 + work.attended / 2**19
+        return (
+            (64 + 2 * trunk.rows + 8 * trunk.tiles + trunk.pages) / 4096
+            + work.context / 2**18
+            + work.attended / 2**19
+        )
 
 
 class Run:
@@ -48,9 +60,16 @@ class Run:
         if states is not None:
             invariant = 0
         most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
-        max_num_seqs, batching = draw.randint(2, 16), draw.choice(["continuous", "continuous", "continuous", "dynamic", "static"])
+        max_num_seqs, batching = (
+            draw.randint(2, 16),
+            draw.choice(["continuous", "continuous", "continuous", "dynamic", "static"]),
+        )
         strategy = draw.choice(["throughput", "latency", "memory"])
-        self.strategies = ["throughput", "memory"] if batching != "continuous" or invariant else ["throughput", "latency", "memory", "auto"]
+        self.strategies = (
+            ["throughput", "memory"]
+            if batching != "continuous" or invariant
+            else ["throughput", "latency", "memory", "auto"]
+        )
         options: dict[str, Any] = {
             "policy": draw.choice(["fcfs", "priority", "fair"]),
             "priority_ageing": draw.choice([0.0, 0.25, 64.0]),
@@ -85,7 +104,9 @@ class Run:
         self._record(self.loop)
 
     def _record(self, loop: Loop) -> None:
-        """Adds everything that passes from the scheduler to execution to the digest. Time passes with each step."""
+        """Adds everything that passes from the scheduler to execution to the digest. Time passes with each
+        step.
+        """
         scheduler = loop.scheduler
         schedule, take_swaps = scheduler.schedule, scheduler.take_swaps
 
@@ -108,7 +129,12 @@ class Run:
     def go(self) -> str:
         """Runs all requests to their ends. Returns the digest."""
         draw, loop = self.draw, self.loop
-        actions: list[Callable[[], object]] = [self._abort, self._stop, self._change, loop.scheduler.blocks.reset]
+        actions: list[Callable[[], object]] = [
+            self._abort,
+            self._stop,
+            self._change,
+            loop.scheduler.blocks.reset,
+        ]
         actions.append(lambda: loop.get_more(draw.randint(1, 6)))
         ahead = draw.randint(0, 2)
         while len(loop.sequences) < REQUESTS:
@@ -135,17 +161,26 @@ class Run:
         if loop.sequences and draw.random() < 0.5:  # begins as another does
             known = draw.choice(loop.sequences).tokens
             prompt = [*known[: draw.randint(0, len(known))], *prompt][:longest]
-        priority, salt, client = draw.randint(-1, 1), draw.choice([None, None, "a", "b"]), draw.choice(["a", "b", ""])
+        priority, salt, client = (
+            draw.randint(-1, 1),
+            draw.choice([None, None, "a", "b"]),
+            draw.choice(["a", "b", ""]),
+        )
         if not self.states and draw.random() < 0.15:
             width = min(draw.randint(1, 4), loop.scheduler.registry.max_num_seqs)
-            params = BeamSearchParams(beam_width=width, max_tokens=draw.randint(1, 20), temperature=draw.choice([0.0, 0.0, 1.0]))
+            params = BeamSearchParams(
+                beam_width=width, max_tokens=draw.randint(1, 20), temperature=draw.choice([0.0, 0.0, 1.0])
+            )
             with suppress(InvalidArgument):  # more pages than there are
                 loop.add_beams(prompt, params, priority, salt)
             return
         max_tokens = draw.randint(1, 30)
-        loop.add(prompt, priority, n=draw.choice([1, 1, 1, 2, 3, 5]), salt=salt, targets={**draw.choice(TARGETS), "client": client},
-                 prompt_logprobs=draw.choice([None, None, None, 1]), max_tokens=max_tokens, min_tokens=draw.randint(0, min(3, max_tokens)),
-                 ignore_eos=draw.random() < 0.5, stop_token_ids=[draw.randrange(VOCAB) for _ in range(draw.randint(0, 2))],
+        loop.add(prompt, priority, n=draw.choice([1, 1, 1, 2, 3, 5]), salt=salt,
+            targets={**draw.choice(TARGETS), "client": client},
+                 prompt_logprobs=draw.choice([None, None, None, 1]), max_tokens=max_tokens,
+                 min_tokens=draw.randint(0, min(3, max_tokens)),
+                 ignore_eos=draw.random() < 0.5,
+                 stop_token_ids=[draw.randrange(VOCAB) for _ in range(draw.randint(0, 2))],
                  presence_penalty=draw.choice([0.0, 0.0, 0.5]), top_k=draw.choice([0, 0, 5]))  # fmt: skip
 
     def _abort(self) -> None:
@@ -153,7 +188,11 @@ class Run:
             self.loop.abort(self.draw.choice(self.loop.sequences))
 
     def _stop(self) -> None:
-        running = [s for s in self.loop.sequences if s.output_token_ids and s.finish_reason is None and not s.searches]
+        running = [
+            s
+            for s in self.loop.sequences
+            if s.output_token_ids and s.finish_reason is None and not s.searches
+        ]
         if running:
             self.loop.stop_at_string(self.draw.choice(running))
 

@@ -30,7 +30,9 @@ class StateMemory:
         size, end = self.tile_size, span.start + span.length
         borders = [*range(span.start + size, end, size), end]
         assert len(span.states) == len(borders) + 1
-        for at, border, (source, target) in zip([span.start, *borders], borders, pairwise(span.states), strict=False):
+        for at, border, (source, target) in zip(
+            [span.start, *borders], borders, pairwise(span.states), strict=False
+        ):
             assert 0 < target < self.pages and 0 <= source < self.pages
             assert not at or self._held[source] == content(at - 1), "another's state, or a stale one"
             self.snapshots += source not in (0, target)

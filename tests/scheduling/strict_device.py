@@ -1,10 +1,11 @@
-"""A device without a model: runs plans exactly as given and rejects every one that a real device could not run rightly.
+"""A device without a model: runs plans exactly as given and rejects every one that a real device could not
+run rightly.
 
-Its cache remembers what each place holds: the keys and values of a token after a certain prefix, of one cache group. Reading
-anything else, such as another sequence's page, a stale page or an unwritten place, fails at once. With a batch-invariant table so does
-reading a prompt's token that a row computed, or a generated one that a tile did. So does beginning with another state than that of all
-tokens before. Its next token is a function of the seed
-and of all tokens before it: a wrong token anywhere shows in everything that follows.
+Its cache remembers what each place holds: the keys and values of a token after a certain prefix, of one cache
+group. Reading anything else, such as another sequence's page, a stale page or an unwritten place, fails at
+once. With a batch-invariant table so does reading a prompt's token that a row computed, or a generated one
+that a tile did. So does beginning with another state than that of all tokens before. Its next token is a
+function of the seed and of all tokens before it: a wrong token anywhere shows in everything that follows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ FULL = (GroupPages(),)
 
 @dataclass
 class Slot:
-    """A slot's state. Its block tables, by cache group, are cleared on reset, so stale entries are detected."""
+    """A slot's state. Its block tables, by cache group, are cleared on reset, so stale entries are
+    detected.
+    """
 
     reset: SlotReset
     tables: list[dict[int, int]]
@@ -59,7 +62,8 @@ class StrictDevice:
         fewer: how often such a row has yielded fewer tokens than planned.
     """
 
-    def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int,
+    def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int,
+        max_num_batched_tokens: int,
                  groups: List[GroupPages] = FULL, num_states: int = 0) -> None:  # fmt: skip
         self.states = StateMemory(num_states, table.tile_size)
         self.table, self.page_size, self.num_pages, self.groups = table, page_size, num_pages, groups
@@ -79,7 +83,8 @@ class StrictDevice:
         self._take_updates(plan)
         if plan.steps > 1:
             return self._run_burst(plan), {}
-        spans, several = [], dict[int, list[int]]()  # with true positions; tokens of longer rows, by index of the span
+        # with true positions; tokens of longer rows, by index of the span
+        spans, several = [], dict[int, list[int]]()
         for i, span in enumerate(plan.spans[:rows]):
             if span.known < 0:
                 token, at = self._last(span)
@@ -104,7 +109,8 @@ class StrictDevice:
             self.prefilled += span.length
             self._write(span, span.tokens, plan.trunk.pages)
             spans.append(span)
-        for i, span in enumerate(spans):  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
+        # writes come first: a tile attends to tiles before it in the same step, of other sequences too
+        for i, span in enumerate(spans):
             if i not in several:
                 self._read(span)
         tokens, found = list[list[int]](), dict[int, ScoredToken]()
@@ -116,13 +122,19 @@ class StrictDevice:
             reset, giver = slot.reset, self.slots[span.slot]
             assert sample.offset == span.length - 1
             if sample.slot != span.slot:  # another sample of one prompt
-                assert slot.tokens == [] and reset.seed == giver.reset.seed and reset.sample_index != giver.reset.sample_index
+                assert (
+                    slot.tokens == []
+                    and reset.seed == giver.reset.seed
+                    and reset.sample_index != giver.reset.sample_index
+                )
                 slot.tokens = [*giver.tokens]
                 self._read(Span(sample.seq, sample.slot, span.start, span.length))
             assert VARIANTS.index(plan.sampler.variant) >= VARIANTS.index(sampler_variant(reset.params))
             if (beams := self.sequences[sample.seq].request.beams) is not None:
                 assert sample.slot == span.slot
-                found[row] = found_after(slot.tokens, reset.seed, reset.sample_index, beams.beam_width, beams.temperature)
+                found[row] = found_after(
+                    slot.tokens, reset.seed, reset.sample_index, beams.beam_width, beams.temperature
+                )
                 slot.last = None  # the host chooses
                 tokens.append([found[row].token])
                 continue
@@ -133,18 +145,24 @@ class StrictDevice:
         """What a row takes from its slot: a token, and its position."""
         slot = self.slots[span.slot]
         assert slot.last is not None, "a decode row without a token to start from"
-        assert slot.last[1] == span.start or (self.guesses and slot.last[1] < span.start), "a wrong position, or no upper bound"
+        assert slot.last[1] == span.start or (self.guesses and slot.last[1] < span.start), (
+            "a wrong position, or no upper bound"
+        )
         return slot.last
 
     def _sample(self, slot: Slot, position: int) -> int:
         """Samples the token at this position into a slot."""
         reset = slot.reset
-        token = next_token(reset.seed, reset.sample_index, slot.tokens, reset.params, reset.prompt_len, reset.stop_token_ids)
+        token = next_token(
+            reset.seed, reset.sample_index, slot.tokens, reset.params, reset.prompt_len, reset.stop_token_ids
+        )
         slot.last = token, position
         return token
 
     def _run_guesses(self, span: Span, page_bucket: int) -> list[int]:
-        """A row that reads its slot's token and guesses of those after it. Some are right; behind them it writes nonsense."""
+        """A row that reads its slot's token and guesses of those after it. Some are right; behind them it
+        writes nonsense.
+        """
         assert self.guesses is not None
         slot, tokens = self.slots[span.slot], list[int]()
         right = self.guesses.randint(1, span.length)
@@ -162,10 +180,12 @@ class StrictDevice:
         """Each row's tokens, one after the other, all rows in turn."""
         tokens: list[list[int]] = [[] for _ in plan.spans]
         self.bursts += 1
-        assert plan.trunk.tiles == 0 and plan.steps == self.table.steps == max(span.length for span in plan.spans)
-        assert BurstKey(plan.trunk, plan.sampler, plan.steps) in self.ready and [(s.span, s.slot) for s in plan.samples] == [
-            (i, span.slot) for i, span in enumerate(plan.spans)
-        ]
+        assert plan.trunk.tiles == 0 and plan.steps == self.table.steps == max(
+            span.length for span in plan.spans
+        )
+        assert BurstKey(plan.trunk, plan.sampler, plan.steps) in self.ready and [
+            (s.span, s.slot) for s in plan.samples
+        ] == [(i, span.slot) for i, span in enumerate(plan.spans)]
         for number in range(plan.steps):
             for span, given in zip(plan.spans, tokens, strict=True):
                 if number < span.length:
@@ -182,7 +202,8 @@ class StrictDevice:
         return self._sample(self.slots[span.slot], span.start + 1)
 
     def _page(self, _: int, page: int) -> Content:
-        return {offset: self.cache[page, offset] for offset in range(self.page_size)}  # whole pages alone are worth a copy
+        # whole pages alone are worth a copy
+        return {offset: self.cache[page, offset] for offset in range(self.page_size)}
 
     def _set_page(self, _: int, page: int, content: Content) -> None:
         for offset, token in content.items():
@@ -222,11 +243,14 @@ class StrictDevice:
                 content = group, self._content(span, at), span.tokens is None
                 self.cache[table[at // self.page_size], at % self.page_size] = content
         self.states.turn(span, partial(self._content, span))
-        assert page_bucket == 0 or (len(slot.tokens) - 1) // self.page_size < page_bucket, "a program that reads too few pages"
+        assert page_bucket == 0 or (len(slot.tokens) - 1) // self.page_size < page_bucket, (
+            "a program that reads too few pages"
+        )
 
     def _read(self, span: Span) -> None:
-        """The tokens that the span's queries attend to: in a group with a window, those of the first query and
-        all after it."""
+        """The tokens that the span's queries attend to: in a group with a window, those of the first query
+        and all after it.
+        """
         slot = self.slots[span.slot]
         for group, table in enumerate(slot.tables):
             window = self.groups[group].window
@@ -234,30 +258,48 @@ class StrictDevice:
                 *found, by_row = self.cache[table[at // self.page_size], at % self.page_size]
                 assert found == [group, self._content(span, at)], "another's page, or a stale one"
                 generated = at >= len(self.sequences[span.seq].request.prompt_token_ids)
-                assert by_row == generated or not self.table.batch_invariant, "computed by another program than it is alone"
+                assert by_row == generated or not self.table.batch_invariant, (
+                    "computed by another program than it is alone"
+                )
 
     def _content(self, span: Span, at: int) -> int:
         return hash((self.sequences[span.seq].request.cache_salt, *self.slots[span.slot].tokens[: at + 1]))
 
 
 class Loop:
-    """The engine's loop around a scheduler and a strict device, with every promise checked after every action.
+    """The engine's loop around a scheduler and a strict device, with every promise checked after every
+    action.
 
     Args:
         invariant_tiles: of the prefill program of a batch-invariant table; 0: the table is none.
     """
 
-    def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int, max_num_seqs: int,
-                 max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,), groups: List[GroupPages] = FULL,
+    def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int,
+        max_num_seqs: int,
+                 max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
+                 groups: List[GroupPages] = FULL,
                  invariant_tiles: int = 0, num_states: int = 0, **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
         table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, steps=steps, **limits)
         if invariant_tiles:
-            table = ProgramTable.build_batch_invariant(max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size)
+            table = ProgramTable.build_batch_invariant(
+                max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size
+            )
         pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups, "num_states": num_states}
-        named = {field.name: options.pop(field.name) for field in fields(SchedulingOptions) if field.name in options}
-        self.scheduler = Scheduler(table, max_model_len=max_model_len, options=SchedulingOptions(**named), **pages, **limits, **options)  # type: ignore[arg-type]
+        named = {
+            field.name: options.pop(field.name)
+            for field in fields(SchedulingOptions)
+            if field.name in options
+        }
+        self.scheduler = Scheduler(
+            table,
+            max_model_len=max_model_len,
+            options=SchedulingOptions(**named),
+            **pages,
+            **limits,
+            **options,
+        )  # type: ignore[arg-type]
         self.device = StrictDevice(table, **pages, **limits)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.sequences: list[Sequence] = []
@@ -272,10 +314,16 @@ class Loop:
         self.exhausted = False  # whether every page has been owned
 
     def add_beams(
-        self, prompt: list[int], params: BeamSearchParams, priority: int = 0, salt: str | None = None, client: str = ""
+        self,
+        prompt: list[int],
+        params: BeamSearchParams,
+        priority: int = 0,
+        salt: str | None = None,
+        client: str = "",
     ) -> Sequence:
         seed = len(self.sequences)
-        request = Request(request_id=f"r{seed}", prompt_token_ids=prompt, params=sampling_of(params), priority=priority, beams=params,
+        request = Request(request_id=f"r{seed}", prompt_token_ids=prompt, params=sampling_of(params),
+            priority=priority, beams=params,
                           cache_salt=salt, client=client)  # fmt: skip
         self.scheduler.limits.validate(request, EOS)
         sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS)
@@ -295,10 +343,13 @@ class Loop:
         seed = len(self.sequences)
         first: Sequence | None = None
         for index in range(n):
-            request = Request(request_id=f"r{seed}.{index}", prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,  # type: ignore[arg-type]
+            request = Request(request_id=f"r{seed}.{index}", prompt_token_ids=prompt,
+                params=SamplingParams(**params), priority=priority,  # type: ignore[arg-type]
                               sample_index=index, cache_salt=salt, **(targets or {}))  # type: ignore[arg-type]  # fmt: skip
             self.scheduler.limits.validate(request, EOS)
-            sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS, family=None if first is None else first.number)
+            sequence = self.scheduler.add(
+                request, seed=seed, eos_token_ids=EOS, family=None if first is None else first.number
+            )
             first = first or sequence
             self.sequences.append(sequence)
             self.device.sequences[sequence.number] = sequence
@@ -343,7 +394,9 @@ class Loop:
         if plan is not None:
             self.last = plan
             self.admitted += [reset.seed for reset in plan.resets]
-            self.device.sequences.update({span.seq: self.scheduler.registry.by_number.get(span.seq) for span in plan.spans})
+            self.device.sequences.update(
+                {span.seq: self.scheduler.registry.by_number.get(span.seq) for span in plan.spans}
+            )
             self.dispatched.append((plan, *self.device.run(plan)))
         self.check()
         self.exhausted |= self.scheduler.blocks.owned == self.scheduler.blocks.capacity
@@ -364,7 +417,10 @@ class Loop:
             under_way = bool(self.dispatched)
             rejected = len(self.scheduler.acceptance.rejected)
             assert (
-                self.step(ahead) or under_way or len(self.scheduler.acceptance.rejected) > rejected or self.scheduler.registry.fetching
+                self.step(ahead)
+                or under_way
+                or len(self.scheduler.acceptance.rejected) > rejected
+                or self.scheduler.registry.fetching
             ), "unfinished requests, and nothing to run or to wait for"
         else:
             raise AssertionError(f"not done after {limit} steps")
@@ -384,7 +440,9 @@ class Loop:
 
     def check_idle(self) -> None:
         scheduler = self.scheduler
-        assert not scheduler.has_work and scheduler.registry.num_running == scheduler.registry.num_waiting == 0
+        assert (
+            not scheduler.has_work and scheduler.registry.num_running == scheduler.registry.num_waiting == 0
+        )
         assert scheduler.blocks.owned == 0
         for sequence in self.sequences:
             if sequence.searches:
@@ -395,4 +453,8 @@ class Loop:
             if sequence.finish_reason == "abort" or sequence.stop_reason == "text":
                 assert self.outputs[sequence] == expected[: len(self.outputs[sequence])]
             else:
-                assert (self.outputs[sequence], sequence.finish_reason, sequence.stop_reason) == (expected, reason, stop_reason)
+                assert (self.outputs[sequence], sequence.finish_reason, sequence.stop_reason) == (
+                    expected,
+                    reason,
+                    stop_reason,
+                )

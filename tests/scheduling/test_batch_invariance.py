@@ -1,6 +1,8 @@
-"""Batch-invariant steps: their contents, the chunks of prompts, prefix cache hits, and how a preempted sequence resumes.
+"""Batch-invariant steps: their contents, the chunks of prompts, prefix cache hits, and how a preempted
+sequence resumes.
 
-Every plan runs on the strict device, which fails where a token's program or place does not follow from its request alone.
+Every plan runs on the strict device, which fails where a token's program or place does not follow from its
+request alone.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ TABLE = ProgramTable.build_batch_invariant(max_num_seqs=32, tiles=2, tile_size=8
 
 
 def loop(**options):
-    defaults = {"max_model_len": 64, "tile_size": 8, "page_size": 4, "num_pages": 200, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+    defaults = {
+        "max_model_len": 64,
+        "tile_size": 8,
+        "page_size": 4,
+        "num_pages": 200,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+    }
     return Loop(**{"prefix_caching": True, "invariant_tiles": 1, **defaults, **options})
 
 
@@ -47,15 +56,28 @@ def kinds(loop: Loop) -> Iterator[str]:
 def test_the_table_has_one_program_of_each_kind():
     assert TABLE.trunks() == [TrunkKey(32, 0), TrunkKey(0, 2)]
     assert TABLE.samplers() == [SamplerKey(32, "full")] and TABLE.scores() == [ScoreKey(2)]
-    assert by_use(TABLE) == first_needed(TABLE) and {*by_use(TABLE)} == {*TABLE.trunks(), *TABLE.samplers(), *TABLE.scores()}
-    assert ProgramTable.build_batch_invariant(max_num_seqs=1, tiles=1, tile_size=8).max_rows == 8, "no slow path for a single row"
+    assert by_use(TABLE) == first_needed(TABLE) and {*by_use(TABLE)} == {
+        *TABLE.trunks(),
+        *TABLE.samplers(),
+        *TABLE.scores(),
+    }
+    assert ProgramTable.build_batch_invariant(max_num_seqs=1, tiles=1, tile_size=8).max_rows == 8, (
+        "no slow path for a single row"
+    )
 
 
-@given(rows=st.integers(0, 32), samples=st.integers(0, 32), variant=st.sampled_from(["greedy", "sample", "truncated", "full"]))
+@given(
+    rows=st.integers(0, 32),
+    samples=st.integers(0, 32),
+    variant=st.sampled_from(["greedy", "sample", "truncated", "full"]),
+)
 def test_every_step_takes_the_same_programs(rows, samples, variant):
     ready = ReadyPrograms(TABLE)
     assert (ready.max_rows, ready.max_tiles, ready.tile_buckets) == (32, 2, (2,))
-    for trunk, key in [(ready.trunk(rows, 0, 0, samples), TrunkKey(32, 0)), (ready.trunk(0, 1 + rows % 2, 0, samples), TrunkKey(0, 2))]:
+    for trunk, key in [
+        (ready.trunk(rows, 0, 0, samples), TrunkKey(32, 0)),
+        (ready.trunk(0, 1 + rows % 2, 0, samples), TrunkKey(0, 2)),
+    ]:
         assert trunk == key
         assert ready.sampler(trunk, variant) == TABLE.sampler(trunk, variant) == SamplerKey(32, "full")
 
@@ -147,7 +169,9 @@ def test_a_resumed_sequence_repeats_its_own_tokens_in_rows(ahead, prefix_caching
 
 
 def test_what_was_generated_is_not_taken_from_prompts_that_hold_it():
-    """A prompt finds only the pages computed in tiles (16 tokens), although a sequence with all of its tokens waits to resume."""
+    """A prompt finds only the pages computed in tiles (16 tokens), although a sequence with all of its tokens
+    waits to resume.
+    """
     one = loop(num_pages=1 + 40)
     one.add([1] * 21, max_tokens=30, **NO_END)
     last = one.add([2] * 21, max_tokens=30, **NO_END)

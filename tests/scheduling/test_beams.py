@@ -1,4 +1,6 @@
-"""Beams in the scheduler: vLLM's rule, shared and copied pages, and searches that are admitted and preempted as a unit."""
+"""Beams in the scheduler: vLLM's rule, shared and copied pages, and searches that are admitted and preempted
+as a unit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ PROMPT = [7, 8, 9, 10, 11]
 
 
 def loop(**changes: Any) -> Loop:
-    options = {"max_model_len": 64, "tile_size": 8, "page_size": 4, "num_pages": 200, "max_num_seqs": 12, "max_num_batched_tokens": 64}
+    options = {
+        "max_model_len": 64,
+        "tile_size": 8,
+        "page_size": 4,
+        "num_pages": 200,
+        "max_num_seqs": 12,
+        "max_num_batched_tokens": 64,
+    }
     return Loop(**{**options, **changes})
 
 
@@ -37,11 +46,15 @@ def searched(one: Loop, prompt: list[int] = PROMPT, ahead: int = 1, **params: An
 def test_beams_are_those_of_the_rule(width: int, penalty: float, ahead: int) -> None:
     ended = searched(loop(), beam_width=width, length_penalty=penalty, ahead=ahead)
     assert len(ended.found) == width
-    assert searched(loop(), beam_width=width, length_penalty=penalty, ignore_eos=True).finish_reason == "length"
+    assert (
+        searched(loop(), beam_width=width, length_penalty=penalty, ignore_eos=True).finish_reason == "length"
+    )
 
 
 def test_an_end_of_sequence_token_ends_a_beam() -> None:
-    reasons = [beam.finish_reason for seed in range(6) for beam in searched(loop(), [seed + 1], beam_width=4).found]
+    reasons = [
+        beam.finish_reason for seed in range(6) for beam in searched(loop(), [seed + 1], beam_width=4).found
+    ]
     assert {*reasons} == {"stop", "length"}
 
 
@@ -136,7 +149,10 @@ def test_rows_of_others_go_on_while_beams_wait() -> None:
 
 
 def test_sampled_candidates_depend_on_the_seed_alone() -> None:
-    found = [searched(loop(), beam_width=3, temperature=1.0, ignore_eos=True, ahead=ahead).found for ahead in (0, 1)]
+    found = [
+        searched(loop(), beam_width=3, temperature=1.0, ignore_eos=True, ahead=ahead).found
+        for ahead in (0, 1)
+    ]
     assert found[0] == found[1] != searched(loop(), beam_width=3, ignore_eos=True).found
 
 
@@ -145,10 +161,16 @@ def request_of(params: BeamSearchParams, prompt: list[int] = PROMPT) -> Request:
 
 
 def test_what_can_never_run_is_rejected() -> None:
-    limits = Limits(sequence=SequenceLimits(max_model_len=64, page_size=4, pages=20), max_num_seqs=4, vocab_size=VOCAB, eos_token_ids=EOS)
+    limits = Limits(
+        sequence=SequenceLimits(max_model_len=64, page_size=4, pages=20),
+        max_num_seqs=4,
+        vocab_size=VOCAB,
+        eos_token_ids=EOS,
+    )
     with pytest.raises(InvalidArgument, match=r"beam_width.*max_num_seqs = 4"):
         limits.validate(request_of(BeamSearchParams(beam_width=5, max_tokens=1)))
-    limits.validate(request_of(BeamSearchParams(beam_width=3, max_tokens=20)))  # 1 shared page, and 3 x 5 others
+    # 1 shared page, and 3 x 5 others
+    limits.validate(request_of(BeamSearchParams(beam_width=3, max_tokens=20)))
     with pytest.raises(InvalidArgument, match=r"of each of 4 beams, need 21 pages"):
         limits.validate(request_of(BeamSearchParams(beam_width=4, max_tokens=20)))
     limits.validate(Request(request_id="r", prompt_token_ids=PROMPT, params=SamplingParams(max_tokens=20)))

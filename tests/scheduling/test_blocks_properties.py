@@ -1,4 +1,6 @@
-"""Sequences arrive, grow, fork, end and hit the cache, with any groups and pools. Pages remember their contents."""
+"""Sequences arrive, grow, fork, end and hit the cache, with any groups and pools. Pages remember their
+contents.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,12 @@ class BlocksMachine(RuleBasedStateMachine):
         for window, pool in groups:
             pools[pool] += most_pages(LONGEST, window, page_size, 1)
         host_pages = host_pages if prefix_caching else 0
-        self.blocks = BlockManager(page_size, pools, groups, prefix_caching=prefix_caching, host_pages=host_pages, staged=staged)
+        self.blocks = BlockManager(
+            page_size, pools, groups, prefix_caching=prefix_caching, host_pages=host_pages, staged=staged
+        )
         self.host = HostMemory(self.page, self.set_page)
-        self.fetching: dict[int, list[int]] = {}  # by sequence, the tokens to compute once its pages have come
+        # by sequence, the tokens to compute once its pages have come
+        self.fetching: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}  # by sequence, those computed
         self.salts: dict[int, str | None] = {}
         self.held: dict[tuple[int, int, int], object] = {}  # (pool, page, offset) -> what was written there
@@ -79,14 +84,19 @@ class BlocksMachine(RuleBasedStateMachine):
     def places(self, number, group, start):
         """Places of tokens from `start` on: position, and (pool, page, offset)."""
         size, pages = self.blocks.page_size, self.blocks._tables[number].pages[group]
-        return [(at, (self.blocks.groups[group].pool, pages[at // size], at % size)) for at in range(start, len(self.tokens[number]))]
+        return [
+            (at, (self.blocks.groups[group].pool, pages[at // size], at % size))
+            for at in range(start, len(self.tokens[number]))
+        ]
 
     @rule(tokens=TOKENS, salt=st.sampled_from([None, None, "a"]), fetch=st.booleans())
     def come(self, tokens, salt, fetch):
         hit = self.blocks.match(tokens, salt)
         if fetch:
             longer = self.blocks.match_both(tokens, salt, hit)
-            assert longer is hit or (longer.fetches > 0 and longer.from_host == longer.tokens - hit.tokens > 0)
+            assert longer is hit or (
+                longer.fetches > 0 and longer.from_host == longer.tokens - hit.tokens > 0
+            )
             hit = longer
         assert hit.tokens < len(tokens) and hit.tokens % self.blocks.page_size == 0
         if not self.blocks.available(self.blocks.needed(hit, len(tokens), 1)):
@@ -112,7 +122,9 @@ class BlocksMachine(RuleBasedStateMachine):
         self.compute(number, tokens[: LONGEST - len(self.tokens[number])])
 
     def compute(self, number, tokens):
-        """Computes tokens while there is room, like a step: shared pages are copied, then tokens are written, then read."""
+        """Computes tokens while there is room, like a step: shared pages are copied, then tokens are written,
+        then read.
+        """
         known, blocks = self.tokens[number], self.blocks
         start = len(known)
         blocks.pass_windows(number, start)
@@ -138,7 +150,11 @@ class BlocksMachine(RuleBasedStateMachine):
         for group, (_, pool) in enumerate(blocks.groups):
             for at, place in self.places(number, group, start):
                 assert blocks.pools[pool].holders(place[1]) == 1, "written while shared"
-                assert not any(blocks._index.holds(g, place[1]) for g, own in enumerate(blocks.groups) if own.pool == pool)
+                assert not any(
+                    blocks._index.holds(g, place[1])
+                    for g, own in enumerate(blocks.groups)
+                    if own.pool == pool
+                )
                 self.held[place] = self.content(number, group, at)
         blocks.commit(number, known, len(known))
         self.read(number, start)
@@ -146,14 +162,20 @@ class BlocksMachine(RuleBasedStateMachine):
     def read(self, number, position):
         """The contents that queries from a position on attend to."""
         for group, (window, _) in enumerate(self.blocks.groups):
-            for at, place in self.places(number, group, 0 if window is None else max(position - window + 1, 0)):
+            for at, place in self.places(
+                number, group, 0 if window is None else max(position - window + 1, 0)
+            ):
                 assert self.held[place] == self.content(number, group, at)
 
     @property
     def computed(self):
         """Sequences without pages for tokens that are still to be computed, as prompts have that paused."""
         ends = {number: self.blocks.pages_of(len(self.tokens[number])) for number in self.ready}
-        return [number for number, end in ends.items() if all(len(pages) <= end for pages in self.blocks._tables[number].pages)]
+        return [
+            number
+            for number, end in ends.items()
+            if all(len(pages) <= end for pages in self.blocks._tables[number].pages)
+        ]
 
     @precondition(lambda self: self.computed)
     @rule(data=st.data(), count=st.integers(1, 3), tokens=TOKENS)
@@ -193,7 +215,10 @@ class BlocksMachine(RuleBasedStateMachine):
             self.blocks.check_integrity()
             assert self.blocks.owned == 0
             self.blocks.reset()
-            assert len(self.blocks._index) == 0 and sum(pool.free for pool in self.blocks.pools) == self.blocks.capacity
+            assert (
+                len(self.blocks._index) == 0
+                and sum(pool.free for pool in self.blocks.pools) == self.blocks.capacity
+            )
             if self.blocks.tier is not None:
                 self.swap()
                 self.copies_end(0, 1.0)

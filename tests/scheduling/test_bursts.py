@@ -13,19 +13,31 @@ from tests.scheduling.strict_device import Loop
 
 
 def loop(**changes: Any) -> Loop:
-    options = {"max_model_len": 96, "tile_size": 8, "page_size": 4, "num_pages": 200, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options = {
+        "max_model_len": 96,
+        "tile_size": 8,
+        "page_size": 4,
+        "num_pages": 200,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+    }
     return Loop(**{**options, "num_scheduler_steps": 8, **changes})
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (9,)])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_tokens_are_those_of_single_steps(ahead: int, page_size: int, windows: tuple[int | None, ...]) -> None:
+def test_tokens_are_those_of_single_steps(
+    ahead: int, page_size: int, windows: tuple[int | None, ...]
+) -> None:
     """Sequences end or stop at every position of a burst, and reach the maximum length."""
     one = loop(page_size=page_size, groups=[GroupPages(window) for window in windows], num_pages=900)
     for seed in range(24):
         one.add(
-            [seed + 1, 2, 3][: 1 + seed % 3], max_tokens=20 + seed, ignore_eos=seed % 3 == 0, stop_token_ids=[seed % 7 + 1] * (seed % 2)
+            [seed + 1, 2, 3][: 1 + seed % 3],
+            max_tokens=20 + seed,
+            ignore_eos=seed % 3 == 0,
+            stop_token_ids=[seed % 7 + 1] * (seed % 2),
         )
     one.add([5], max_tokens=None, ignore_eos=True)
     one.drain(ahead)

@@ -22,7 +22,9 @@ class Asking(VirtualEngine):
         request = super()._request(row)
         if row == len(self.trace) - 1:
             self.came = self.now
-            (self.expected,) = expect(self.scheduler, [Hypothetical(len(request.prompt_token_ids), request.params.max_tokens)])
+            (self.expected,) = expect(
+                self.scheduler, [Hypothetical(len(request.prompt_token_ids), request.params.max_tokens)]
+            )
         return request
 
 
@@ -66,7 +68,8 @@ def test_several_are_expected_one_behind_the_other():
 def test_cached_tokens_and_samples_count():
     scheduler = make_shape(max_num_seqs=4).scheduler()
     ((cold,), (hit,), (several,)) = (
-        expect(scheduler, [asked]) for asked in (Hypothetical(100, 9), Hypothetical(100, 9, cached=96), Hypothetical(100, 9, 5))
+        expect(scheduler, [asked])
+        for asked in (Hypothetical(100, 9), Hypothetical(100, 9, cached=96), Hypothetical(100, 9, 5))
     )
     assert hit.first_token < 0.5 * cold.first_token
     assert several.last_token > 1.5 * cold.last_token  # the fifth waits for one of the four rows

@@ -1,4 +1,5 @@
-"""Rows of several tokens that may yield fewer: the scheduler plans with upper bounds and corrects them in `collect`.
+"""Rows of several tokens that may yield fewer: the scheduler plans with upper bounds and corrects them in
+`collect`.
 
 No rule of the scheduler plans such rows yet; the one here stands for those that will.
 """
@@ -30,13 +31,25 @@ class Guesses(Rule):
             length = min(self._draw.randint(1, 4), sequence.last_position - sequence.num_computed)
             end = span.start + length
             new = blocks.pages_of(end) - blocks.pages_of(span.start + 1)
-            if plan.steps == 1 and length > 1 and not sequence.searches and blocks.available(blocks.new_pages(new)):
+            if (
+                plan.steps == 1
+                and length > 1
+                and not sequence.searches
+                and blocks.available(blocks.new_pages(new))
+            ):
                 plan.enter(span.slot, blocks.grow(span.seq, end))
                 span.length, plan.lengthened, plan.longest = length, True, max(plan.longest, end)
 
 
 def guessing(seed: int = 0, **changes: Any) -> Loop:
-    options = {"max_model_len": 96, "tile_size": 8, "page_size": 4, "num_pages": 400, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options = {
+        "max_model_len": 96,
+        "tile_size": 8,
+        "page_size": 4,
+        "num_pages": 400,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+    }
     loop = Loop(**{**options, **changes})
     loop.scheduler.rules += (Guesses(loop.scheduler, random.Random(seed)),)
     loop.device.guesses = random.Random(seed)
@@ -53,7 +66,10 @@ def test_bounds_are_corrected_when_a_step_is_collected() -> None:
         assert known + sequence.in_flight == sequence.num_computed + 1
         if sequence.finish_reason is None:
             slot = loop.device.slots[sequence.slot]
-            assert sequence.certain <= len(slot.tokens) <= sequence.num_computed and sequence.certain >= known - 1
+            assert (
+                sequence.certain <= len(slot.tokens) <= sequence.num_computed
+                and sequence.certain >= known - 1
+            )
             planned += ran * sum(span.length for span in loop.last.spans if span.tokens is None)
     assert loop.device.fewer > 5 and planned > 60
     loop.check_idle()
@@ -61,7 +77,9 @@ def test_bounds_are_corrected_when_a_step_is_collected() -> None:
 
 def test_a_token_is_due_when_as_many_came_as_came() -> None:
     loop = guessing()
-    sequence = loop.add([1, 2, 3], max_tokens=60, ignore_eos=True, targets={"ttft_ms": 1e6, "tpot_ms": 1000.0})
+    sequence = loop.add(
+        [1, 2, 3], max_tokens=60, ignore_eos=True, targets={"ttft_ms": 1e6, "tpot_ms": 1000.0}
+    )
     loop.step(ahead=0)
     first = sequence.due
     while loop.step(ahead=0) and sequence.finish_reason is None:
@@ -105,7 +123,13 @@ def test_among_other_requests(seed: int, steps: int) -> None:
         if loop.sequences and draw.random() < 0.5:  # begins as another one
             known = draw.choice(loop.sequences).tokens
             prompt = [*known[: draw.randint(0, len(known))], *prompt][:longest]
-        loop.add(prompt, draw.randint(0, 2), n=draw.choice([1, 1, 3]), max_tokens=draw.randint(1, 40), ignore_eos=draw.random() < 0.7)
+        loop.add(
+            prompt,
+            draw.randint(0, 2),
+            n=draw.choice([1, 1, 3]),
+            max_tokens=draw.randint(1, 40),
+            ignore_eos=draw.random() < 0.7,
+        )
         if draw.random() < 0.1:
             sequence = draw.choice(loop.sequences)
             if sequence.finish_reason is None:

@@ -1,4 +1,6 @@
-"""Cached pages are copied to the host before they are lost, and fetched if that is faster than computing them."""
+"""Cached pages are copied to the host before they are lost, and fetched if that is faster than computing
+them.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_salts_and_resets() -> None:
 @pytest.mark.parametrize("event", ["abort", "reset", "preempt"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_while_pages_are_on_their_way(event: str, steps: int) -> None:
-    """Whatever happens to a sequence that waits for its pages, no pages are lost and answers do not change."""
+    """Whatever happens to a sequence that waits for its pages, no pages are lost and answers do not
+    change.
+    """
     loop = make()
     for number in range(3):
         answer(loop, number)
@@ -173,7 +177,9 @@ def test_others_run_meanwhile() -> None:
     second = loop.add(prompt(9, 8), max_tokens=2, ignore_eos=True)
     for _ in range(6):
         loop.step(ahead=1)
-    assert loop.scheduler.registry.fetching and second.finish_reason == "length" and not first.output_token_ids
+    assert (
+        loop.scheduler.registry.fetching and second.finish_reason == "length" and not first.output_token_ids
+    )
     loop.ending = 1.0
     loop.drain(ahead=1)
     assert first.num_cached == LENGTH - PAGE
@@ -186,7 +192,9 @@ def test_those_that_begin_alike_fetch_once() -> None:
     tier = loop.scheduler.blocks.tier
     assert tier is not None
     before = tier.fetched
-    together = [loop.add([*prompt(0), number], max_tokens=2, ignore_eos=True, n=1 + number % 2) for number in range(3)]
+    together = [
+        loop.add([*prompt(0), number], max_tokens=2, ignore_eos=True, n=1 + number % 2) for number in range(3)
+    ]
     loop.drain(ahead=1)
     assert tier.fetched - before == LENGTH // PAGE
     assert [sequence.num_cached for sequence in together] == [LENGTH] * 3

@@ -17,7 +17,13 @@ TOKENS = list(range(PAGES * PAGE_SIZE + 1))
 def is_hit(present: list[list[bool]], count: int) -> bool:
     """Whether each group has the tokens that the query after `count` pages attends to."""
     return all(
-        all(pages[0 if group.window is None else max(count * PAGE_SIZE - group.window + 1, 0) // PAGE_SIZE : count])
+        all(
+            pages[
+                (
+                    0 if group.window is None else max(count * PAGE_SIZE - group.window + 1, 0) // PAGE_SIZE
+                ) : count
+            ]
+        )
         for group, pages in zip(GROUPS, present, strict=True)
     )
 
@@ -40,16 +46,20 @@ def test_the_hit_is_the_longest_prefix_of_which_each_group_has_what_it_reads(los
 
 def test_a_prompt_that_waits_is_looked_up_once_for_each_change(monkeypatch):
     one = Loop(
-        max_model_len=64, tile_size=8, page_size=4, num_pages=17, max_num_seqs=4, max_num_batched_tokens=72, prefix_caching=True
+        max_model_len=64, tile_size=8, page_size=4, num_pages=17, max_num_seqs=4, max_num_batched_tokens=72,
+        prefix_caching=True
     )  # fmt: skip
     lookups = []
     match = one.scheduler.blocks.match
-    monkeypatch.setattr(one.scheduler.blocks, "match", lambda tokens, salt: lookups.append(len(tokens)) or match(tokens, salt))
+    monkeypatch.setattr(
+        one.scheduler.blocks, "match", lambda tokens, salt: lookups.append(len(tokens)) or match(tokens, salt)
+    )
     runs = one.add(list(range(1, 31)), max_tokens=20, ignore_eos=True)
     one.step(0)
     waits = one.add([*range(1, 29), *range(30)], max_tokens=2, ignore_eos=True)
     for _ in range(15):
         one.step(0)
-    assert len(lookups) == 2 and one.scheduler.registry.num_waiting == 1 and not runs.finish_reason  # as each of them came
+    # as each of them came
+    assert len(lookups) == 2 and one.scheduler.registry.num_waiting == 1 and not runs.finish_reason
     one.drain(0)
     assert waits.num_cached == 28 and waits.finish_reason == "length"

@@ -45,7 +45,13 @@ class Run:
 
 def request(i, arrival=0.0, *, prompt=8, output=4, **level):
     params = SamplingParams(temperature=0.0, max_tokens=output)
-    return Request(request_id=str(i), prompt_token_ids=[100 + i, *range(1, prompt)], params=params, arrival=arrival, **level)
+    return Request(
+        request_id=str(i),
+        prompt_token_ids=[100 + i, *range(1, prompt)],
+        params=params,
+        arrival=arrival,
+        **level,
+    )
 
 
 # --- ageing -------------------------------------------------------------------------------------------
@@ -57,7 +63,9 @@ def request(i, arrival=0.0, *, prompt=8, output=4, **level):
     work=st.lists(st.tuples(st.floats(0.0, 0.05), st.integers(-2, 3)), min_size=2, max_size=40),
 )
 def test_a_request_is_overtaken_only_by_those_that_arrive_soon_after_it(ageing, work):
-    """A request whose priority value is lower by `levels` overtakes it only if it comes within levels * ageing seconds. So none starves."""
+    """A request whose priority value is lower by `levels` overtakes it only if it comes within levels *
+    ageing seconds. So none starves.
+    """
     at, requests = 0.0, []
     for i, (gap, priority) in enumerate(work):
         at += gap
@@ -72,9 +80,13 @@ def test_a_request_is_overtaken_only_by_those_that_arrive_soon_after_it(ageing, 
 
 def test_without_ageing_priorities_are_strict():
     crowd = [request(i, 0.01 * i, priority=0) for i in range(50)]
-    begun = Run([*crowd, request(99, 0.001, priority=1)], max_num_seqs=1, policy="priority", priority_ageing=0.0).finish()
+    begun = Run(
+        [*crowd, request(99, 0.001, priority=1)], max_num_seqs=1, policy="priority", priority_ageing=0.0
+    ).finish()
     assert begun[-1].request_id == "99"
-    begun = Run([*crowd, request(99, 0.001, priority=1)], max_num_seqs=1, policy="priority", priority_ageing=0.05).finish()
+    begun = Run(
+        [*crowd, request(99, 0.001, priority=1)], max_num_seqs=1, policy="priority", priority_ageing=0.05
+    ).finish()
     assert begun.index(next(s for s in begun if s.request_id == "99")) < 10
 
 
@@ -83,7 +95,9 @@ def test_without_ageing_priorities_are_strict():
 
 @settings(max_examples=40)
 @given(
-    clients=st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=2),
+    clients=st.dictionaries(
+        st.sampled_from("abcd"), st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=2
+    ),
     steps=st.integers(1, 300),
 )
 def test_clients_that_always_wait_are_served_alike(clients, steps):
@@ -108,7 +122,9 @@ def test_clients_that_always_wait_are_served_alike(clients, steps):
 
 
 def test_idle_time_earns_no_credit():
-    """b comes when a has been served for long: then they take turns, b does not run alone until it has had as much."""
+    """b comes when a has been served for long: then they take turns, b does not run alone until it has had as
+    much.
+    """
     early = [request(i, client="a") for i in range(40)]
     late = [request(100 + i, 0.3, client=client) for i in range(20) for client in ["b"]]
     begun = [s.client for s in Run([*early, *late], max_num_seqs=1, policy="fair").finish()]
@@ -130,17 +146,25 @@ def test_a_preempted_sequence_is_charged_once():
 
 def test_dynamic_batches_form_when_full_or_after_a_while():
     run = Run(
-        [request(0), request(1, 0.02), request(2, 0.2), *(request(i, 0.3) for i in range(3, 8))], batching="dynamic", batch_wait_ms=100.0
+        [request(0), request(1, 0.02), request(2, 0.2), *(request(i, 0.3) for i in range(3, 8))],
+        batching="dynamic",
+        batch_wait_ms=100.0,
     )
     run.finish()
-    assert [round(s.scheduled, 3) for s in run.engine.sequences][:3] == [0.1, 0.1, pytest.approx(0.3, abs=2 * STEP)]
+    assert [round(s.scheduled, 3) for s in run.engine.sequences][:3] == [
+        0.1,
+        0.1,
+        pytest.approx(0.3, abs=2 * STEP),
+    ]
     assert run.engine.sequences[5].scheduled < 0.3 + 2 * STEP, "four wait: no longer"
     assert run.engine.sequences[7].scheduled >= 0.4, "the fifth of them waits for others"
 
 
 def test_dynamic_batches_are_of_similar_lengths():
     lengths = [5, 60, 6, 61, 7, 62, 8, 63]
-    begun = Run([request(i, prompt=length, output=8) for i, length in enumerate(lengths)], batching="dynamic").finish()
+    begun = Run(
+        [request(i, prompt=length, output=8) for i, length in enumerate(lengths)], batching="dynamic"
+    ).finish()
     assert {s.prompt_len for s in begun[:4]} == {5, 6, 7, 8}
 
 
@@ -153,7 +177,9 @@ def test_a_static_batch_waits_for_all_of_the_one_before():
     assert min(s.scheduled for s in second) >= max(ends[s] for s in first)
     run = Run([request(i, output=output) for i, output in enumerate(outputs)], batching="dynamic")
     run.finish()
-    assert min(s.scheduled for s in run.engine.sequences[4:]) < max(run.engine.ended[s] for s in run.engine.sequences[:4])
+    assert min(s.scheduled for s in run.engine.sequences[4:]) < max(
+        run.engine.ended[s] for s in run.engine.sequences[:4]
+    )
 
 
 @pytest.mark.parametrize("batching", ["dynamic", "static"])

@@ -16,7 +16,11 @@ def nothing(page: int) -> None:
 
 
 @given(
-    st.integers(2, 20), st.lists(st.tuples(st.sampled_from(["take", "share", "release", "keep", "forget"]), st.integers(0, 8)), max_size=80)
+    st.integers(2, 20),
+    st.lists(
+        st.tuples(st.sampled_from(["take", "share", "release", "keep", "forget"]), st.integers(0, 8)),
+        max_size=80,
+    ),
 )
 def test_any_sequence_of_actions(num_pages, actions):
     evicted = []
@@ -28,7 +32,9 @@ def test_any_sequence_of_actions(num_pages, actions):
             taken = pool.take(number)
             assert not {*taken} & {*held}
             cached = cached[max(number - count, 0) :]
-            assert evicted == before[: len(before) - len(cached)], "the least recently used first, and only when nothing is free"
+            assert evicted == before[: len(before) - len(cached)], (
+                "the least recently used first, and only when nothing is free"
+            )
             evicted.clear()
             holders.update(taken)
         elif action == "take":

@@ -29,7 +29,13 @@ def test_fair_shares_of_one_client_are_first_come_first_served(seed, monkeypatch
         class Draw(DRAWN):
             def choice(self, options):
                 drawn = super().choice(options)
-                return policy if "fcfs" in options else clients.get(drawn, drawn) if options == ["a", "b", ""] else drawn
+                return (
+                    policy
+                    if "fcfs" in options
+                    else clients.get(drawn, drawn)
+                    if options == ["a", "b", ""]
+                    else drawn
+                )
 
         monkeypatch.setattr(plan_digests.random, "Random", Draw)
         return Run(seed).go()

@@ -29,7 +29,9 @@ class Linear(StepCosts):
 
     def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
         step, row, tile, context = self.rates
-        return 1e-3 * (step + row * trunk.rows + tile * trunk.tiles + context * (work.context + work.attended))
+        return 1e-3 * (
+            step + row * trunk.rows + tile * trunk.tiles + context * (work.context + work.attended)
+        )
 
 
 def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS + 8 * TILE):
@@ -55,11 +57,16 @@ def random_work(draw, known):
     for i in range(25):
         at += draw.random() * draw.choice([0.0, 0.02, 0.1])
         prompt, output = draw.randint(1, 60), draw.randint(1, 30)
-        targets = {"ttft_ms": draw.choice([None, 100.0, 500.0, 1500.0]), "tpot_ms": draw.choice([None, 8.0, 30.0, 60.0])}
+        targets = {
+            "ttft_ms": draw.choice([None, 100.0, 500.0, 1500.0]),
+            "tpot_ms": draw.choice([None, 8.0, 30.0, 60.0]),
+        }
         exact = known and draw.random() < 0.7
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=exact)
         tokens = [100 + i, *range(1, prompt)]
-        requests.append(Request(request_id=str(i), prompt_token_ids=tokens, params=params, arrival=at, **targets))
+        requests.append(
+            Request(request_id=str(i), prompt_token_ids=tokens, params=params, arrival=at, **targets)
+        )
         if not exact and draw.random() < 0.5:
             lengths[str(i)] = draw.randint(1, output)
     return requests, lengths
@@ -75,30 +82,51 @@ def random_work(draw, known):
 )
 def test_with_exact_costs_no_accepted_request_misses_its_target(seed, known, costs, ahead, num_pages):
     requests, lengths = random_work(random.Random(seed), known)
-    engine, scheduler = serve(costs, requests, lengths, {"strategy": "latency", "on_late": "reject"}, num_pages, ahead)
+    engine, scheduler = serve(
+        costs, requests, lengths, {"strategy": "latency", "on_late": "reject"}, num_pages, ahead
+    )
     assert scheduler.acceptance.goodput.missed == 0, "an accepted request missed its target"
     assert scheduler.registry.num_preemptions == 0
     rejected = [sequence for sequence in engine.sequences if sequence.stop_reason == "rejected"]
-    assert len(rejected) == scheduler.acceptance.goodput.rejected and all(s.has_target and not s.output_token_ids for s in rejected)
-    assert all(sequence.finish_reason in ("stop", "length") for sequence in engine.sequences if sequence not in rejected)
+    assert len(rejected) == scheduler.acceptance.goodput.rejected and all(
+        s.has_target and not s.output_token_ids for s in rejected
+    )
+    assert all(
+        sequence.finish_reason in ("stop", "length")
+        for sequence in engine.sequences
+        if sequence not in rejected
+    )
 
 
 def test_promises_are_not_kept_by_rejecting_everything():
     """More requests are on time than if all were served in order of arrival, at the same costs."""
     draw, met = random.Random(1), {"throughput": 0, "serve": 0, "reject": 0}
     for _ in range(15):
-        costs = Linear(draw.uniform(0.1, 10), draw.uniform(0, 0.5), draw.uniform(0.1, 20), draw.uniform(0, 0.01))
+        costs = Linear(
+            draw.uniform(0.1, 10), draw.uniform(0, 0.5), draw.uniform(0.1, 20), draw.uniform(0, 0.01)
+        )
         work = draw.randint(0, 10**6)
         for name in met:
             requests, lengths = random_work(random.Random(work), known=True)
-            options = {"strategy": "throughput"} if name == "throughput" else {"strategy": "latency", "on_late": name}
+            options = (
+                {"strategy": "throughput"}
+                if name == "throughput"
+                else {"strategy": "latency", "on_late": name}
+            )
             met[name] += serve(costs, requests, lengths, options)[1].acceptance.goodput.met
     assert met["reject"] > met["serve"] > met["throughput"] > 0
 
 
 def test_a_sequence_whose_last_token_is_in_flight_asks_for_no_page_beyond():
     """The programs' largest bucket holds the longest sequence."""
-    limits = {"max_model_len": 30, "tile_size": 1, "page_size": 2, "num_pages": 200, "max_num_seqs": 4, "max_num_batched_tokens": 12}
+    limits = {
+        "max_model_len": 30,
+        "tile_size": 1,
+        "page_size": 2,
+        "num_pages": 200,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 12,
+    }
     one = Loop(**limits, page_buckets=(1, 8, 15), strategy="latency")
     sequence = one.add([3] * 27, max_tokens=None, ignore_eos=True, targets={"ttft_ms": 1e6})
     while len(sequence.tokens) + sequence.in_flight < 30:

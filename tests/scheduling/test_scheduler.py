@@ -18,7 +18,14 @@ NO_END = {"ignore_eos": True}
 
 
 def loop(**options):
-    defaults = {"max_model_len": 64, "tile_size": 8, "page_size": 4, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 36}
+    defaults = {
+        "max_model_len": 64,
+        "tile_size": 8,
+        "page_size": 4,
+        "num_pages": 65,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 36,
+    }
     return Loop(**{**defaults, **options})
 
 
@@ -27,7 +34,12 @@ def loop(**options):
     [
         ([], {}, "prompt_token_ids", "at least 1"),
         ([1] * 64, {}, "prompt_token_ids", "at most max_model_len - 1 = 63"),
-        ([1] * 30, {"max_tokens": None}, "max_tokens", "30 prompt tokens and up to 34 more need 16 pages of 4 tokens; the cache has 10"),
+        (
+            [1] * 30,
+            {"max_tokens": None},
+            "max_tokens",
+            "30 prompt tokens and up to 34 more need 16 pages of 4 tokens; the cache has 10",
+        ),
         ([1] * 30, {"max_tokens": 12}, "max_tokens", "need 11 pages"),
     ],
 )
@@ -41,10 +53,13 @@ def test_refuses_what_can_never_run(prompt, params, field, limit):
 
 @pytest.mark.parametrize(
     ("stops", "ends", "min_tokens", "fits"),
-    [(MASKED_STOPS, DEVICE_STOPS - MASKED_STOPS, 3, True), (MASKED_STOPS, DEVICE_STOPS - MASKED_STOPS + 1, 3, False),
+    [(MASKED_STOPS, DEVICE_STOPS - MASKED_STOPS, 3, True),
+        (MASKED_STOPS, DEVICE_STOPS - MASKED_STOPS + 1, 3, False),
      (MASKED_STOPS, DEVICE_STOPS, 0, True), (MASKED_STOPS + 1, DEVICE_STOPS, 3, True)],
 )  # fmt: skip
-def test_stop_tokens_are_limited_only_where_the_device_suppresses_them(stops: int, ends: int, min_tokens: int, fits: bool) -> None:
+def test_stop_tokens_are_limited_only_where_the_device_suppresses_them(
+    stops: int, ends: int, min_tokens: int, fits: bool
+) -> None:
     """Until min_tokens; with more stop tokens, a mask does."""
     params = SamplingParams(stop_token_ids=list(range(100, 100 + stops)), min_tokens=min_tokens)
     request = Request(request_id="0", prompt_token_ids=[1], params=params)
@@ -53,7 +68,10 @@ def test_stop_tokens_are_limited_only_where_the_device_suppresses_them(stops: in
     if fits:
         limits.validate(request, tuple(range(ends)))
     else:
-        with pytest.raises(InvalidArgument, match="min_tokens=3: must be 0: the model has 17 end-of-sequence tokens; 33 with stop"):
+        with pytest.raises(
+            InvalidArgument,
+            match="min_tokens=3: must be 0: the model has 17 end-of-sequence tokens; 33 with stop",
+        ):
             limits.validate(request, tuple(range(ends)))
 
 
@@ -112,7 +130,9 @@ def test_many_rows_make_no_work_for_the_garbage_collector():
     scheduler = loop(max_num_seqs=rows, max_num_batched_tokens=9 * rows, num_pages=17 * rows).scheduler
     for i in range(rows):
         params = SamplingParams(max_tokens=40, **NO_END)
-        scheduler.add(Request(request_id=str(i), prompt_token_ids=[i], params=params), seed=0, eos_token_ids=(0,))
+        scheduler.add(
+            Request(request_id=str(i), prompt_token_ids=[i], params=params), seed=0, eos_token_ids=(0,)
+        )
 
     def step():
         plan = scheduler.schedule()
@@ -169,7 +189,9 @@ def test_prompts_are_prefilled_in_chunks_beside_decode_rows():
     for _ in range(4):
         plan = mixed.scheduler.schedule()
         rows = [span for span in plan.spans if span.tokens is None]
-        seen.append((len(rows), [(span.start, span.length) for span in plan.spans[len(rows) :]], len(plan.samples)))
+        seen.append(
+            (len(rows), [(span.start, span.length) for span in plan.spans[len(rows) :]], len(plan.samples))
+        )
         mixed.scheduler.collect(plan, *mixed.device.run(plan))
     assert seen == [
         (1, [(0, 16)], 1),
@@ -192,10 +214,17 @@ def test_the_tile_bucket_is_chosen_by_cost():
 
 @pytest.mark.parametrize(
     ("params", "variant"),
-    [({"temperature": 0.0}, "greedy"), ({"temperature": 1.0}, "sample"), ({"top_k": 3}, "truncated"), ({"presence_penalty": 1.0}, "full")],
+    [
+        ({"temperature": 0.0}, "greedy"),
+        ({"temperature": 1.0}, "sample"),
+        ({"top_k": 3}, "truncated"),
+        ({"presence_penalty": 1.0}, "full"),
+    ],
 )
 def test_the_sampler_is_the_costliest_that_a_sampled_sequence_needs(params, variant):
-    """32 tokens are more than a step's tiles: while the prompt is under way, its own variant is not needed."""
+    """32 tokens are more than a step's tiles: while the prompt is under way, its own variant is not
+    needed.
+    """
     one = loop(max_num_batched_tokens=20)
     one.add([1] * 3, temperature=0.0, **NO_END)
     one.step(ahead=0)
@@ -216,7 +245,8 @@ def test_pages_of_the_program_cover_the_longest_sequence():
         plan = one.scheduler.schedule()
         pages.append(plan.trunk.pages)
         one.scheduler.collect(plan, *one.device.run(plan))
-    assert pages == [2] * 2 + [4] * 8 + [16] * 2  # 7 prompt tokens, then one more each step: 2 pages hold 8, 4 hold 16
+    # 7 prompt tokens, then one more each step: 2 pages hold 8, 4 hold 16
+    assert pages == [2] * 2 + [4] * 8 + [16] * 2
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -262,7 +292,9 @@ def test_the_last_under_the_policy_is_preempted_and_resumes_first(policy, victim
 
 
 def test_a_preempted_sequence_keeps_the_token_in_flight():
-    """The token is read after the preemption and counts. Its KV is recomputed with the others; it is not sampled again."""
+    """The token is read after the preemption and counts. Its KV is recomputed with the others; it is not
+    sampled again.
+    """
     one = loop(num_pages=1 + 16)
     for token in (1, 2):
         one.add([token] * 16, max_tokens=33, **NO_END)
@@ -283,7 +315,10 @@ def test_admission_leaves_a_page_for_each_running_sequence():
     for token, length in [(1, 15), (2, 15), (3, 4)]:
         one.add([token] * length, max_tokens=4, **NO_END)
     one.step(ahead=0)
-    assert one.scheduler.registry.num_running == 2 and one.scheduler.blocks.capacity - one.scheduler.blocks.owned == 1
+    assert (
+        one.scheduler.registry.num_running == 2
+        and one.scheduler.blocks.capacity - one.scheduler.blocks.owned == 1
+    )
     one.drain(ahead=0)
     assert one.scheduler.registry.num_preemptions == 1  # both running ones grow by a page, and there was one
 

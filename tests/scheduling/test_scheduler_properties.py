@@ -117,19 +117,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3, 5]),
         salt=st.sampled_from([None, None, "a", "b"]),
         scored=st.sampled_from([None, None, None, 1]),
-        due=st.sampled_from([{}, {}, {"ttft_ms": 1e6, "tpot_ms": 1e6}, {"ttft_ms": 1e4}, {"ttft_ms": 1e-3}, {"tpot_ms": 1e-3}]),
+        due=st.sampled_from(
+            [{}, {}, {"ttft_ms": 1e6, "tpot_ms": 1e6}, {"ttft_ms": 1e4}, {"ttft_ms": 1e-3}, {"tpot_ms": 1e-3}]
+        ),
         client=st.sampled_from(["a", "b", ""]),
     )
     def add(self, data, priority, ignore_eos, stops, n, salt, scored, due, client):
         longest = self.loop.max_model_len - 1
         prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest))
-        if self.loop.sequences and data.draw(st.booleans()):  # begins as another does, with a part of its output or without
+        # begins as another does, with a part of its output or without
+        if self.loop.sequences and data.draw(st.booleans()):
             known = data.draw(st.sampled_from(self.loop.sequences)).tokens
             prompt = [*known[: data.draw(st.integers(0, len(known)))], *prompt][:longest]
         max_tokens = data.draw(st.none() | st.integers(1, 30))
         min_tokens = data.draw(st.integers(0, min(3, max_tokens or 3)))
-        params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
-        self.loop.add(prompt, priority, n=n, salt=salt, targets={**due, "client": client}, prompt_logprobs=scored, **params)
+        params = {
+            "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
+            "ignore_eos": ignore_eos,
+            "stop_token_ids": stops,
+        }
+        self.loop.add(
+            prompt,
+            priority,
+            n=n,
+            salt=salt,
+            targets={**due, "client": client},
+            prompt_logprobs=scored,
+            **params,
+        )
 
     @precondition(lambda self: not self.loop.device.states.pages)
     @rule(
@@ -172,10 +188,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         self.loop.abort(data.draw(st.sampled_from(self.loop.sequences)))
 
-    @precondition(lambda self: any(s.output_token_ids for s in self.loop.sequences if s.finish_reason is None and not s.searches))
+    @precondition(
+        lambda self: any(
+            s.output_token_ids for s in self.loop.sequences if s.finish_reason is None and not s.searches
+        )
+    )
     @rule(data=st.data())
     def stop_at_string(self, data):
-        running = [s for s in self.loop.sequences if s.output_token_ids and s.finish_reason is None and not s.searches]
+        running = [
+            s
+            for s in self.loop.sequences
+            if s.output_token_ids and s.finish_reason is None and not s.searches
+        ]
         self.loop.stop_at_string(data.draw(st.sampled_from(running)))
 
     @precondition(lambda self: self.loop.sequences)
@@ -218,7 +242,15 @@ class TestMoreScheduler(SchedulerMachine.TestCase):
 def test_a_pool_that_runs_out_changes_no_output(policy, ahead, seed):
     """Two sequences of full length fill the pool; six want to run."""
     draw = random.Random(seed)
-    loop = Loop(max_model_len=48, tile_size=8, page_size=4, num_pages=1 + 24, max_num_seqs=6, max_num_batched_tokens=22, policy=policy)
+    loop = Loop(
+        max_model_len=48,
+        tile_size=8,
+        page_size=4,
+        num_pages=1 + 24,
+        max_num_seqs=6,
+        max_num_batched_tokens=22,
+        policy=policy,
+    )
     for _ in range(40):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 24))]
         loop.add(prompt, draw.randint(0, 2), max_tokens=draw.randint(1, 40), ignore_eos=draw.random() < 0.7)

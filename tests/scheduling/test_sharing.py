@@ -14,7 +14,14 @@ PROMPT = list(range(1, 31))  # 7 pages and 2 tokens
 
 
 def loop(**options):
-    defaults = {"max_model_len": 64, "tile_size": 8, "page_size": 4, "num_pages": 200, "max_num_seqs": 8, "max_num_batched_tokens": 72}
+    defaults = {
+        "max_model_len": 64,
+        "tile_size": 8,
+        "page_size": 4,
+        "num_pages": 200,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 72,
+    }
     return Loop(**{"prefix_caching": True, **defaults, **options})
 
 
@@ -29,7 +36,13 @@ def test_a_prompt_is_found_by_whole_pages_and_never_whole():
     one = loop()
     one.add(PROMPT, max_tokens=1)
     assert computed(one) == 30
-    for prompt, new in [(PROMPT, 2), (PROMPT[:28], 4), (PROMPT[:27], 3), ([*PROMPT[:20], *PROMPT], 30), ([9, *PROMPT], 31)]:
+    for prompt, new in [
+        (PROMPT, 2),
+        (PROMPT[:28], 4),
+        (PROMPT[:27], 3),
+        ([*PROMPT[:20], *PROMPT], 30),
+        ([9, *PROMPT], 31),
+    ]:
         sequence = one.add(prompt, max_tokens=1)
         assert computed(one) == new == len(prompt) - sequence.num_cached
     assert one.scheduler.prefixes.hits == 28 + 24 + 24 + 20
@@ -146,7 +159,9 @@ WINDOWS = [GroupPages(), GroupPages(10)]
 
 
 def test_pages_behind_a_window_are_given_up():
-    """A query sees 9 tokens before it: with the 8 that a prefill computes at a time, they lie in at most 5 pages of 4."""
+    """A query sees 9 tokens before it: with the 8 that a prefill computes at a time, they lie in at most 5
+    pages of 4.
+    """
     long = loop(groups=WINDOWS, max_num_seqs=1, max_num_batched_tokens=1 + 8, prefix_caching=False)
     long.add(PROMPT, max_tokens=30, **NO_END)
     most = 0
@@ -169,7 +184,9 @@ def test_a_hit_needs_what_the_window_sees_and_no_more():
 
 
 def test_a_window_shorter_than_its_hit_is_found_further_back():
-    """The window's last pages are gone, the full group's are there: the hit ends where the window's begin to be missing."""
+    """The window's last pages are gone, the full group's are there: the hit ends where the window's begin to
+    be missing.
+    """
     manager = BlockManager(4, [40], [GroupPages(), GroupPages(6)], prefix_caching=True)
     manager.admit(0, manager.match(PROMPT, None), len(PROMPT), None)
     manager.grow(0, len(PROMPT))

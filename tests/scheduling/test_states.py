@@ -18,7 +18,13 @@ TILE, PAGE = 8, 4
 
 
 def loop(num_states: int = 40, **options: object) -> Loop:
-    defaults = {"max_model_len": 400, "num_pages": 400, "max_num_seqs": 6, "max_num_batched_tokens": 6 + 4 * TILE, "prefix_caching": True}
+    defaults = {
+        "max_model_len": 400,
+        "num_pages": 400,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 6 + 4 * TILE,
+        "prefix_caching": True,
+    }
     return Loop(tile_size=TILE, page_size=PAGE, num_states=num_states, **{**defaults, **options})  # type: ignore[arg-type]
 
 
@@ -33,11 +39,15 @@ def cached(one: Loop, prompt: list[int], **how: object) -> int:
     return sequence.num_cached
 
 
-@pytest.mark.parametrize(("length", "again"), [(TILE - 1, 0), (TILE, 0), (TILE + 1, TILE), (30, 24), (32, 24), (33, 32)])
+@pytest.mark.parametrize(
+    ("length", "again"), [(TILE - 1, 0), (TILE, 0), (TILE + 1, TILE), (30, 24), (32, 24), (33, 32)]
+)
 def test_a_prompt_that_comes_again_goes_on_from_the_last_border_of_a_tile(length: int, again: int) -> None:
     one, prompt = loop(), tokens(length)
     assert [cached(one, prompt), cached(one, prompt)] == [0, again]
-    assert cached(one, [*prompt, *tokens(9, 1)]) == length // TILE * TILE, "a prompt that is longer takes all of it"
+    assert cached(one, [*prompt, *tokens(9, 1)]) == length // TILE * TILE, (
+        "a prompt that is longer takes all of it"
+    )
 
 
 def test_long_prompts_leave_snapshots_now_and_then() -> None:
@@ -111,12 +121,20 @@ def test_windows_beside_states() -> None:
 
 def test_another_salt_finds_nothing_and_a_reset_forgets() -> None:
     one, prompt = loop(), tokens(60)
-    assert [cached(one, prompt, salt="a"), cached(one, prompt, salt="b"), cached(one, prompt, salt="a")] == [0, 0, 56]
+    assert [cached(one, prompt, salt="a"), cached(one, prompt, salt="b"), cached(one, prompt, salt="a")] == [
+        0,
+        0,
+        56,
+    ]
     one.scheduler.blocks.reset()
     assert cached(one, prompt, salt="a") == 0
 
 
 def test_beams_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="beam_width=2: no beam search with a model that has recurrent states"):
+    with pytest.raises(
+        InvalidArgument, match="beam_width=2: no beam search with a model that has recurrent states"
+    ):
         one = loop()
-        one.scheduler.limits.validate(one.add_beams([1, 2, 3], BeamSearchParams(beam_width=2, max_tokens=4)).request, ())
+        one.scheduler.limits.validate(
+            one.add_beams([1, 2, 3], BeamSearchParams(beam_width=2, max_tokens=4)).request, ()
+        )

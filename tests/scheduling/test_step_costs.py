@@ -1,4 +1,6 @@
-"""Costs follow the duration of steps despite disturbances; the number of tiles maximizes useful tokens a second."""
+"""Costs follow the duration of steps despite disturbances; the number of tiles maximizes useful tokens a
+second.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Machine:
 
     def __init__(self, seed: int = 0) -> None:
         self.random, self.slow = random.Random(seed), 1.0
-        self.trunks = {key: 1e-3 + 1.5e-5 * TABLE.tokens(key) + self.random.uniform(0, 1e-3) for key in TABLE.trunks()}
+        self.trunks = {
+            key: 1e-3 + 1.5e-5 * TABLE.tokens(key) + self.random.uniform(0, 1e-3) for key in TABLE.trunks()
+        }
         self.samplers = {key: 1e-5 * key.rows * (1 + VARIANTS.index(key.variant)) for key in TABLE.samplers()}
         self.slopes = Slopes(1e-8, 1e-8, 2e-9)
 
@@ -38,7 +42,11 @@ class Machine:
             trunk = self.random.choice(TABLE.trunks())
             sampler = TABLE.sampler(trunk, self.random.choice(VARIANTS))
             longest = self.random.randrange(1, 4000)
-            work = Work(longest * self.random.randrange(1, trunk.rows + 1), longest, trunk.tiles * 64 * self.random.randrange(1, 4000))
+            work = Work(
+                longest * self.random.randrange(1, trunk.rows + 1),
+                longest,
+                trunk.tiles * 64 * self.random.randrange(1, 4000),
+            )
             noise = self.random.lognormvariate(0, NOISE)
             yield trunk, sampler, work, self.usual(trunk, sampler, work) * self.slow * noise
 
@@ -59,7 +67,8 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-SPREAD = median([abs(random.Random(i).lognormvariate(0, NOISE) - 1.0) for i in range(999)])  # no prediction can be better
+# no prediction can be better
+SPREAD = median([abs(random.Random(i).lognormvariate(0, NOISE) - 1.0) for i in range(999)])
 
 
 @given(trunk=KEYS, variant=st.sampled_from(VARIANTS), one=WORKS, more=WORKS)
@@ -90,7 +99,9 @@ def test_costs_that_were_wrong_are_refined():
     """Each by up to 40 %, some up and some down, and the slopes by half."""
     machine, rng = Machine(), random.Random(1)
     wrong = {key: seconds * rng.uniform(0.6, 1.4) for key, seconds in machine.trunks.items()}
-    costs = StepCosts(TABLE, {**wrong, **machine.samplers}, slopes=Slopes(*(slope / 2 for slope in machine.slopes)))
+    costs = StepCosts(
+        TABLE, {**wrong, **machine.samplers}, slopes=Slopes(*(slope / 2 for slope in machine.slopes))
+    )
     before = median(run(costs, machine, 50))
     run(costs, machine, 6000)
     assert median(run(costs, machine, 500)) < min(1.5 * SPREAD, before / 3)
@@ -110,7 +121,9 @@ def test_a_slow_time_passes_without_a_trace(seed, slow, length):
     run(costs, machine, STEPS)  # and is back
     assert median(run(costs, machine, 100)) < 2 * SPREAD
     for trunk, sampler, work, _ in machine.steps(100):
-        assert costs.seconds(trunk, sampler, work) / costs.drift == pytest.approx(machine.usual(trunk, sampler, work), rel=0.15)
+        assert costs.seconds(trunk, sampler, work) / costs.drift == pytest.approx(
+            machine.usual(trunk, sampler, work), rel=0.15
+        )
 
 
 @given(at=st.integers(0, 20), many=st.integers(1, STEPS // 2), factor=st.sampled_from([10.0, 1000.0]))
@@ -126,7 +139,10 @@ def test_single_slow_steps_spoil_nothing(at, many, factor):
 def test_a_program_that_was_not_measured_is_learned_from_few_steps_the_first_of_them_slow():
     machine = Machine()
     trunk, sampler, work = TrunkKey(32, 4), TABLE.sampler(TrunkKey(32, 4), "full"), Work(1000, 100, 5000)
-    trunks, samplers = ({key: s for key, s in known.items() if key not in (trunk, sampler)} for known in (machine.trunks, machine.samplers))
+    trunks, samplers = (
+        {key: s for key, s in known.items() if key not in (trunk, sampler)}
+        for known in (machine.trunks, machine.samplers)
+    )
     costs = StepCosts(TABLE, {**trunks, **samplers}, slopes=machine.slopes)
     usual = machine.usual(trunk, sampler, work)
     assert 0.4 * usual < costs.seconds(trunk, sampler, work) < 2.5 * usual, "an estimate from the others"
@@ -138,7 +154,11 @@ def test_a_program_that_was_not_measured_is_learned_from_few_steps_the_first_of_
     assert costs.seconds(trunk, sampler, work) == pytest.approx(usual) and costs.known[trunk].settled
 
 
-@given(known=st.dictionaries(KEYS, st.floats(1e-4, 1.0), max_size=6), trunk=KEYS, variant=st.sampled_from(VARIANTS))
+@given(
+    known=st.dictionaries(KEYS, st.floats(1e-4, 1.0), max_size=6),
+    trunk=KEYS,
+    variant=st.sampled_from(VARIANTS),
+)
 def test_every_estimate_is_a_time(known, trunk, variant):
     seconds = StepCosts(TABLE, known).seconds(trunk, TABLE.sampler(trunk, variant))
     assert 0.0 < seconds < math.inf
@@ -162,7 +182,9 @@ def test_what_is_saved_is_loaded(seed, count):
     again = StepCosts.from_json(costs.to_json())
     assert again.table == TABLE and again.drift == 1.0 and again.spread == costs.spread
     for trunk, sampler, work, _ in machine.steps(50):
-        assert again.seconds(trunk, sampler, work) == pytest.approx(costs.seconds(trunk, sampler, work) / costs.drift)
+        assert again.seconds(trunk, sampler, work) == pytest.approx(
+            costs.seconds(trunk, sampler, work) / costs.drift
+        )
     assert again.host_seconds(3, 2) == costs.host_seconds(3, 2)
     for broken in b"", b"{}", costs.to_json()[:-2]:
         with pytest.raises(ValueError):
@@ -171,7 +193,9 @@ def test_what_is_saved_is_loaded(seed, count):
 
 def test_of_another_table_programs_of_the_same_shape_are_known():
     costs = Machine().measured()
-    other = costs.for_table(ProgramTable(row_buckets=(8, 16), mixed_row_buckets=(8,), tile_buckets=(1, 2), tile_size=128))
+    other = costs.for_table(
+        ProgramTable(row_buckets=(8, 16), mixed_row_buckets=(8,), tile_buckets=(1, 2), tile_size=128)
+    )
     assert other.base(TrunkKey(8, 1)) == costs.base(TrunkKey(8, 2))
     assert other.base(TrunkKey(8, 2)) == costs.base(TrunkKey(8, 4))
     assert costs.base(TrunkKey(8, 0)) < other.base(TrunkKey(16, 0)) < costs.base(TrunkKey(8, 1))

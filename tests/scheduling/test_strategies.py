@@ -30,14 +30,20 @@ def situation(pending, *, rows=8, slack=math.inf, tpot=math.inf, prompts=(), len
     seconds = seconds or step_seconds()
     streams = [Stream(slack, tpot, length)] if tpot < math.inf else []
     attended = [0] * (1 + sum(prompt.tiles for prompt in prompts))
-    outlook = Outlook(seconds(rows, 0), lambda tiles, _: seconds(rows, tiles), streams, list(prompts), attended)
+    outlook = Outlook(
+        seconds(rows, 0), lambda tiles, _: seconds(rows, tiles), streams, list(prompts), attended
+    )
     return Situation(rows, pending, 64, BUCKETS, seconds, outlook)
 
 
 # --- throughput ---------------------------------------------------------------------------------------
 
 
-@given(rows=st.integers(0, 32), pending=st.integers(1, 8), scale=st.lists(st.floats(0.01, 100.0), min_size=4, max_size=4))
+@given(
+    rows=st.integers(0, 32),
+    pending=st.integers(1, 8),
+    scale=st.lists(st.floats(0.01, 100.0), min_size=4, max_size=4),
+)
 def test_no_other_number_of_tiles_carries_more_tokens_a_second(rows, pending, scale):
     took = dict(zip(BUCKETS, scale, strict=True))
 
@@ -53,7 +59,10 @@ def test_no_other_number_of_tiles_carries_more_tokens_a_second(rows, pending, sc
 
 
 def test_of_equal_rates_the_larger_bucket_wins():
-    assert throughput(Situation(0, 4, 64, BUCKETS, lambda rows, tiles: {1: 1.0, 2: 2.0, 4: 5.0}[tiles])).tiles == 2
+    assert (
+        throughput(Situation(0, 4, 64, BUCKETS, lambda rows, tiles: {1: 1.0, 2: 2.0, 4: 5.0}[tiles])).tiles
+        == 2
+    )
 
 
 def by_costs(costs, rows, pending, work=NO_WORK):
@@ -71,7 +80,9 @@ def test_before_measurement_a_nearly_empty_bucket_is_not_worth_it():
 
 
 def test_rows_with_long_contexts_make_padding_cheap():
-    """They cost the same in each step, so fewer steps are better, although three of eight rows are padding."""
+    """They cost the same in each step, so fewer steps are better, although three of eight rows are
+    padding.
+    """
     assert by_costs(StepCosts(TABLE), 8, 5) == 4
     assert by_costs(StepCosts(TABLE), 8, 5, Work(context=10**8)) == 5
 
@@ -82,7 +93,9 @@ def test_as_many_rows_as_can_run_where_each_costs_less_than_a_step(wanting, fixe
 
 
 def test_the_batch_is_smaller_where_a_larger_program_would_be_nearly_empty():
-    """Nine in a program of sixteen rows take 182 ms a token; eight, and then one, 138 (measured, 134M on two cores)."""
+    """Nine in a program of sixteen rows take 182 ms a token; eight, and then one, 138 (measured, 134M on two
+    cores).
+    """
     took = {1: 0.030, 8: 0.108, 16: 0.182, 32: 0.260}
 
     def seconds(rows, tiles):
@@ -123,13 +136,17 @@ def test_prompts_go_as_fast_as_the_first_of_them_needs():
 
 
 def test_where_not_all_can_be_in_time_the_fewest_are_late():
-    """A step with one tile takes 40 ms. A stream that needs its next token in 35 is late for any; without one, the prompts are."""
+    """A step with one tile takes 40 ms. A stream that needs its next token in 35 is late for any; without
+    one, the prompts are.
+    """
     stream = {"slack": 0.035, "tpot": 0.035}
     one, two = [Prompt(1, 0.041)], [Prompt(1, 0.041), Prompt(1, 0.051)]
     assert latency(situation(2, **stream, prompts=two)).tiles == 2, "the stream rather than two prompts"
     patient = [Prompt(1, 10.0)]
     assert latency(situation(1, **stream, prompts=patient)) == (0, "streams first"), "none is late"
-    assert latency(situation(1, slack=0.035, tpot=0.035, length=9, prompts=one)) == (1, "all in time"), "it makes up for 5 ms"
+    assert latency(situation(1, slack=0.035, tpot=0.035, length=9, prompts=one)) == (1, "all in time"), (
+        "it makes up for 5 ms"
+    )
 
 
 # --- memory -------------------------------------------------------------------------------------------
@@ -142,7 +159,9 @@ def test_where_not_all_can_be_in_time_the_fewest_are_late():
 def test_running_sequences_never_hold_more_than_the_forecast(sequences, page_size):
     forecast = peak_pages(sequences, page_size)
     steps = range(max(growth.rest for growth in sequences) + 1)
-    held = [sum(-(-(tokens + step) // page_size) for tokens, rest in sequences if step <= rest) for step in steps]
+    held = [
+        sum(-(-(tokens + step) // page_size) for tokens, rest in sequences if step <= rest) for step in steps
+    ]
     assert max(held) <= forecast <= max(held) + len(sequences)
 
 
@@ -155,11 +174,17 @@ def test_the_rest_of_an_output_is_guessed_from_longer_ones():
     assert lengths.expected_rest(0, 500) == 500
     for _ in range(FEWEST):
         lengths.note(20)
-    assert (lengths.expected_rest(0, 500), lengths.expected_rest(5, 500), lengths.expected_rest(0, 8)) == (20, 15, 8)
+    assert (lengths.expected_rest(0, 500), lengths.expected_rest(5, 500), lengths.expected_rest(0, 8)) == (
+        20,
+        15,
+        8,
+    )
     assert lengths.expected_rest(20, 500) == 480, "none was longer"
     for _ in range(1000):
         lengths.note(100)
-    assert lengths.expected_rest(20, 500) == 80 and lengths.expected_rest(0, 500) == 100, "the first are forgotten"
+    assert lengths.expected_rest(20, 500) == 80 and lengths.expected_rest(0, 500) == 100, (
+        "the first are forgotten"
+    )
 
 
 # --- auto ---------------------------------------------------------------------------------------------
@@ -173,12 +198,16 @@ def test_auto_changes_only_when_load_has_called_for_it_for_a_while():
     state = auto(state, targets, 10.0)
     assert state.strategy == "throughput" and state.wanted == "latency"
     assert auto(state, targets, 10.0 + HOLD / 2).strategy == "throughput"
-    assert auto(auto(state, CALM, 10.0 + HOLD / 2), targets, 10.0 + HOLD).strategy == "throughput", "not without a break"
+    assert auto(auto(state, CALM, 10.0 + HOLD / 2), targets, 10.0 + HOLD).strategy == "throughput", (
+        "not without a break"
+    )
     assert auto(state, targets, 10.0 + HOLD)[:2] == ("latency", "targets can be met")
 
 
 def test_auto_takes_memory_at_the_first_preemption_and_leaves_it_when_pages_are_plenty():
-    state = auto(AutoState("latency"), CALM._replace(targets=True, preempted=True, free_pages=0.0, waiting=3), 5.0)
+    state = auto(
+        AutoState("latency"), CALM._replace(targets=True, preempted=True, free_pages=0.0, waiting=3), 5.0
+    )
     assert state[:2] == ("memory", "pages are short")
     for free in (0.05, 0.2):
         assert auto(state, CALM._replace(free_pages=free, waiting=1), 6.0).wanted is None

@@ -3,7 +3,9 @@
 from jengine import LLM, SamplingParams
 
 prompts = ["def fibonacci(n):", "import os\n", "class Stack:"]
-sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8, seed=1, spaces_between_special_tokens=True)
+sampling_params = SamplingParams(
+    temperature=0.8, top_p=0.95, max_tokens=8, seed=1, spaces_between_special_tokens=True
+)
 
 
 def main():
@@ -24,10 +26,20 @@ def main():
     outputs = llm.generate(prompts, sampling_params, use_tqdm=False, lora_request=None, priority=None)
     for output in outputs:
         completion = output.outputs[0]
-        print(f"Prompt: {output.prompt!r}, tokens: {len(completion.token_ids)}, reason: {completion.finish_reason}")
+        print(
+            f"Prompt: {output.prompt!r}, tokens: {len(completion.token_ids)}, reason:"
+            f" {completion.finish_reason}"
+        )
     params = llm.get_default_sampling_params()
     params = params.clone(max_tokens=4)
-    print("Tokens:", len(llm.generate({"prompt_token_ids": outputs[0].prompt_token_ids}, params, use_tqdm=False)[0].outputs[0].token_ids))
+    print(
+        "Tokens:",
+        len(
+            llm.generate({"prompt_token_ids": outputs[0].prompt_token_ids}, params, use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+        ),
+    )
 
 
 if __name__ == "__main__":

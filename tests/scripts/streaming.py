@@ -20,13 +20,17 @@ async def stream(engine: AsyncLLMEngine, prompt: str) -> str:
 
 async def whole(engine: AsyncLLMEngine, prompt: str) -> str:
     final = None
-    async for output in engine.generate(request_id="whole", prompt=prompt, sampling_params=SamplingParams(max_tokens=8, temperature=0.0)):
+    async for output in engine.generate(
+        request_id="whole", prompt=prompt, sampling_params=SamplingParams(max_tokens=8, temperature=0.0)
+    ):
         final = output
     return final.outputs[0].text
 
 
 async def main() -> None:
-    args = AsyncEngineArgs(model="demo", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128, enforce_eager=False)
+    args = AsyncEngineArgs(
+        model="demo", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128, enforce_eager=False
+    )
     engine = AsyncLLMEngine.from_engine_args(args)
     try:
         prompts = ["def f(x):", "import sys"]

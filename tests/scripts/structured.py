@@ -5,7 +5,13 @@ import json
 from jengine import LLM, SamplingParams
 from jengine.sampling_params import StructuredOutputsParams
 
-llm = LLM(model="demo", max_model_len=256, max_num_seqs=8, max_num_batched_tokens=128, guided_decoding_backend="auto")
+llm = LLM(
+    model="demo",
+    max_model_len=256,
+    max_num_seqs=8,
+    max_num_batched_tokens=128,
+    guided_decoding_backend="auto",
+)
 
 
 def generate(constraint: StructuredOutputsParams, max_tokens: int = 40) -> str:

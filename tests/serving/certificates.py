@@ -30,16 +30,24 @@ class Authority:
         self.cert = folder / f"{name}.pem"
         self.cert.write_bytes(self._cert.public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str, password: bytes | None = None, *, begins: float = -300.0, ends: float = 3600.0) -> Pair:
+    def sign(
+        self, name: str, password: bytes | None = None, *, begins: float = -300.0, ends: float = 3600.0
+    ) -> Pair:
         """Valid between these seconds from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self._cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
         cert = _signed(name, key, str(issuer), self._key, ca=False, begins=begins, ends=ends)
         pair = Pair(self.folder / f"{name}.pem", self.folder / f"{name}.key")
         pair.cert.write_bytes(cert.public_bytes(serialization.Encoding.PEM))
-        sealed = serialization.NoEncryption() if password is None else serialization.BestAvailableEncryption(password)
+        sealed = (
+            serialization.NoEncryption()
+            if password is None
+            else serialization.BestAvailableEncryption(password)
+        )
         pair.key.touch(mode=0o600)
-        pair.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed))
+        pair.key.write_bytes(
+            key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed)
+        )
         return pair
 
 

@@ -33,7 +33,10 @@ from jengine.serving.playground.app import playground
 from jengine.serving.processes.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write
 
-TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt"
+    " %}<s>assistant:{% endif %}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,16 @@ class MockServer:
     def wait_until_idle(self) -> None:
         """Waits until nothing runs or waits, no client is remembered, and all pages are free."""
         until = time.monotonic() + 60
-        while self.engine.has_work or self.llm._handles or self.engine.load.free_pages != self.engine.load.pages:
+        while (
+            self.engine.has_work or self.llm._handles or self.engine.load.free_pages != self.engine.load.pages
+        ):
             assert time.monotonic() < until, self.engine.load
             time.sleep(0.002)
 
 
-class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
+class _WithKey(
+    grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor
+):  # type: ignore[misc]
     def __init__(self, key: str) -> None:
         self._metadata = [("authorization", f"Bearer {key}")]
 
@@ -87,9 +94,18 @@ def serve_mock(
     defaults: SamplingParams | None = None,
     **engine_options: Any,
 ) -> Iterator[MockServer]:
-    """`serve_mock` takes options of ServerConfig and MockEngine, the model's name, and its default sampling parameters."""
+    """`serve_mock` takes options of ServerConfig and MockEngine, the model's name, and its default sampling
+    parameters.
+    """
     engine = MockEngine(**{"vocab_size": 501, **engine_options})
-    info = ModelInfo(name=name, limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
+    info = ModelInfo(
+        name=name,
+        limits=engine.limits,
+        dtype="float32",
+        devices="1 mock",
+        mesh={"tensor": 1},
+        has_chat_template=True,
+    )
     metrics = PrometheusMetrics(name, lambda: engine.load, lambda: 0)
     started, box = threading.Event(), []
 
@@ -99,7 +115,11 @@ def serve_mock(
         access = Access(config, metrics)
         request_log = None if config.request_log is None else RequestLog(config.request_log)
         built = await build_server(
-            config, FixedModel(llm, info), metrics=metrics, request_log=request_log, interceptors=access.interceptors
+            config,
+            FixedModel(llm, info),
+            metrics=metrics,
+            request_log=request_log,
+            interceptors=access.interceptors,
         )
         await built.server.start()
         parts = Parts(config, built.shared, built.calls, access.authenticator, metrics, lambda: None)
@@ -109,7 +129,9 @@ def serve_mock(
             await fronts[-1].start(None)
             addresses[0] = f"http://127.0.0.1:{fronts[-1].port}/v1"
         if config.page:
-            fronts.append(HttpFront(playground(parts, pages_of(metrics, lambda: None)), config, "metrics_port"))
+            fronts.append(
+                HttpFront(playground(parts, pages_of(metrics, lambda: None)), config, "metrics_port")
+            )
             await fronts[-1].start(None)
             addresses[1] = f"http://127.0.0.1:{fronts[-1].port}"
         for service in ("", *SERVICES):

@@ -20,7 +20,11 @@ FACTS = EngineInfo(tokenizer_folder=None, dtype="", devices="")
 
 def refuses(error: str, text: str) -> WarmEngine:
     """Raises an error at the start."""
-    raise InvalidArgument("max_model_len", 10**30, text) if error == "InvalidArgument" else getattr(jengine, error, RuntimeError)(text)
+    raise (
+        InvalidArgument("max_model_len", 10**30, text)
+        if error == "InvalidArgument"
+        else getattr(jengine, error, RuntimeError)(text)
+    )
 
 
 def exits(code: int) -> WarmEngine:

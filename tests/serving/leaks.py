@@ -12,7 +12,9 @@ from pathlib import Path
 
 
 def held() -> Counter[str]:
-    """File descriptors, threads (except those of executors, which stay), and child processes, including zombies."""
+    """File descriptors, threads (except those of executors, which stay), and child processes, including
+    zombies.
+    """
     threads = (thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
     children = (f"process {child}" for task in Path("/proc/self/task").iterdir() for child in _children(task))
     return Counter({"descriptors": len(os.listdir("/proc/self/fd")), **Counter(threads), **Counter(children)})
@@ -22,7 +24,8 @@ def held() -> Counter[str]:
 def nothing_leaks() -> Iterator[None]:
     before = held()
     yield
-    wait_until(lambda: held() <= before, lambda: f"left behind: {held() - before}")  # what another test left may end meanwhile
+    # what another test left may end meanwhile
+    wait_until(lambda: held() <= before, lambda: f"left behind: {held() - before}")
 
 
 def wait_until(condition, message=lambda: "") -> None:  # type: ignore[no-untyped-def]

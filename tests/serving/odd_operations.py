@@ -28,7 +28,11 @@ class Fail(Operation[None], frozen=True):
     kind: str
 
     def run(self, engine: Any) -> None:
-        raise InvalidArgument("kind", self.kind, "too odd") if self.kind == "InvalidArgument" else ZeroDivisionError("by nothing")
+        raise (
+            InvalidArgument("kind", self.kind, "too odd")
+            if self.kind == "InvalidArgument"
+            else ZeroDivisionError("by nothing")
+        )
 
 
 class AnswerOddly(Operation[Any], frozen=True):

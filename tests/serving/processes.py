@@ -34,7 +34,8 @@ app.run(config, "mock", lambda on_end: EngineProcess(engine, options, on_end, co
 """
 READY = re.compile(
     r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "
-    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:, \d+ to follow)?(?:; OpenAI's API on ([^\s;]+))?"
+    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:, \d+ to follow)?(?:; OpenAI's API on"
+    r" ([^\s;]+))?"
     r"(?:; metrics on ([^\s;]+))?(?:; page on (\S+))?\n"
 )
 
@@ -48,8 +49,14 @@ class ServerProcess:
     """
 
     def __init__(self, command: list[str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("JENGINE_") or name == "JENGINE_CACHE_DIR"}
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("JENGINE_") or name == "JENGINE_CACHE_DIR"
+        }
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         self.pid, self.log, self.address, self.http, self.metrics = self._process.pid, "", "", "", ""
         self.page = ""
         self._reader = threading.Thread(target=self._read)
@@ -95,7 +102,9 @@ class ServerProcess:
 
 @contextmanager
 def process(command: list[str]) -> Iterator[ServerProcess]:
-    """A process that is killed at the end of this context if it has not exited. Its child processes must have ended too."""
+    """A process that is killed at the end of this context if it has not exited. Its child processes must have
+    ended too.
+    """
     server = ServerProcess(command)
     try:
         yield server
@@ -107,7 +116,11 @@ def process(command: list[str]) -> Iterator[ServerProcess]:
 
 @contextmanager
 def mock_process(
-    folder: Path, *, engine: str = "jengine.serving.processes.engines:mock_engine", server: dict[str, Any] | None = None, **options: Any
+    folder: Path,
+    *,
+    engine: str = "jengine.serving.processes.engines:mock_engine",
+    server: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[ServerProcess]:
     """A server process with a mock engine with these options; `server`: options of ServerConfig, by default
     without lame-duck time."""
@@ -145,7 +158,9 @@ class HealthWatch:
 
 def wait_for_server(address: str) -> None:
     """Waits until a server is listening there."""
-    with grpc.insecure_channel(address, [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 50)]) as channel:
+    with grpc.insecure_channel(
+        address, [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 50)]
+    ) as channel:
         grpc.channel_ready_future(channel).result(timeout=30)
 
 

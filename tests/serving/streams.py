@@ -32,4 +32,8 @@ class Stream:
         self.thread.join(30)
         assert self.error is None and self.outputs[-1].finished
         last = self.outputs[-1].outputs[0]
-        return sum(len(output.outputs[0].token_ids) for output in self.outputs), last.finish_reason, last.stop_reason
+        return (
+            sum(len(output.outputs[0].token_ids) for output in self.outputs),
+            last.finish_reason,
+            last.stop_reason,
+        )

@@ -1,4 +1,6 @@
-"""Counts of admission control: for any order of events, limits are never exceeded, and all counts return to zero."""
+"""Counts of admission control: for any order of events, limits are never exceeded, and all counts return to
+zero.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,11 @@ class Door(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        assert self.admission.taken == sum(n for _, n, _ in self.places) == sum(self.admission._completions.values())
+        assert (
+            self.admission.taken
+            == sum(n for _, n, _ in self.places)
+            == sum(self.admission._completions.values())
+        )
         assert 0 not in self.admission._completions.values()
         assert sum(self.admission._streams.values()) == len(self.streams)
         assert 0 not in self.admission._streams.values(), "clients that have gone are forgotten"
@@ -159,7 +165,9 @@ def test_a_key_has_a_limit_of_its_own() -> None:
 
 
 def test_tokens_of_running_requests_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were charged as they came: requests that started together used a minute's tokens several times over."""
+    """They were charged as they came: requests that started together used a minute's tokens several times
+    over.
+    """
     door = admission()
     monkeypatch.setattr("jengine.serving.guards.admission.time.monotonic", lambda: 0.0)
     with calling_with(Key("anna", tokens_per_minute=60)):

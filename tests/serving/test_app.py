@@ -40,7 +40,9 @@ def test_one_line_when_ready_and_none_at_the_end(tokenizer_folder: Path) -> None
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
-def test_requests_in_flight_have_time_then_they_are_aborted(tokenizer_folder: Path, asked: signal.Signals) -> None:
+def test_requests_in_flight_have_time_then_they_are_aborted(
+    tokenizer_folder: Path, asked: signal.Signals
+) -> None:
     with mock_process(tokenizer_folder, seconds=0.02, server={"drain_seconds": 1.5}) as server:
         server.wait_until_ready()
         with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
@@ -86,7 +88,12 @@ def test_before_it_is_ready(tokenizer_folder: Path, tmp_path: Path) -> None:
         with Client(address, retries=ONCE) as client, grpc.insecure_channel(address) as channel:
             watch = HealthWatch(channel)
             watch.wait_for("NOT_SERVING")
-            for ask in (lambda: client.generate([1]), client.model, client.load, lambda: client.tokenize("x")):
+            for ask in (
+                lambda: client.generate([1]),
+                client.model,
+                client.load,
+                lambda: client.tokenize("x"),
+            ):
                 with pytest.raises(ServerError) as refused:
                     ask()
                 assert refused.value.code is grpc.StatusCode.UNAVAILABLE and refused.value.retry_seconds
@@ -121,7 +128,11 @@ def test_an_engine_that_is_killed_is_replaced(tokenizer_folder: Path) -> None:
 
 
 def test_it_can_be_ended_while_no_engine_will_start(tokenizer_folder: Path, tmp_path: Path) -> None:
-    once = {"engine": "tests.serving.faulty_engines:starts_once", "mark": str(tmp_path / "mark"), "tokenizer_folder": str(tokenizer_folder)}
+    once = {
+        "engine": "tests.serving.faulty_engines:starts_once",
+        "mark": str(tmp_path / "mark"),
+        "tokenizer_folder": str(tokenizer_folder),
+    }
     with mock_process(tokenizer_folder, vocab_size=501, **once) as server:
         server.wait_until_ready()
         os.kill(server.children()[0], signal.SIGKILL)
@@ -135,7 +146,9 @@ def test_a_taken_port_is_told(option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         other = [] if option == "port" else ["--port=0"]
-        with process([sys.executable, "-m", "jengine.cli", "serve", "demo", f"--{option}={number}", *other]) as server:
+        with process(
+            [sys.executable, "-m", "jengine.cli", "serve", "demo", f"--{option}={number}", *other]
+        ) as server:
             assert server.wait() == (1, "")
             name = option.replace("-", "_")
             *before, last = server.log.splitlines()
@@ -147,7 +160,11 @@ def test_a_taken_port_is_told(option: str) -> None:
     "arguments, code, message",
     [
         (["/nowhere"], 1, "/nowhere"),
-        (["demo", "--max-num-seqs=0"], 2, "max_num_seqs=0: must be a whole number, at least 1 (command line)"),
+        (
+            ["demo", "--max-num-seqs=0"],
+            2,
+            "max_num_seqs=0: must be a whole number, at least 1 (command line)",
+        ),
         (["demo", "--config=/nowhere"], 2, "config='/nowhere': cannot be read"),
         (["demo", "--tls-cert=/nowhere", "--tls-key=/nowhere"], 1, "tls_cert='/nowhere': cannot be read"),
         (["demo", "--api-keys=/nowhere"], 1, "api_keys='/nowhere': cannot be read"),
@@ -158,7 +175,11 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], code: int, mess
     with process([sys.executable, "-m", "jengine.cli", "serve", "--port=0", *arguments]) as server:
         assert server.wait(60.0) == (code, "")
         *before, last = server.log.splitlines()
-        assert last.startswith("jengine: error: ") and message in last and len(before) == (arguments == ["/nowhere"]), server.log
+        assert (
+            last.startswith("jengine: error: ")
+            and message in last
+            and len(before) == (arguments == ["/nowhere"])
+        ), server.log
 
 
 def test_options_from_a_file(tmp_path: Path) -> None:
@@ -173,7 +194,8 @@ def test_keys_tls_and_metrics_together(tokenizer_folder: Path, tmp_path: Path) -
     pair, mine = ours.sign("server"), ours.sign("mine")
     (tmp_path / "keys").write_text(hash_line(KEY, "anna"))
     options = {
-        "tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert), "api_keys": str(tmp_path / "keys"),
+        "tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert),
+        "api_keys": str(tmp_path / "keys"),
         "metrics_port": 0, "served_model_name": "tiny",
     }  # fmt: skip
     with mock_process(tokenizer_folder, server=options) as server:
@@ -181,18 +203,30 @@ def test_keys_tls_and_metrics_together(tokenizer_folder: Path, tmp_path: Path) -
         tls = {"tls_ca": ours.cert, "tls_cert": mine.cert, "tls_key": mine.key}
         with Client(server.address, api_key=KEY, **tls) as client:
             assert client.generate([1, 2], max_tokens=3).model == "tiny"
-        for wrong, code in (({"api_key": "w" * 32, **tls}, "UNAUTHENTICATED"), ({"api_key": KEY}, "UNAVAILABLE")):
-            with Client(server.address, retries=ONCE, **wrong) as client, pytest.raises(ServerError) as refused:
+        for wrong, code in (
+            ({"api_key": "w" * 32, **tls}, "UNAUTHENTICATED"),
+            ({"api_key": KEY}, "UNAVAILABLE"),
+        ):
+            with (
+                Client(server.address, retries=ONCE, **wrong) as client,
+                pytest.raises(ServerError) as refused,
+            ):
                 client.generate([1])
             assert refused.value.code.name == code
-        credentials = grpc.ssl_channel_credentials(ours.cert.read_bytes(), mine.key.read_bytes(), mine.cert.read_bytes())
+        credentials = grpc.ssl_channel_credentials(
+            ours.cert.read_bytes(), mine.key.read_bytes(), mine.cert.read_bytes()
+        )
         with grpc.secure_channel(server.address, credentials) as channel:
-            assert HealthStub(channel).Check(HealthCheckRequest()).status == 1, "health is open to those without a key"
+            assert HealthStub(channel).Check(HealthCheckRequest()).status == 1, (
+                "health is open to those without a key"
+            )
         metrics = urllib.request.urlopen(server.metrics, timeout=20).read().decode()
         for line in (
             'jengine:generation_tokens_total{model_name="tiny"} 3.0',
             'jengine:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
-            'grpc_server_handled_total{grpc_code="UNAUTHENTICATED",grpc_method="Generate",grpc_service="jengine.v1.GenerateService"} 1.0',
+            (
+                'grpc_server_handled_total{grpc_code="UNAUTHENTICATED",grpc_method="Generate",grpc_service="jengine.v1.GenerateService"} 1.0'
+            ),
             'jengine:kv_cache_usage_perc{model_name="tiny"} 0.0',
         ):
             assert line in metrics

@@ -1,4 +1,6 @@
-"""Grammars and templates that used to crash or block a server only affect their own request, and nothing restarts."""
+"""Grammars and templates that used to crash or block a server only affect their own request, and nothing
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from jengine.serving.processes.watchdog import Heartbeat
 from jengine.serving.processes.wire import Add, End, Sample
 from tests.serving.processes import ServerProcess, mock_process
 
-GRAMMARS = ("schema_of_many_refs", "lark_of_many_rules", "lark_that_looks_short", "long_choice", "schema_of_products")
+GRAMMARS = (
+    "schema_of_many_refs",
+    "lark_of_many_rules",
+    "lark_that_looks_short",
+    "long_choice",
+    "schema_of_products",
+)
 REFUSED = {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
 
 
@@ -62,7 +70,11 @@ class Beside:
 def test_an_attack_costs_its_own_request(name: str, server: ServerProcess) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = GenerateServiceStub(channel)
-        [engine] = [pid for pid in server.children() if "jengine.serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()]
+        [engine] = [
+            pid
+            for pid in server.children()
+            if "jengine.serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
         asked = attacks.ATTACKS[name](7)
         with Beside(stub) as beside:
             try:
@@ -70,10 +82,24 @@ def test_an_attack_costs_its_own_request(name: str, server: ServerProcess) -> No
                 answer = "OK" if call(asked, timeout=60) else ""
             except grpc.RpcError as error:
                 answer = error.code().name
-                assert ("chat_template" if name == "endless_template" else "structured_outputs") in error.details()
-            assert answer in ({"OK"} if name == "long_choice" else REFUSED if name != "schema_of_many_refs" else {"OK", *REFUSED})
-            good = pb.SamplingParams(max_tokens=4, structured_outputs=pb.StructuredOutputs(json='{"type": "integer"}'))
-            assert stub.Generate(pb.GenerateRequest(text="a", sampling_params=good), timeout=60).completions[0].token_ids
+                assert (
+                    "chat_template" if name == "endless_template" else "structured_outputs"
+                ) in error.details()
+            assert answer in (
+                {"OK"}
+                if name == "long_choice"
+                else REFUSED
+                if name != "schema_of_many_refs"
+                else {"OK", *REFUSED}
+            )
+            good = pb.SamplingParams(
+                max_tokens=4, structured_outputs=pb.StructuredOutputs(json='{"type": "integer"}')
+            )
+            assert (
+                stub.Generate(pb.GenerateRequest(text="a", sampling_params=good), timeout=60)
+                .completions[0]
+                .token_ids
+            )
         assert beside.calls and not beside.errors
         assert engine in server.children(), "the engine has been restarted"
 
@@ -84,7 +110,9 @@ def test_clients_of_kserve_are_checked_too(server: ServerProcess) -> None:
 
     rules = attacks.ATTACKS["lark_that_looks_short"](8).sampling_params.structured_outputs.grammar
     infer = kserve.ModelInferRequest(model_name="mock")
-    infer.parameters["sampling_parameters"].string_param = json.dumps({"structured_outputs": {"grammar": rules}})
+    infer.parameters["sampling_parameters"].string_param = json.dumps(
+        {"structured_outputs": {"grammar": rules}}
+    )
     tensor = infer.inputs.add(name="text_input", datatype="BYTES", shape=[1])
     tensor.contents.bytes_contents.append(b"a")
     with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as refused:

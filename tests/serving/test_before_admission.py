@@ -1,4 +1,6 @@
-"""Before a request is admitted, nothing grows with it beyond a limit; and no client's work keeps the event loop."""
+"""Before a request is admitted, nothing grows with it beyond a limit; and no client's work keeps the event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(make_server: MakeServer, log: Path) -> Iterator[MockServer]:
-    with make_server(server={"http_port": 0, "request_log": log, "max_answer_logprobs": 5000}, embedding_size=8) as server:
+    with make_server(
+        server={"http_port": 0, "request_log": log, "max_answer_logprobs": 5000}, embedding_size=8
+    ) as server:
         yield server
         server.wait_until_idle()
 
@@ -56,11 +60,19 @@ def post(server: MockServer, path: str, **body: Any) -> tuple[int, dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "path, field", [("/completions", {"prompt": "a"}), ("/chat/completions", {"messages": []}), ("/embeddings", {"input": "a"})]
+    "path, field",
+    [
+        ("/completions", {"prompt": "a"}),
+        ("/chat/completions", {"messages": []}),
+        ("/embeddings", {"input": "a"}),
+    ],
 )
 def test_ids_have_a_limit_over_http(server: MockServer, path: str, field: dict[str, Any]) -> None:
     status, answer = post(server, path, request_id=LONG, **field)
-    assert status == 400 and answer["error"]["message"] == f"request_id: {len(LONG)} characters; at most {MAX_REQUEST_ID}"
+    assert (
+        status == 400
+        and answer["error"]["message"] == f"request_id: {len(LONG)} characters; at most {MAX_REQUEST_ID}"
+    )
     assert answer["error"]["param"] == "request_id"
 
 
@@ -76,7 +88,10 @@ def test_ids_have_a_limit_over_grpc(server: MockServer) -> None:
         ):
             with pytest.raises(grpc.RpcError) as refused:
                 call()
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "request_id" in refused.value.details()
+            assert (
+                refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                and "request_id" in refused.value.details()
+            )
         [answer] = triton.ModelStreamInfer(iter([infer]))
         assert "request_id" in answer.error_message and len(answer.infer_response.id) == MAX_REQUEST_ID
         longest = LONG[:MAX_REQUEST_ID]
@@ -132,10 +147,16 @@ def test_names_of_fields_are_cut_in_messages(server: MockServer) -> None:
     assert len(str(InvalidArgument("f" * 10**6, "v" * 10**6, "l" * 10**6))) < 3000
 
 
-@pytest.mark.parametrize("field, size", [("user", bodies.MAX_VALUE), ("guided_json", bodies.MAX_DOCUMENT), ("stop", bodies.MAX_VALUE)])
+@pytest.mark.parametrize(
+    "field, size",
+    [("user", bodies.MAX_VALUE), ("guided_json", bodies.MAX_DOCUMENT), ("stop", bodies.MAX_VALUE)],
+)
 def test_fields_have_a_size(server: MockServer, field: str, size: int) -> None:
     status, answer = post(server, "/completions", prompt="a", **{field: "x" * size})
-    assert status == 400 and (answer["error"]["param"], f"at most {size} bytes" in answer["error"]["message"]) == (field, True)
+    assert status == 400 and (
+        answer["error"]["param"],
+        f"at most {size} bytes" in answer["error"]["message"],
+    ) == (field, True)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +166,9 @@ def test_fields_have_a_size(server: MockServer, field: str, size: int) -> None:
         (bodies.TOKENIZE, {"tools": [1] * 5000}),
     ],
 )
-def test_a_list_is_checked_up_to_its_first_invalid_item(form: bodies.Form, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_is_checked_up_to_its_first_invalid_item(
+    form: bodies.Form, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = []
 
     class Counting:
@@ -177,20 +200,32 @@ def test_a_list_is_checked_up_to_its_first_invalid_item(form: bodies.Form, body:
         ({"prompt": [7], "logprobs": 20, "max_tokens": 300}, "logprobs"),
     ],
 )
-def test_an_answer_that_would_hold_too_much_is_rejected(server: MockServer, body: dict[str, Any], field: str) -> None:
+def test_an_answer_that_would_hold_too_much_is_rejected(
+    server: MockServer, body: dict[str, Any], field: str
+) -> None:
     before = server.engine.steps
     status, answer = post(server, "/completions", **body)
-    assert status == 400 and answer["error"]["param"] == field and "at most 5000 on this server (max_answer_logprobs)" in str(answer)
+    assert (
+        status == 400
+        and answer["error"]["param"] == field
+        and "at most 5000 on this server (max_answer_logprobs)" in str(answer)
+    )
     server.wait_until_idle()
-    assert not server.engine.steps - before or isinstance(body["prompt"][0], list), "rejected before it is queued"
+    assert not server.engine.steps - before or isinstance(body["prompt"][0], list), (
+        "rejected before it is queued"
+    )
     with server.stub() as stub, pytest.raises(grpc.RpcError) as refused:
-        stub.Generate(pb.GenerateRequest(text="a" * 900, sampling_params=pb.SamplingParams(prompt_logprobs=20)))
+        stub.Generate(
+            pb.GenerateRequest(text="a" * 900, sampling_params=pb.SamplingParams(prompt_logprobs=20))
+        )
     assert "max_answer_logprobs" in refused.value.details()
 
 
 def test_a_request_without_a_limit_of_tokens_gets_one_that_fits(server: MockServer) -> None:
     messages = [{"role": "user", "content": "a"}]
-    status, answer = post(server, "/chat/completions", messages=messages, logprobs=True, top_logprobs=20, ignore_eos=True)
+    status, answer = post(
+        server, "/chat/completions", messages=messages, logprobs=True, top_logprobs=20, ignore_eos=True
+    )
     assert status == 200 and answer["usage"]["completion_tokens"] == 5000 // 2 // 21
     status, answer = post(server, "/chat/completions", messages=messages, ignore_eos=True)
     assert status == 200 and answer["usage"]["completion_tokens"] > 900
@@ -198,13 +233,19 @@ def test_a_request_without_a_limit_of_tokens_gets_one_that_fits(server: MockServ
 
 def test_prompts_of_one_client_in_flight(make_server: MakeServer) -> None:
     """Busy, since it fits later; the room is free again when the answer has been sent."""
-    slow = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * 200), sampling_params=pb.SamplingParams(prompt_logprobs=20, max_tokens=500))
+    slow = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[7] * 200),
+        sampling_params=pb.SamplingParams(prompt_logprobs=20, max_tokens=500),
+    )
     with make_server(server={"max_answer_logprobs": 5000}, seconds=0.01) as server, server.stub() as stub:
         first = stub.GenerateStream(slow)
         next(first)
         with pytest.raises(grpc.RpcError) as refused:
             stub.Generate(slow)
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "4200 log probabilities of prompts" in refused.value.details()
+        assert (
+            refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            and "4200 log probabilities of prompts" in refused.value.details()
+        )
         first.cancel()
         server.wait_until_idle()
         slow.sampling_params.max_tokens = 1
@@ -212,9 +253,21 @@ def test_prompts_of_one_client_in_flight(make_server: MakeServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_large_answers_are_made_in_portions(make_server: MakeServer, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two portions the event loop runs: a probe has a turn for each. The text is that of a single portion."""
-    body = {"prompt": [7] * 1000, "prompt_logprobs": 20, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream, "request_id": "i"}
+def test_large_answers_are_made_in_portions(
+    make_server: MakeServer, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two portions the event loop runs: a probe has a turn for each. The text is that of a single
+    portion.
+    """
+    body = {
+        "prompt": [7] * 1000,
+        "prompt_logprobs": 20,
+        "echo": True,
+        "logprobs": 20,
+        "max_tokens": 1,
+        "stream": stream,
+        "request_id": "i",
+    }
     turns: list[int] = []
     with make_server(server={"http_port": 0}) as server:
 
@@ -256,7 +309,11 @@ async def _cancel(task: Any) -> None:
 
 
 def _without_time(text: str) -> str:
-    return text.partition('"created":')[0] if text.startswith("{") else "".join(part.partition(",")[2] for part in text.split('"created":'))
+    return (
+        text.partition('"created":')[0]
+        if text.startswith("{")
+        else "".join(part.partition(",")[2] for part in text.split('"created":'))
+    )
 
 
 def test_events_of_several_chunks_are_not_mixed(make_server: MakeServer) -> None:
@@ -272,7 +329,9 @@ def test_events_of_several_chunks_are_not_mixed(make_server: MakeServer) -> None
 # --- clients that go ------------------------------------------------------------------------------
 
 
-def test_work_whose_client_has_gone_leaves_no_error(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_work_whose_client_has_gone_leaves_no_error(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
     """The work fails after the client has gone, so its error is never read."""
     entered, leave = threading.Event(), threading.Event()
     to_messages = conversions.to_messages
@@ -282,8 +341,15 @@ def test_work_whose_client_has_gone_leaves_no_error(make_server: MakeServer, cap
         assert leave.wait(30)
         return to_messages(messages)
 
-    request = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x" * 20_000, tool_calls_json="{")])
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.ERROR), make_server() as server, server.stub() as stub:
+    request = pb.ChatRequest(
+        messages=[pb.ChatMessage(role="user", content="x" * 20_000, tool_calls_json="{")]
+    )
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        caplog.at_level(logging.ERROR),
+        make_server() as server,
+        server.stub() as stub,
+    ):
         patch.setattr(conversions, "to_messages", held)
         call = stub.Chat.future(request)
         assert entered.wait(30)
@@ -296,7 +362,9 @@ def test_work_whose_client_has_gone_leaves_no_error(make_server: MakeServer, cap
     assert "never retrieved" not in caplog.text
 
 
-def test_a_client_that_goes_while_its_answer_is_sent(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_goes_while_its_answer_is_sent(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
     """gRPC used to log each with a traceback. The answer is too large for one frame."""
     with pytest.MonkeyPatch.context() as patch, make_server() as server:
         patch.setattr(Trace, "to_json", lambda trace: b"x" * 2**24)
@@ -323,7 +391,9 @@ def test_web_pages_under_domain_names_are_rejected_without_keys(server: MockServ
         ("jengine.default.svc", None, 200),
     ):
         headers = {"host": host} if origin is None else {"host": host, "origin": origin}
-        assert httpx.post(f"{server.http}/completions", json=body, headers=headers).status_code == status, host
+        assert httpx.post(f"{server.http}/completions", json=body, headers=headers).status_code == status, (
+            host
+        )
 
 
 DESCRIPTORS = """

@@ -1,4 +1,6 @@
-"""`jengine chat --server`: the same conversation as with a model in the process, through a pipe and through a terminal."""
+"""`jengine chat --server`: the same conversation as with a model in the process, through a pipe and through a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,21 @@ def rendered(folder: Path, *messages: tuple[str, str]) -> list[int]:
 def test_a_conversation_through_a_pipe(make_server: MakeServer, tokenizer_folder: Path) -> None:
     """The mock answers with its prompt's tokens, so the answers tell what was asked."""
     with make_server() as server:
-        command = [sys.executable, "-m", "jengine.cli", "chat", f"--server={server.address}", "--max-tokens=8", "--temperature=0"]
-        done = subprocess.run([*command, "--system=Be brief."], input=b"One?\nTwo?\n\xff\n/exit\n", capture_output=True, check=True)
+        command = [
+            sys.executable,
+            "-m",
+            "jengine.cli",
+            "chat",
+            f"--server={server.address}",
+            "--max-tokens=8",
+            "--temperature=0",
+        ]
+        done = subprocess.run(
+            [*command, "--system=Be brief."],
+            input=b"One?\nTwo?\n\xff\n/exit\n",
+            capture_output=True,
+            check=True,
+        )
         server.wait_until_idle()
     tokenizer = Tokenizer.load(tokenizer_folder)
     asked = [("system", "Be brief."), ("user", "One?")]
@@ -46,17 +61,31 @@ def test_a_conversation_through_a_pipe(make_server: MakeServer, tokenizer_folder
 
 def test_the_oldest_messages_are_forgotten_when_room_is_wanting(make_server: MakeServer) -> None:
     with make_server(max_model_len=100) as server:
-        command = [sys.executable, "-m", "jengine.cli", "chat", f"--server={server.address}", "--max-tokens=10"]
+        command = [
+            sys.executable,
+            "-m",
+            "jengine.cli",
+            "chat",
+            f"--server={server.address}",
+            "--max-tokens=10",
+        ]
         done = subprocess.run(command, input=b"Question?\n" * 8, capture_output=True, text=False, check=True)
         server.wait_until_idle()
     told = done.stderr.decode()
-    assert done.stdout.count(b"\n") >= 8 and "its oldest messages are forgotten" in told and "error" not in told
+    assert (
+        done.stdout.count(b"\n") >= 8 and "its oldest messages are forgotten" in told and "error" not in told
+    )
 
 
 def test_an_answer_can_be_stopped_before_it_begins(make_server: MakeServer) -> None:
     """The server computes, or is full, for longer than anybody waits."""
-    code = "import sys; from jengine import cli; sys.exit(cli.main(['chat', '--server={}', '--max-tokens=5']))"
-    with make_server(seconds=0.4) as server, contextlib.closing(Terminal(code.format(server.address))) as terminal:
+    code = (
+        "import sys; from jengine import cli; sys.exit(cli.main(['chat', '--server={}', '--max-tokens=5']))"
+    )
+    with (
+        make_server(seconds=0.4) as server,
+        contextlib.closing(Terminal(code.format(server.address))) as terminal,
+    ):
         terminal.until("Ctrl-D leaves.*> ")
         terminal.type("go\r")
         while not server.engine.has_work:
@@ -80,7 +109,15 @@ def test_over_tls_with_a_key(tokenizer_folder: Path, tmp_path: Path) -> None:
     options = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "api_keys": str(tmp_path / "keys")}
     with mock_process(tokenizer_folder, server=options) as server:
         server.wait_until_ready()
-        command = [sys.executable, "-m", "jengine.cli", "chat", f"--server={server.address}", f"--tls-ca={ours.cert}", "--max-tokens=40"]
+        command = [
+            sys.executable,
+            "-m",
+            "jengine.cli",
+            "chat",
+            f"--server={server.address}",
+            f"--tls-ca={ours.cert}",
+            "--max-tokens=40",
+        ]
         for key, answer in (("key", b"user: xyzzy"), ("keys", b"")):
             chat = [*command, f"--api-key-file={tmp_path / key}"]
             done = subprocess.run(chat, input=b"xyzzy\nxyzzy xyzzy" + b"xyzzy " * 500, capture_output=True)
@@ -96,7 +133,10 @@ def test_over_tls_with_a_key(tokenizer_folder: Path, tmp_path: Path) -> None:
     [
         ([], "give either a MODEL or --server HOST:PORT"),
         (["demo", "--server=x:1"], "give either a MODEL or --server HOST:PORT"),
-        (["--server=x:1", "--max-num-seqs=2"], "max_num_seqs=2: is an engine option: pass it to `jengine serve`"),
+        (
+            ["--server=x:1", "--max-num-seqs=2"],
+            "max_num_seqs=2: is an engine option: pass it to `jengine serve`",
+        ),
         (["--server=x:1", "--api-key-file=/nowhere"], "api_key_file='/nowhere': cannot be read"),
         (["--server=x:1", "--tls-ca=/nowhere"], "tls_ca='/nowhere': cannot be read"),
         (["demo", "--tls"], "tls=True: can only be used with --server"),

@@ -1,4 +1,6 @@
-"""The blocking and the asyncio client: with a server with a mock engine; and its retries, with a faulty server."""
+"""The blocking and the asyncio client: with a server with a mock engine; and its retries, with a faulty
+server.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from grpc import _channel
 from jengine import InvalidArgument, SamplingParams, Tokenizer
 from jengine.serving.calls.errors import Refusal, busy, status_metadata
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer, add_GenerateServiceServicer_to_server
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import (
+    GenerateServiceServicer,
+    add_GenerateServiceServicer_to_server,
+)
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServedOutput, ServerError
 from jengine.serving.grpc.client_errors import Attempts
 from tests.serving.conftest import MakeServer
@@ -71,7 +76,8 @@ def kind(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def client(kind: Any, make_server: MakeServer) -> Iterator[Client]:
-    with make_server(seconds=0.001) as server, kind(server.address) as made:  # slow enough that a stream has several messages
+    # slow enough that a stream has several messages
+    with make_server(seconds=0.001) as server, kind(server.address) as made:
         yield made
         server.wait_until_idle()
 
@@ -96,31 +102,51 @@ def test_whole_and_streamed(client: Client, tokenizer_folder: Path) -> None:
     )
     assert (whole.request_id, whole.model, whole.prompt, whole.finished) == ("mine", "mock", prompt, True)
     assert whole.usage == (len(ids), 9, 0) and answer.cumulative_logprob == pytest.approx(9 * -0.5)
-    assert whole.metrics.first_token is not None and 0 <= whole.metrics.first_token <= (whole.metrics.finished or 0)
-    assert answer.logprobs is not None and [list(position) for position in answer.logprobs] == [[token] for token in expected]
+    assert whole.metrics.first_token is not None and 0 <= whole.metrics.first_token <= (
+        whole.metrics.finished or 0
+    )
+    assert answer.logprobs is not None and [list(position) for position in answer.logprobs] == [
+        [token] for token in expected
+    ]
     assert answer.logprobs[0][expected[0]].decoded_token == tokenizer.token_text(expected[0])
-    assert whole.prompt_logprobs is not None and whole.prompt_logprobs[0] is None and len(whole.prompt_logprobs) == len(ids)
+    assert (
+        whole.prompt_logprobs is not None
+        and whole.prompt_logprobs[0] is None
+        and len(whole.prompt_logprobs) == len(ids)
+    )
 
     *news, end = client.stream(prompt, params)
     assert [token for output in news for token in output.outputs[0].token_ids] == expected and len(news) > 1
     assert "".join(output.outputs[0].text for output in news) == answer.text
     assert [position for output in news for position in output.outputs[0].logprobs or ()] == answer.logprobs
     assert not any(output.finished for output in news) and end.finished and end.outputs[0].text == ""
-    assert end.outputs[0].finish_reason == "length" and (end.usage, end.prompt_logprobs) == (whole.usage, whole.prompt_logprobs)
+    assert end.outputs[0].finish_reason == "length" and (end.usage, end.prompt_logprobs) == (
+        whole.usage,
+        whole.prompt_logprobs,
+    )
     assert {output.request_id for output in news} == {end.request_id} != {""}
 
 
 def test_several_completions_and_token_ids(client: Client) -> None:
     whole = client.generate([5, 6, 7], n=2, max_tokens=3)
-    assert [answer.token_ids for answer in whole.outputs] == [[5, 6, 7], [6, 7, 5]] and whole.prompt_token_ids == [5, 6, 7]
+    assert [answer.token_ids for answer in whole.outputs] == [
+        [5, 6, 7],
+        [6, 7, 5],
+    ] and whole.prompt_token_ids == [5, 6, 7]
     *news, end = client.stream({"prompt_token_ids": [5, 6, 7]}, n=2, max_tokens=4, stop_token_ids=[5])
-    tokens = {index: [t for output in news for c in output.outputs if c.index == index for t in c.token_ids] for index in (0, 1)}
+    tokens = {
+        index: [t for output in news for c in output.outputs if c.index == index for t in c.token_ids]
+        for index in (0, 1)
+    }
     assert tokens == {0: [5], 1: [6, 7, 5]}
     assert [(c.finish_reason, c.stop_reason) for c in end.outputs] == [("stop", 5), ("stop", 5)]
 
 
 def test_conversations(client: Client, tokenizer_folder: Path) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+    ]
     tokenizer = Tokenizer.load(tokenizer_folder)
     text = "<s>user: a\n<s>assistant: b\n<s>assistant:"
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -132,7 +158,9 @@ def test_conversations(client: Client, tokenizer_folder: Path) -> None:
 
 def test_the_rest(client: Client, tokenizer_folder: Path) -> None:
     ids = client.tokenize("The quick")
-    assert ids == Tokenizer.load(tokenizer_folder).encode("The quick") and client.detokenize(ids) == "The quick"
+    assert (
+        ids == Tokenizer.load(tokenizer_folder).encode("The quick") and client.detokenize(ids) == "The quick"
+    )
     model, load = client.model(), client.load()
     assert (model.name, model.max_model_len, model.has_chat_template) == ("mock", 1024, True)
     assert (load.running, load.waiting, load.free_pages) == (0, 0, load.pages)
@@ -154,8 +182,12 @@ def test_a_stream_can_be_left_and_aborted(kind: Any, make_server: MakeServer) ->
         assert (timed.outputs[0].finish_reason, timed.outputs[0].stop_reason) == ("abort", "timeout")
 
 
-def test_a_stream_can_be_interrupted_while_it_is_opened(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC counts a call before it starts the thread that serves the channel: Ctrl-C between the two would stall every later call."""
+def test_a_stream_can_be_interrupted_while_it_is_opened(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC counts a call before it starts the thread that serves the channel: Ctrl-C between the two would
+    stall every later call.
+    """
     start = _channel._run_channel_spin_thread
 
     def interrupted(state: object) -> None:
@@ -173,17 +205,26 @@ def test_a_stream_can_be_interrupted_while_it_is_opened(make_server: MakeServer,
 
 def test_errors_name_the_field(client: Client) -> None:
     for wrong, field, value, limit in [
-        (lambda: client.generate([1], temperature=-1.0), "temperature", -1.0, "must be a finite number, at least 0"),  # found here
-        (lambda: client.generate([1], stop_token_ids=[2, 501]), "stop_token_ids", [2, 501], "ids must be in [0, 501)"),  # by the server
-        (lambda: list(client.stream([1] * 1024)), "prompt", None, "1024 tokens; at most max_model_len - 1 = 1023"),
+        # found here
+        (lambda: client.generate([1], temperature=-1.0), "temperature", -1.0,
+            "must be a finite number, at least 0"),
+        # by the server
+        (lambda: client.generate([1], stop_token_ids=[2, 501]), "stop_token_ids", [2, 501],
+            "ids must be in [0, 501)"),
+        (lambda: list(client.stream([1] * 1024)), "prompt", None,
+            "1024 tokens; at most max_model_len - 1 = 1023"),
         (lambda: client.generate("\udcff"), "prompt", "\udcff", "cannot be sent: "),
         (lambda: client.tokenize("\udcff"), "text", "\udcff", "cannot be sent: "),
         (lambda: client.detokenize([-1]), "token_ids", [-1], "cannot be sent: "),
         (lambda: client.generate([-1]), "prompt_token_ids", [-1], "cannot be sent: "),
-        (lambda: client.generate([1], SamplingParams(), n=2), "sampling_params", SamplingParams(), "cannot be combined with its fields"),
-        (lambda: client.chat([{"role": "nobody", "content": ""}]), "messages[0].role", None, "must be one of system"),
-        (lambda: client.chat([{"role": "user", "content": [1]}]), "messages[0]", {"role": "user", "content": [1]}, "cannot be sent: "),
-        (lambda: client.generate([1], timeout=-1.0), "timeout_seconds", -1.0, "must be a finite number of seconds"),
+        (lambda: client.generate([1], SamplingParams(), n=2), "sampling_params", SamplingParams(),
+            "cannot be combined with its fields"),
+        (lambda: client.chat([{"role": "nobody", "content": ""}]), "messages[0].role", None,
+            "must be one of system"),
+        (lambda: client.chat([{"role": "user", "content": [1]}]), "messages[0]",
+            {"role": "user", "content": [1]}, "cannot be sent: "),
+        (lambda: client.generate([1], timeout=-1.0), "timeout_seconds", -1.0,
+            "must be a finite number of seconds"),
     ]:  # fmt: skip
         with pytest.raises(InvalidArgument) as refused:
             wrong()
@@ -202,7 +243,9 @@ class Faulty(GenerateServiceServicer):
     def __init__(self, *script: list[Any]) -> None:
         self.script, self.times, self.keys = list(script), list[float](), list[Any]()
 
-    def GenerateStream(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
+    def GenerateStream(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateStreamResponse]:
         self.times.append(time.monotonic())
         self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         for step in self.script.pop(0):
@@ -218,7 +261,9 @@ class Faulty(GenerateServiceServicer):
 
 STARTED = pb.GenerateStreamResponse(started=pb.Started(request_id="r"))
 DELTA = pb.GenerateStreamResponse(delta=pb.Delta(text="x", token_ids=[1]))
-FINISHED = pb.GenerateStreamResponse(finished=pb.Finished(endings=[pb.Ending(finish_reason=pb.FINISH_REASON_STOP)]))
+FINISHED = pb.GenerateStreamResponse(
+    finished=pb.Finished(endings=[pb.Ending(finish_reason=pb.FINISH_REASON_STOP)])
+)
 DOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "gone")
 FULL = busy("full", 0.05)
 TOO_LARGE = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "too large")
@@ -242,7 +287,9 @@ def test_tries_again_until_it_is_taken(kind: Any) -> None:
     script: list[list[Any]] = [[FULL], [STARTED, DOWN], [STARTED, DELTA, FINISHED], [FULL], [FULL], []]
     with faulty(*script) as (service, address), kind(address, api_key="secret") as client:
         assert [output.outputs[0].text for output in client.stream([1])] == ["x", ""]
-        assert len(service.times) == 3 and service.times[1] - service.times[0] >= 0.05, "earlier than it was told"
+        assert len(service.times) == 3 and service.times[1] - service.times[0] >= 0.05, (
+            "earlier than it was told"
+        )
         assert client.generate([1]).request_id == "r"
     assert service.script == [] and set(service.keys) == {"Bearer secret"}
 
@@ -251,7 +298,8 @@ def test_tries_again_until_it_is_taken(kind: Any) -> None:
     "script, code, told",
     [
         ([[TOO_LARGE]], "RESOURCE_EXHAUSTED", None),  # it will be too large next time
-        ([[STARTED, DELTA, FULL]], "RESOURCE_EXHAUSTED", 0.05),  # something has been read: it would come twice
+        # something has been read: it would come twice
+        ([[STARTED, DELTA, FULL]], "RESOURCE_EXHAUSTED", 0.05),
         ([[STARTED, DELTA, DOWN]], "UNAVAILABLE", None),
         ([[FULL], [FULL], [FULL]], "RESOURCE_EXHAUSTED", 0.05),  # three attempts
         ([[busy("full", 60.0)]], "RESOURCE_EXHAUSTED", 60.0),  # longer than it has time for
@@ -259,7 +307,10 @@ def test_tries_again_until_it_is_taken(kind: Any) -> None:
     ],
 )
 def test_gives_up(kind: Any, script: list[list[Any]], code: str, told: float | None) -> None:
-    with faulty(*script) as (service, address), kind(address, retries=Retries(attempts=3, seconds=10.0)) as client:
+    with (
+        faulty(*script) as (service, address),
+        kind(address, retries=Retries(attempts=3, seconds=10.0)) as client,
+    ):
         with pytest.raises(ServerError) as gave_up:
             list(client.stream([1]))
         assert (gave_up.value.code.name, gave_up.value.retry_seconds) == (code, told)
@@ -271,7 +322,11 @@ def test_pauses() -> None:
         class Error(grpc.RpcError):
             code = staticmethod(lambda: refusal.code)
             trailing_metadata = staticmethod(
-                lambda: (("other-bin", b"\xff"), ("grpc-status-details-bin", b"\xff"), *status_metadata(refusal))
+                lambda: (
+                    ("other-bin", b"\xff"),
+                    ("grpc-status-details-bin", b"\xff"),
+                    *status_metadata(refusal),
+                )
             )
 
         return Error()

@@ -14,38 +14,54 @@ from jengine import EngineConfig, InvalidArgument
 from jengine.serving.config import ServerConfig, resolve_config
 
 OTHER: dict[str, Any] = {
-    "host": "::1", "port": 1, "metrics_port": 2, "http_port": 3, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
+    "host": "::1", "port": 1, "metrics_port": 2, "http_port": 3, "served_model_name": "m", "max_waiting": 3,
+    "max_streams_per_client": 4,
     "max_connections": 77, "max_connections_per_client": 7,
-    "max_calls_per_client": 5, "max_answer_logprobs": 9, "max_tokens_limit": 6, "max_request_seconds": 7.5, "request_log": "-",
-    "max_message_bytes": 5000, "client_chat_templates": True, "allowed_origins": "https://a.example", "write_timeout": 1.5,
+    "max_calls_per_client": 5, "max_answer_logprobs": 9, "max_tokens_limit": 6, "max_request_seconds": 7.5,
+    "request_log": "-",
+    "max_message_bytes": 5000, "client_chat_templates": True, "allowed_origins": "https://a.example",
+    "write_timeout": 1.5,
     "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
     "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "otlp_traces_endpoint": "http://collector:4318",
-    "watchdog_seconds": 7.5, "page": True, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
+    "watchdog_seconds": 7.5, "page": True, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a",
+    "api_keys": "keys", "log_level": "debug",
     "api_key": ("sk-1",), "model": "some/model", "revision": "main", "tokenizer": "other",
     "chat_template": "chat.jinja", "generation_config": "vllm",
-    "dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32, "calibration_data": "text.txt", "kv_cache_dtype": "fp8",
+    "dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32,
+    "calibration_data": "text.txt", "kv_cache_dtype": "fp8",
     "attention_backend": "mosaic", "embeddings": True, "max_model_len": 99, "max_num_seqs": 4,
-    "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
+    "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB",
+    "gpu_memory_utilization": 0.5,
     "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
-    "policy": "priority", "priority_ageing": 5.5, "strategy": "memory", "ttft_ms": 300.5, "tpot_ms": 40.5, "on_late": "reject",
+    "policy": "priority", "priority_ageing": 5.5, "strategy": "memory", "ttft_ms": 300.5, "tpot_ms": 40.5,
+    "on_late": "reject",
     "batching": "static", "batch_wait_ms": 20.5, "record_trace": "trace.jsonl",
     "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3, "cpu_threads": 1,
-    "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",
-    "warm_up": "all", "log_stats": False, "stream_interval": 3, "num_scheduler_steps": 1,  # batch_invariant allows no other
+    "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1,
+    "programs": "compiled",
+    # batch_invariant allows no other
+    "warm_up": "all", "log_stats": False, "stream_interval": 3, "num_scheduler_steps": 1,
 }  # fmt: skip
 
 
 def toml(values: dict[str, Any]) -> str:
     def shown(value: Any) -> str:
-        return str(value).lower() if isinstance(value, bool) else repr(list(value) if isinstance(value, tuple) else value)
+        return (
+            str(value).lower()
+            if isinstance(value, bool)
+            else repr(list(value) if isinstance(value, tuple) else value)
+        )
 
     return "".join(f"{name} = {shown(value)}\n" for name, value in values.items())
 
 
 def environment(values: dict[str, Any]) -> dict[str, str]:
     texts = {name: value[0] if isinstance(value, tuple) else value for name, value in values.items()}
-    return {f"JENGINE_{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value) for name, value in texts.items()}
+    return {
+        f"JENGINE_{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in texts.items()
+    }
 
 
 def test_names_are_the_servers_or_the_engines() -> None:
@@ -88,9 +104,13 @@ def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> No
 
 
 @given(st.data())
-def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_flag_before_variable_before_file_before_default(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     numbers = ["port", "max_waiting", "max_num_seqs", "seed"]
-    flags, variables, file = (data.draw(st.dictionaries(st.sampled_from(numbers), st.integers(1, 9)), label) for label in "fve")
+    flags, variables, file = (
+        data.draw(st.dictionaries(st.sampled_from(numbers), st.integers(1, 9)), label) for label in "fve"
+    )
     path = tmp_path_factory.mktemp("config") / "serve.toml"
     path.write_text(toml({"model": "m", **file}))
     in_variable = data.draw(st.booleans())
@@ -107,17 +127,24 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
     "flags, variables, file, message",
     [
         ({}, {}, "", "model=None: must be given: as an argument, as JENGINE_MODEL, or in a file"),
-        ({"port": 65536}, {}, "", "port=65536: must be a whole number, at least 0 and at most 65535 (command line)"),
-        ({}, {"JENGINE_PORT": "many"}, "", "JENGINE_PORT='many': must be a whole number (environment variable)"),
-        ({}, {"JENGINE_PORT": "-1"}, "", "port=-1: must be a whole number, at least 0 and at most 65535 (environment variable JENG"),
+        ({"port": 65536}, {}, "",
+            "port=65536: must be a whole number, at least 0 and at most 65535 (command line)"),
+        ({}, {"JENGINE_PORT": "many"}, "",
+            "JENGINE_PORT='many': must be a whole number (environment variable)"),
+        ({}, {"JENGINE_PORT": "-1"}, "",
+            "port=-1: must be a whole number, at least 0 and at most 65535 (environment variable JENG"),
         ({}, {"JENGINE_OVERLAP": "maybe"}, "", "JENGINE_OVERLAP='maybe': must be true or false"),
-        ({}, {"JENGINE_WRITE_TIMEOUT": "nan"}, "", "write_timeout=nan: must be a number of seconds, above 0 (environment variable"),
+        ({}, {"JENGINE_WRITE_TIMEOUT": "nan"}, "",
+            "write_timeout=nan: must be a number of seconds, above 0 (environment variable"),
         ({}, {"JENGINE_API_KEYS": ""}, "", "JENGINE_API_KEYS='': is empty; unset it to take the default"),
         ({}, {"JENGINE_PROT": "1"}, "", "JENGINE_PROT='1': there is no such option"),
         ({}, {}, "prot = 1", "prot=1: there is no such option ({file})"),
-        ({}, {"JENGINE_BLOK_SIZE": "1"}, "", "unset this environment variable; did you mean JENGINE_BLOCK_SIZE?"),
-        ({}, {"JENGINE_ENABLE_LORA": "true"}, "", "enable_lora=True: LoRA adapters are not supported; merge the adapter"),
-        ({}, {}, "pipeline_parallel_size = 2", "pipeline_parallel_size=2: must be 1: layers are not spread over devices"),
+        ({}, {"JENGINE_BLOK_SIZE": "1"}, "",
+            "unset this environment variable; did you mean JENGINE_BLOCK_SIZE?"),
+        ({}, {"JENGINE_ENABLE_LORA": "true"}, "",
+            "enable_lora=True: LoRA adapters are not supported; merge the adapter"),
+        ({}, {}, "pipeline_parallel_size = 2",
+            "pipeline_parallel_size=2: must be 1: layers are not spread over devices"),
         ({"config": "vllm.yaml"}, {}, "", "config='vllm.yaml': must be TOML"),
         ({}, {}, "block-size = 8\npage_size = 16", "page_size=16: page_size is given as 8 too"),
         ({"api_key": ("",)}, {}, "", "api_key=...: must be text without spaces around it (command line)"),
@@ -131,7 +158,8 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
             {"max_num_seqs": 999, "max_num_batched_tokens": 512, "model": "m"}, {}, "",
             "max_num_batched_tokens=512: must be at least max_num_seqs + tile_size = 1063 (command line)",
         ),
-        ({}, {"JENGINE_DTYPE": "int4"}, "", "dtype='int4': must be auto, float32, bfloat16, float16 (environment variable JENGINE_DTYPE)"),
+        ({}, {"JENGINE_DTYPE": "int4"}, "",
+            "dtype='int4': must be auto, float32, bfloat16, float16 (environment variable JENGINE_DTYPE)"),
         ({"tls_cert": "c"}, {}, "", "tls_key=None: tls_cert and tls_key go together"),
         ({"tls_client_ca": "c"}, {}, "", "tls_client_ca='c': needs tls_cert and tls_key"),
     ],
@@ -153,10 +181,14 @@ def test_what_is_wrong_is_refused_by_where_it_was_given(
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("host", ""), ("host", None), ("metrics_port", -1), ("served_model_name", ""), ("max_waiting", -1), ("max_waiting", 1.0),
-        ("max_streams_per_client", 0), ("max_calls_per_client", 0), ("max_message_bytes", 0), ("write_timeout", 0),
-        ("drain_seconds", -1), ("drain_seconds", True), ("lame_duck_seconds", -1), ("watchdog_seconds", float("inf")),
-        ("max_tokens_limit", 0), ("max_request_seconds", 0), ("request_log", ""), ("otlp_traces_endpoint", ""),
+        ("host", ""), ("host", None), ("metrics_port", -1), ("served_model_name", ""), ("max_waiting", -1),
+        ("max_waiting", 1.0),
+        ("max_streams_per_client", 0), ("max_calls_per_client", 0), ("max_message_bytes", 0),
+        ("write_timeout", 0),
+        ("drain_seconds", -1), ("drain_seconds", True), ("lame_duck_seconds", -1),
+        ("watchdog_seconds", float("inf")),
+        ("max_tokens_limit", 0), ("max_request_seconds", 0), ("request_log", ""),
+        ("otlp_traces_endpoint", ""),
         ("otlp_traces_endpoint", 5), ("api_keys", 5), ("log_level", "loud"),
     ],
 )  # fmt: skip
@@ -171,11 +203,27 @@ def test_settings_of_vllm_come_from_every_source(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("model = 'demo'\nblock-size = 8\nenforce_eager = true\n")
     notes: list[str] = []
-    variables = {"JENGINE_MAX_MODEL_LEN": "4k", "JENGINE_DTYPE": "half", "JENGINE_SSL_KEYFILE": "k", "JENGINE_SSL_CERTFILE": "c"}
-    variables |= {"JENGINE_ASYNC_SCHEDULING": "false", "JENGINE_API_KEY": "sk-secret", "JENGINE_KV_CACHE_MEMORY_BYTES": "2G"}
+    variables = {
+        "JENGINE_MAX_MODEL_LEN": "4k",
+        "JENGINE_DTYPE": "half",
+        "JENGINE_SSL_KEYFILE": "k",
+        "JENGINE_SSL_CERTFILE": "c",
+    }
+    variables |= {
+        "JENGINE_ASYNC_SCHEDULING": "false",
+        "JENGINE_API_KEY": "sk-secret",
+        "JENGINE_KV_CACHE_MEMORY_BYTES": "2G",
+    }
     server, engine = resolve_config({"config": str(file)}, variables, notes.append)
-    assert (engine.page_size, engine.max_model_len, engine.dtype, engine.overlap) == (8, 4000, "float16", False)
+    assert (engine.page_size, engine.max_model_len, engine.dtype, engine.overlap) == (
+        8,
+        4000,
+        "float16",
+        False,
+    )
     assert engine.kv_cache_memory == 2 * 2**30
     assert (server.tls_key, server.tls_cert, server.api_key) == ("k", "c", ("sk-secret",))
-    assert notes == [f"enforce_eager=True has no effect: programs are always compiled, before the first request ({file})"]
+    assert notes == [
+        f"enforce_eager=True has no effect: programs are always compiled, before the first request ({file})"
+    ]
     assert "sk-secret" not in repr(server)

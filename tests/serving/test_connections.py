@@ -22,7 +22,10 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00
 def test_connections_are_counted_by_address() -> None:
     quota = Quota(most=3, most_of_one=2)
     assert quota.enter("a") is quota.enter("a") is None
-    assert quota.enter("a") == (429, "this client has 2 connections, the maximum (max_connections_per_client)")
+    assert quota.enter("a") == (
+        429,
+        "this client has 2 connections, the maximum (max_connections_per_client)",
+    )
     assert quota.enter("b") is None
     assert quota.enter("c") == (503, "the server has 3 connections, the maximum (max_connections)")
     quota.leave("a")

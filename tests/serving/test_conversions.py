@@ -1,4 +1,6 @@
-"""Protos and plain data: the generated code is that of the protos, every parameter crosses, unset and zero differ."""
+"""Protos and plain data: the generated code is that of the protos, every parameter crosses, unset and zero
+differ.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ WITHOUT_STOP = {
     "repetition_penalty": reals(0.0, 1e6, exclude_min=True),
     "presence_penalty": reals(-2.0, 2.0),
     "frequency_penalty": reals(-2.0, 2.0),
-    "logit_bias": st.none() | st.dictionaries(st.integers(0, 2**32 - 1), reals(-1e30, 1e30), min_size=1, max_size=4),
+    "logit_bias": st.none()
+    | st.dictionaries(st.integers(0, 2**32 - 1), reals(-1e30, 1e30), min_size=1, max_size=4),
     "allowed_token_ids": st.none() | IDS,
     "bad_words": TEXTS,
     "structured_outputs": st.none()
@@ -59,14 +62,22 @@ WITHOUT_STOP = {
     "prompt_logprobs": st.none() | st.integers(0, 20),
 }
 FIELDS = WITHOUT_STOP | {"stop": TEXTS, "detokenize": st.just(True)}
-ANY = st.fixed_dictionaries({}, optional=FIELDS) | st.fixed_dictionaries({}, optional=WITHOUT_STOP | {"detokenize": BOOLS})
+ANY = st.fixed_dictionaries({}, optional=FIELDS) | st.fixed_dictionaries(
+    {}, optional=WITHOUT_STOP | {"detokenize": BOOLS}
+)
 
 
 def test_generated_code_is_that_of_the_protos(tmp_path: Path) -> None:
     make_protos.make(tmp_path)
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.py*")}
-    kept = {path.relative_to(make_protos.ROOT): path.read_bytes() for path in (make_protos.ROOT / make_protos.PACKAGE).rglob("*.py")}
-    kept |= {path.relative_to(make_protos.ROOT): path.read_bytes() for path in (make_protos.ROOT / make_protos.PACKAGE).rglob("*.pyi")}
+    kept = {
+        path.relative_to(make_protos.ROOT): path.read_bytes()
+        for path in (make_protos.ROOT / make_protos.PACKAGE).rglob("*.py")
+    }
+    kept |= {
+        path.relative_to(make_protos.ROOT): path.read_bytes()
+        for path in (make_protos.ROOT / make_protos.PACKAGE).rglob("*.pyi")
+    }
     assert len(made) > 8 and made == kept, "make protos, and commit what it made"
 
 
@@ -76,9 +87,13 @@ def test_the_proto_has_every_parameter() -> None:
     assert set(fields) == parameters | {"use_beam_search", "length_penalty"} and parameters == set(FIELDS)
     for field in fields.values():
         assert field.is_repeated or field.has_presence, f"{field.name}: an unset scalar would be a zero"
-    assert {f.name for f in pb.StructuredOutputs.DESCRIPTOR.fields} == {f.name for f in dataclasses.fields(StructuredOutputs)}
+    assert {f.name for f in pb.StructuredOutputs.DESCRIPTOR.fields} == {
+        f.name for f in dataclasses.fields(StructuredOutputs)
+    }
     options = {f.name.removesuffix("_json") for f in pb.ChatOptions.DESCRIPTOR.fields}
-    assert options | {"cache_salt"} == set(ChatOptions.__annotations__), "cache_salt is a field of the requests"
+    assert options | {"cache_salt"} == set(ChatOptions.__annotations__), (
+        "cache_salt is a field of the requests"
+    )
 
 
 @given(ANY)
@@ -87,12 +102,18 @@ def test_parameters_cross(fields: dict[str, Any]) -> None:
     proto = pb.SamplingParams.FromString(from_params(params).SerializeToString())
     back = to_params(proto)
     if params.seed is not None:
-        assert back.seed is not None and (back.seed - params.seed) % 2**64 == 0, "all 64 bits count, not the sign"
+        assert back.seed is not None and (back.seed - params.seed) % 2**64 == 0, (
+            "all 64 bits count, not the sign"
+        )
         params, back = (dataclasses.replace(one, seed=0) for one in (params, back))
     assert back == params
-    other = DEFAULTS.clone(temperature=0.25, top_p=0.5, top_k=3, min_p=0.5, repetition_penalty=2.0, max_tokens=3)
+    other = DEFAULTS.clone(
+        temperature=0.25, top_p=0.5, top_k=3, min_p=0.5, repetition_penalty=2.0, max_tokens=3
+    )
     again = to_params(proto, other)
-    assert again.clone(seed=None) == to_params(proto).clone(seed=None), "what a model recommends replaces nothing that was given"
+    assert again.clone(seed=None) == to_params(proto).clone(seed=None), (
+        "what a model recommends replaces nothing that was given"
+    )
 
 
 BEAMS = st.fixed_dictionaries(
@@ -110,7 +131,11 @@ BEAMS = st.fixed_dictionaries(
 def test_beam_searches_cross(fields: dict[str, Any]) -> None:
     params = BeamSearchParams(**fields)
     proto = pb.SamplingParams.FromString(from_params(params).SerializeToString())
-    assert to_params(proto) == to_params(proto, DEFAULTS.clone(temperature=0.25, top_p=0.5, max_tokens=3)) == params
+    assert (
+        to_params(proto)
+        == to_params(proto, DEFAULTS.clone(temperature=0.25, top_p=0.5, max_tokens=3))
+        == params
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,14 +164,24 @@ def test_a_beam_search_has_the_models_max_tokens_and_its_own_temperature() -> No
 def test_the_models_defaults_fill_what_is_unset() -> None:
     recommended = SamplingParams(temperature=0.25, top_k=3, max_tokens=9)
     assert to_params(pb.SamplingParams(), recommended) == recommended
-    assert to_params(pb.SamplingParams(top_k=0, max_tokens=NO_LIMIT), recommended) == SamplingParams(temperature=0.25, max_tokens=None)
+    assert to_params(pb.SamplingParams(top_k=0, max_tokens=NO_LIMIT), recommended) == SamplingParams(
+        temperature=0.25, max_tokens=None
+    )
     sent = from_params(SamplingParams(temperature=1.0), {"temperature"})
     assert to_params(sent, recommended) == recommended.clone(temperature=1.0)
 
 
 def test_unset_is_the_default_and_zero_is_zero() -> None:
     assert to_params(pb.SamplingParams()) == DEFAULTS
-    zeros = {"temperature": 0.0, "seed": 0, "logprobs": 0, "prompt_logprobs": 0, "skip_special_tokens": False, "min_p": 0.0, "top_k": 0}
+    zeros = {
+        "temperature": 0.0,
+        "seed": 0,
+        "logprobs": 0,
+        "prompt_logprobs": 0,
+        "skip_special_tokens": False,
+        "min_p": 0.0,
+        "top_k": 0,
+    }
     assert to_params(pb.SamplingParams(**zeros)) == SamplingParams(**zeros)
     for name in ("max_tokens", "n"):
         with pytest.raises(InvalidArgument) as wrong:
@@ -166,7 +201,13 @@ def test_a_schema_may_be_a_dict() -> None:
 
 @pytest.mark.parametrize(
     "field, value",
-    [("top_k", 2**31), ("max_tokens", 10**12), ("stop_token_ids", [2**32]), ("stop", "\ud800"), ("logit_bias", {2**32: 1.0})],
+    [
+        ("top_k", 2**31),
+        ("max_tokens", 10**12),
+        ("stop_token_ids", [2**32]),
+        ("stop", "\ud800"),
+        ("logit_bias", {2**32: 1.0}),
+    ],
 )
 def test_what_does_not_fit_is_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument) as wrong:

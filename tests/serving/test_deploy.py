@@ -31,7 +31,10 @@ OVERLAYS = "cpu", "nvidia-gpu", "shared-cache"
 def merged(base: Any, patch: Any) -> Any:
     """A strategic merge, as far as our patches need it: lists of named objects are merged by name."""
     if isinstance(base, dict) and isinstance(patch, dict):
-        both = {**base, **{name: merged(base[name], value) if name in base else value for name, value in patch.items()}}
+        both = {
+            **base,
+            **{name: merged(base[name], value) if name in base else value for name, value in patch.items()},
+        }
         return {name: value for name, value in both.items() if value is not None}
     if isinstance(base, list) and isinstance(patch, list) and all("name" in one for one in [*base, *patch]):
         old, new = ({one["name"]: one for one in these} for these in (base, patch))
@@ -41,11 +44,14 @@ def merged(base: Any, patch: Any) -> Any:
 
 
 def kustomized(folder: Path) -> dict[str, Any]:
-    """What `kubectl kustomize` prints for a folder, by kind. Every file that it names must exist, and every file must be named."""
+    """What `kubectl kustomize` prints for a folder, by kind. Every file that it names must exist, and every
+    file must be named.
+    """
     own = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert own.keys() <= {"apiVersion", "kind", "resources", "components", "patches", "images"}
     assert (own["kind"], own["apiVersion"]) in {
-        ("Kustomization", "kustomize.config.k8s.io/v1beta1"), ("Component", "kustomize.config.k8s.io/v1alpha1"),
+        ("Kustomization", "kustomize.config.k8s.io/v1beta1"),
+        ("Component", "kustomize.config.k8s.io/v1alpha1"),
     }  # fmt: skip
     found: dict[str, Any] = {}
     for name in own.get("resources", []):
@@ -57,7 +63,10 @@ def kustomized(folder: Path) -> dict[str, Any]:
     for name in own.get("components", []):
         part = yaml.safe_load((folder / name / "kustomization.yaml").read_text())
         assert part["kind"] == "Component"
-        found |= {(one := yaml.safe_load((folder / name / file).read_text()))["kind"]: one for file in part["resources"]}
+        found |= {
+            (one := yaml.safe_load((folder / name / file).read_text()))["kind"]: one
+            for file in part["resources"]
+        }
         patches += [folder / name / one["path"] for one in part["patches"]]
     for path in patches:
         patch = yaml.safe_load(path.read_text())
@@ -67,7 +76,11 @@ def kustomized(folder: Path) -> dict[str, Any]:
         for one in found["Deployment"]["spec"]["template"]["spec"]["containers"]:
             if one["image"] == image["name"]:
                 one["image"] = f"{image['newName']}:{image['newTag']}"
-    named = {*own.get("resources", []), *(one["path"] for one in own.get("patches", [])), "kustomization.yaml"}
+    named = {
+        *own.get("resources", []),
+        *(one["path"] for one in own.get("patches", [])),
+        "kustomization.yaml",
+    }
     assert {file.name for file in folder.iterdir()} <= named | {Path(name).name for name in named}
     return found
 
@@ -94,10 +107,16 @@ def server_of(arguments: list[str]) -> ServerConfig:
 
 @pytest.mark.parametrize("name", ["kubernetes", "compose"])
 def test_flags_and_ports(name: str) -> None:
-    server = server_of(container()["args"] if name == "kubernetes" else compose()["services"]["jengine"]["command"])
+    server = server_of(
+        container()["args"] if name == "kubernetes" else compose()["services"]["jengine"]["command"]
+    )
     assert (server.port, server.http_port, server.metrics_port) == (50051, 8000, 9090)
     if name == "kubernetes":
-        assert {port["name"]: port["containerPort"] for port in container()["ports"]} == {"grpc": 50051, "http": 8000, "metrics": 9090}
+        assert {port["name"]: port["containerPort"] for port in container()["ports"]} == {
+            "grpc": 50051,
+            "http": 8000,
+            "metrics": 9090,
+        }
         ports = manifests()["Service"]["spec"]["ports"]
         assert {port["targetPort"]: port["port"] for port in ports} == {"grpc": 50051, "http": 8000}
         grace = manifests()["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -105,7 +124,10 @@ def test_flags_and_ports(name: str) -> None:
         assert str(server.api_keys).startswith(mounts["keys"] + "/") and mounts["cache"] == "/cache"
     else:
         published = [port.split(":") for port in compose()["services"]["jengine"]["ports"]]
-        assert published == [["127.0.0.1", "8000", "8000"], ["127.0.0.1", "50051", "50051"]], "without keys, for this machine only"
+        assert published == [
+            ["127.0.0.1", "8000", "8000"],
+            ["127.0.0.1", "50051", "50051"],
+        ], "without keys, for this machine only"
         grace = int(compose()["services"]["jengine"]["stop_grace_period"].removesuffix("s"))
     assert grace >= longest_stop(server), "it would be killed while it drains"
 
@@ -114,7 +136,9 @@ def test_probes_ask_for_what_there_is() -> None:
     pages = pages_of(PrometheusMetrics("mock", lambda: MockEngine().load, lambda: 0), lambda: None)
     probes = [container()[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
     assert all(probe["port"] == "metrics" and probe["path"] in pages for probe in probes)
-    [path] = re.findall(r"127\.0\.0\.1:9090(/\w+)", compose()["services"]["jengine"]["healthcheck"]["test"][-1])
+    [path] = re.findall(
+        r"127\.0\.0\.1:9090(/\w+)", compose()["services"]["jengine"]["healthcheck"]["test"][-1]
+    )
     assert path in pages
 
 
@@ -126,7 +150,10 @@ def test_labels_and_names_agree() -> None:
         assert every[kind]["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert every["Service"]["spec"]["selector"].items() <= labels.items()
     assert template["metadata"]["annotations"]["prometheus.io/port"] == "9090"
-    assert every["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == every["Deployment"]["metadata"]["name"]
+    assert (
+        every["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"]
+        == every["Deployment"]["metadata"]["name"]
+    )
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -136,21 +163,33 @@ def test_every_overlay_is_whole(overlay: str) -> None:
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert all(len(volume) == 2 for volume in volumes.values()), "a name and one source"
     assert {mount["name"] for mount in container(overlay)["volumeMounts"]} == volumes.keys()
-    assert re.fullmatch(r"registry\.example\.com/jengine:[\w.-]+", container(overlay)["image"]), "plainly the user's to set"
+    assert re.fullmatch(r"registry\.example\.com/jengine:[\w.-]+", container(overlay)["image"]), (
+        "plainly the user's to set"
+    )
     security = pod["securityContext"]
     assert security["runAsNonRoot"] and security["runAsUser"] == 10001, "the image's user"
-    assert security["fsGroupChangePolicy"] == "OnRootMismatch", "otherwise each mount lets the group write saved programs"
+    assert security["fsGroupChangePolicy"] == "OnRootMismatch", (
+        "otherwise each mount lets the group write saved programs"
+    )
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
     own = container(overlay)["securityContext"]
-    assert own == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-    writable = {mount["mountPath"] for mount in container(overlay)["volumeMounts"] if not mount.get("readOnly")}
+    assert own == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {
+        mount["mountPath"] for mount in container(overlay)["volumeMounts"] if not mount.get("readOnly")
+    }
     assert writable == {"/cache", "/tmp"}
     shared = "persistentVolumeClaim" in volumes["cache"]
     assert shared == (overlay == "shared-cache") == ("PersistentVolumeClaim" in every)
     if shared:
         claim = every["PersistentVolumeClaim"]
         assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-        assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "with another mode, the second node's pods would wait forever"
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"], (
+            "with another mode, the second node's pods would wait forever"
+        )
     if overlay == "nvidia-gpu":
         assert container(overlay)["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
@@ -160,7 +199,11 @@ def test_mounted_files_are_there() -> None:
     sources = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", ())]
     assert [name for name in sources if name.startswith("./") and not (DEPLOY / name).is_file()] == []
     assert {name for name in sources if not name.startswith("./")} == {*compose()["volumes"]}
-    assert all(re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"]) for service in services.values() if "image" in service)
+    assert all(
+        re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"])
+        for service in services.values()
+        if "image" in service
+    )
     prometheus = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
     [job], [rules] = prometheus["scrape_configs"], prometheus["rule_files"]
     assert f"./alerts.yaml:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
@@ -169,7 +212,10 @@ def test_mounted_files_are_there() -> None:
     board = json.loads((DEPLOY / "grafana" / "jengine.json").read_text())
     assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
     [provider] = yaml.safe_load((DEPLOY / "grafana" / "dashboards.yaml").read_text())["providers"]
-    assert any(volume.split(":")[1].startswith(provider["options"]["path"]) for volume in services["grafana"]["volumes"])
+    assert any(
+        volume.split(":")[1].startswith(provider["options"]["path"])
+        for volume in services["grafana"]["volumes"]
+    )
 
 
 def test_metrics_are_exported() -> None:
@@ -186,19 +232,32 @@ def test_metrics_are_exported() -> None:
     registry.register(metrics)
     exported = {*re.findall(r"^([\w:]+)[{ ]", generate_latest(registry).decode(), re.MULTILINE)}
     board = json.loads((DEPLOY / "grafana" / "jengine.json").read_text())
-    shown = {name for panel in board["panels"] for one in panel["targets"] for name in re.findall(r"(?:jengine:|http_)\w+", one["expr"])}
+    shown = {
+        name
+        for panel in board["panels"]
+        for one in panel["targets"]
+        for name in re.findall(r"(?:jengine:|http_)\w+", one["expr"])
+    }
     assert len(shown) > 30 and shown <= exported, shown - exported
     groups = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     recorded = {rule["record"] for rule in rules if "record" in rule}
-    watched = {name for rule in rules for name in re.findall(r"(?:jengine:|http_|grpc_)[\w:]+(?=[{\[ ]|$)", rule["expr"])}
+    watched = {
+        name
+        for rule in rules
+        for name in re.findall(r"(?:jengine:|http_|grpc_)[\w:]+(?=[{\[ ]|$)", rule["expr"])
+    }
     codes = {"grpc_code"}
     assert len(watched) > 8 and watched - codes <= exported | recorded, watched - exported
-    [scaled] = [one["pods"]["metric"]["name"] for one in manifests()["HorizontalPodAutoscaler"]["spec"]["metrics"]]
+    [scaled] = [
+        one["pods"]["metric"]["name"] for one in manifests()["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    ]
     assert scaled.replace("_", ":", 1) in exported
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus's promtool (Debian: prometheus)")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs Prometheus's promtool (Debian: prometheus)"
+)
 def test_alerts() -> None:
     test = Path(__file__).parent / "alerts_test.yaml"
     for arguments in (["check", "rules", str(DEPLOY / "alerts.yaml")], ["test", "rules", str(test)]):

@@ -39,8 +39,19 @@ def test_operations(make_server: MakeServer) -> None:
     [
         ("Sleep", "", "operation", "must be one of GetTrace, ResetPrefixCache, SetStrategy"),
         ("", "", "operation", "must be one of"),
-        ("WriteProfile", '{"options": {}, "folder": "/tmp/x", "asking": 1}', "operation", "must be one of GetTrace, "),  # names a file
-        ("SetStrategy", '{"strategy": "speed"}', "strategy", "must be one of throughput, latency, memory, auto"),
+        # names a file
+        (
+            "WriteProfile",
+            '{"options": {}, "folder": "/tmp/x", "asking": 1}',
+            "operation",
+            "must be one of GetTrace, ",
+        ),
+        (
+            "SetStrategy",
+            '{"strategy": "speed"}',
+            "strategy",
+            "must be one of throughput, latency, memory, auto",
+        ),
         ("SetStrategy", "", "arguments_json", "missing required field `strategy`"),
         ("SetStrategy", '{"strategy": "auto", "at": 3}', "arguments_json", "unknown field `at`"),
         ("ResetPrefixCache", "[" * 100_000, "arguments_json", "Expected `object`, got `array`"),
@@ -48,9 +59,13 @@ def test_operations(make_server: MakeServer) -> None:
         ("GetTrace", '{"seconds": -1}', "seconds", "must be a finite number above 0"),
     ],
 )
-def test_what_is_refused(mock_server: MockServer, operation: str, arguments: str, field: str, limit: str) -> None:
+def test_what_is_refused(
+    mock_server: MockServer, operation: str, arguments: str, field: str, limit: str
+) -> None:
     with mock_server.stub() as stub:
-        code, message, [details] = refused(lambda: stub.Do(pb.DoRequest(operation=operation, arguments_json=arguments)))
+        code, message, [details] = refused(
+            lambda: stub.Do(pb.DoRequest(operation=operation, arguments_json=arguments))
+        )
     assert code is grpc.StatusCode.INVALID_ARGUMENT and limit in message
     assert details.field_violations[0].field == field
 
@@ -62,7 +77,9 @@ def test_what_a_client_cannot_send(mock_server: MockServer) -> None:
                 client.do(operation, strategy=argument)  # type: ignore[arg-type]
 
 
-def test_only_administrators(make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_administrators(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n".join((hash_line(ANNA, "anna"), hash_line(ADMIN, "root", "admin=1"))))
     with (
@@ -74,7 +91,9 @@ def test_only_administrators(make_server: MakeServer, tmp_path: Path, monkeypatc
             with pytest.raises(ServerError, match="admin=1"):
                 anna.do(operation)
         assert admin.do("ResetPrefixCache") is True
-    monkeypatch.setattr("jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127."))
+    monkeypatch.setattr(
+        "jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127.")
+    )
     with make_server() as server, server.stub() as stub:
         code, message, _ = refused(lambda: stub.Do(pb.DoRequest(operation="ResetPrefixCache")))
         assert code is grpc.StatusCode.PERMISSION_DENIED and "the server's machine" in message

@@ -13,7 +13,18 @@ import pytest
 from jengine.serving.config import KINDS, PREFIX
 
 ROOT = Path(__file__).parent.parent.parent
-INSTRUCTIONS = {"FROM", "WORKDIR", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+INSTRUCTIONS = {
+    "FROM",
+    "WORKDIR",
+    "RUN",
+    "COPY",
+    "ENV",
+    "USER",
+    "VOLUME",
+    "EXPOSE",
+    "HEALTHCHECK",
+    "ENTRYPOINT",
+}
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
@@ -28,13 +39,17 @@ def test_dockerfile(name: str) -> None:
     steps = instructions(name)
     assert {step for step, _ in steps} == INSTRUCTIONS
     bases = [what.split()[0] for step, what in steps if step == "FROM"]
-    assert bases and all(re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base) for base in bases), "a base that moves"
+    assert bases and all(re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base) for base in bases), (
+        "a base that moves"
+    )
 
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for step, what in steps:
         if step == "COPY" and not what.startswith("--from"):
             for source in what.split()[:-1]:
-                assert (ROOT / source).exists() and f"!{source}" in ignored, f"{source} is not sent to the build"
+                assert (ROOT / source).exists() and f"!{source}" in ignored, (
+                    f"{source} is not sent to the build"
+                )
 
     last = {step: what for step, what in steps}
     assert last["USER"].isdecimal() and int(last["USER"]) >= 1000, "runs as root"
@@ -43,7 +58,11 @@ def test_dockerfile(name: str) -> None:
     command = json.loads(last["HEALTHCHECK"].partition("CMD ")[2])
     assert command[:2] == ["python", "-m"] and find_spec(command[2]) is not None
     variables = [pair.partition("=") for pair in shlex.split(last["ENV"])]
-    ours = {variable.removeprefix(PREFIX).lower(): value for variable, _, value in variables if variable.startswith(PREFIX)}
+    ours = {
+        variable.removeprefix(PREFIX).lower(): value
+        for variable, _, value in variables
+        if variable.startswith(PREFIX)
+    }
     assert (ours["host"], ours["http_port"]) == ("0.0.0.0", "8000") and set(ours) <= set(KINDS), (
         "the server refuses a variable that it does not know"
     )
@@ -54,4 +73,6 @@ def test_they_differ_in_what_cuda_needs() -> None:
     cpu, cuda = (instructions(name) for name in ("Dockerfile", "Dockerfile.cuda"))
     assert [step for step, _ in cpu] == [step for step, _ in cuda]
     changed = [(one[1], other[1]) for one, other in zip(cpu, cuda, strict=True) if one != other]
-    assert len(changed) == 3 and all("cuda12" in other or "NVIDIA_VISIBLE_DEVICES" in other for _, other in changed)
+    assert len(changed) == 3 and all(
+        "cuda12" in other or "NVIDIA_VISIBLE_DEVICES" in other for _, other in changed
+    )

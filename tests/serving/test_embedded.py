@@ -18,7 +18,9 @@ def within(folder: Path, work: Callable[[AsyncLLM, EmbeddedApi], Awaitable[None]
     """Runs a function with a mock engine."""
 
     async def main() -> None:
-        async with AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, **options)), Tokenizer.load(folder)) as llm:
+        async with AsyncLLM.over(
+            EngineThread(MockEngine(vocab_size=501, **options)), Tokenizer.load(folder)
+        ) as llm:
             api = EmbeddedApi(llm, "mock", ServerConfig(max_message_bytes=2000))
             try:
                 await work(llm, api)
@@ -32,11 +34,23 @@ def test_whole_answers(tokenizer_folder: Path) -> None:
     async def work(llm: AsyncLLM, api: EmbeddedApi) -> None:
         reply = await api.post("/v1/completions", json.dumps({"prompt": "hello", "max_tokens": 3}).encode())
         answer, ids = json.loads(reply.body), llm.tokenizer.encode("hello")
-        assert reply.status == 200 and answer["model"] == "mock" and answer["choices"][0]["text"] == llm.tokenizer.decode(ids[:3])
+        assert (
+            reply.status == 200
+            and answer["model"] == "mock"
+            and answer["choices"][0]["text"] == llm.tokenizer.decode(ids[:3])
+        )
         assert answer["id"] == f"cmpl-{reply.headers['x-request-id']}"
-        stream = await api.post("/v1/completions", json.dumps({"prompt": "hello", "max_tokens": 3, "stream": True}).encode())
-        assert stream.headers["content-type"].startswith("text/event-stream") and stream.body.endswith(b"data: [DONE]\n\n")
-        for path, body, status in (("/v1/completions", b"{", 400), ("/v1/none", b"{}", 404), ("/v1/completions", b" " * 2001, 413)):
+        stream = await api.post(
+            "/v1/completions", json.dumps({"prompt": "hello", "max_tokens": 3, "stream": True}).encode()
+        )
+        assert stream.headers["content-type"].startswith("text/event-stream") and stream.body.endswith(
+            b"data: [DONE]\n\n"
+        )
+        for path, body, status in (
+            ("/v1/completions", b"{", 400),
+            ("/v1/none", b"{}", 404),
+            ("/v1/completions", b" " * 2001, 413),
+        ):
             wrong = await api.post(path, body)
             assert wrong.status == status and json.loads(wrong.body)["error"]["message"]
 
@@ -56,7 +70,8 @@ def test_tokens_of_unfinished_requests(tokenizer_folder: Path) -> None:
             await asyncio.sleep(0.001)
         assert 3 < api.unfinished_tokens <= 33
         assert (await first).status == 200 and api.unfinished_tokens == 0
-        assert (await api.post("/v1/completions", b'{"prompt": [1, 2, 3], "max_tokens": 30}')).status == 503  # the 40th step fails
+        # the 40th step fails
+        assert (await api.post("/v1/completions", b'{"prompt": [1, 2, 3], "max_tokens": 30}')).status == 503
         assert api.unfinished_tokens == 0
 
     within(tokenizer_folder, work, seconds=0.002, fail_at=40)

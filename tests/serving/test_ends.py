@@ -14,7 +14,9 @@ from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServi
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.test_generate import kinds
 
-ENDLESS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=pb.SamplingParams(max_tokens=10**6))
+ENDLESS = pb.GenerateRequest(
+    token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=pb.SamplingParams(max_tokens=10**6)
+)
 # A client takes 4 MB before it is read, if it is not told otherwise: that is many tokens.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 65536), ("grpc.http2.bdp_probe", 0)]
 
@@ -82,7 +84,10 @@ def test_a_deadline_ends_the_request_in_the_engine(slow: MockServer, stub: Gener
 def test_timeout_seconds_keeps_what_there_is(slow: MockServer, stub: GenerateServiceStub) -> None:
     answer = stub.Generate(request_of(timeout_seconds=0.2))
     [completion] = answer.completions
-    assert (completion.ending.finish_reason, completion.ending.stop_text) == (pb.FINISH_REASON_ABORT, "timeout")
+    assert (completion.ending.finish_reason, completion.ending.stop_text) == (
+        pb.FINISH_REASON_ABORT,
+        "timeout",
+    )
     assert 1 <= len(completion.token_ids) == answer.usage.completion_tokens < 100
     events = list(stub.GenerateStream(request_of(timeout_seconds=0.0)))
     assert kinds(events)[0] == "started" and events[-1].finished.endings[0] == pb.Ending(
@@ -96,7 +101,10 @@ def test_abort(slow: MockServer, stub: GenerateServiceStub) -> None:
     assert kinds([next(stream), next(stream)]) == ["started", "delta"]
     assert stub.Abort(pb.AbortRequest(request_id="mine")).found
     *_, last = stream
-    assert last.finished.endings[0] == pb.Ending(finish_reason=pb.FINISH_REASON_ABORT) and last.finished.usage.completion_tokens > 0
+    assert (
+        last.finished.endings[0] == pb.Ending(finish_reason=pb.FINISH_REASON_ABORT)
+        and last.finished.usage.completion_tokens > 0
+    )
     assert not stub.Abort(pb.AbortRequest(request_id="mine")).found
     assert stub.Abort(pb.AbortRequest(request_id="other")).found
     assert unary.result().completions[0].ending.finish_reason == pb.FINISH_REASON_ABORT
@@ -108,7 +116,9 @@ def test_the_server_closes_in_mid_stream(make_server: MakeServer) -> None:
         next(stream)
         server.run(server.llm.close())
         *_, last = stream
-        assert last.finished.endings[0] == pb.Ending(finish_reason=pb.FINISH_REASON_ABORT, stop_text="shutdown")
+        assert last.finished.endings[0] == pb.Ending(
+            finish_reason=pb.FINISH_REASON_ABORT, stop_text="shutdown"
+        )
 
 
 def test_a_slow_reader_loses_his_request_alone(make_server: MakeServer) -> None:
@@ -116,7 +126,9 @@ def test_a_slow_reader_loses_his_request_alone(make_server: MakeServer) -> None:
     connected. Others continue."""
     server_options = {"write_timeout": 0.3, "max_waiting": 0, "max_answer_logprobs": 10**9}
     with (
-        make_server(server=server_options, seconds=0.001, max_num_seqs=2, max_model_len=2**20, pages=2**18) as server,
+        make_server(
+            server=server_options, seconds=0.001, max_num_seqs=2, max_model_len=2**20, pages=2**18
+        ) as server,
         server.stub() as stub,
     ):
         request = request_of(sampling_params=pb.SamplingParams(logprobs=20))
@@ -133,17 +145,28 @@ def test_a_slow_reader_loses_his_request_alone(make_server: MakeServer) -> None:
             with pytest.raises(grpc.RpcError) as slow:
                 for _ in stream:
                     pass
-            if slow.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # his own: gRPC may lose the status behind what he has not read
-                assert slow.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "slow reader" in slow.value.details()
+            # his own: gRPC may lose the status behind what he has not read
+            if slow.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                assert (
+                    slow.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                    and "slow reader" in slow.value.details()
+                )
         server.wait_until_idle()
 
 
 def test_a_slow_reader_who_goes(make_server: MakeServer) -> None:
     with make_server(
-        server={"write_timeout": 0.2, "max_answer_logprobs": 10**9}, seconds=0.001, max_model_len=2**20, pages=2**18
+        server={"write_timeout": 0.2, "max_answer_logprobs": 10**9},
+        seconds=0.001,
+        max_model_len=2**20,
+        pages=2**18,
     ) as server:
         with grpc.insecure_channel(server.address, SMALL_WINDOW) as channel:
-            next(GenerateServiceStub(channel).GenerateStream(request_of(sampling_params=pb.SamplingParams(logprobs=20))))
+            next(
+                GenerateServiceStub(channel).GenerateStream(
+                    request_of(sampling_params=pb.SamplingParams(logprobs=20))
+                )
+            )
             while server.engine.has_work:
                 time.sleep(0.01)
         server.wait_until_idle()
@@ -151,8 +174,13 @@ def test_a_slow_reader_who_goes(make_server: MakeServer) -> None:
 
 def test_a_pause_is_not_the_end(make_server: MakeServer) -> None:
     """A reader that pauses for less than write_timeout gets everything, in fewer messages."""
-    with make_server(server={"write_timeout": 30.0}, max_model_len=2**20, pages=2**18) as server, server.stub() as stub:
-        stream = stub.GenerateStream(request_of(sampling_params=pb.SamplingParams(max_tokens=20_000, logprobs=5)))
+    with (
+        make_server(server={"write_timeout": 30.0}, max_model_len=2**20, pages=2**18) as server,
+        server.stub() as stub,
+    ):
+        stream = stub.GenerateStream(
+            request_of(sampling_params=pb.SamplingParams(max_tokens=20_000, logprobs=5))
+        )
         events = [next(stream)]
         time.sleep(0.5)
         events += stream

@@ -1,4 +1,6 @@
-"""Operations over an engine in a thread and in a process: each ends once, with its answer, its error, or the engine's end."""
+"""Operations over an engine in a thread and in a process: each ends once, with its answer, its error, or the
+engine's end.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def backend(kind: str, **options: Any) -> Iterator[Any]:
             yield process
 
 
-def with_llm(tokenizer: Tokenizer, kind: str, test: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+def with_llm(
+    tokenizer: Tokenizer, kind: str, test: Callable[..., Any], *arguments: Any, **options: Any
+) -> None:
     async def main(engine: Any) -> None:
         llm = AsyncLLM.over(engine, tokenizer)
         async with asyncio.timeout(60):
@@ -60,10 +64,18 @@ def test_an_error_is_that_operations_alone(tokenizer: Tokenizer, kind: str) -> N
     async def uses(llm: AsyncLLM) -> None:
         async with llm.submit(PROMPT, LONG) as handle:
             await anext(handle)
-            work = [llm.do(one) for one in (Fail("ZeroDivisionError"), Fail("InvalidArgument"), Add(1.5, 2.0), AnswerOddly())]
+            work = [
+                llm.do(one)
+                for one in (Fail("ZeroDivisionError"), Fail("InvalidArgument"), Add(1.5, 2.0), AnswerOddly())
+            ]
             odd, refused, added, unsendable = await asyncio.gather(*work, return_exceptions=True)
-            assert type(odd) is (ZeroDivisionError if kind == "thread" else JengineError) and "by nothing" in str(odd)
-            assert isinstance(refused, InvalidArgument) and (refused.field, refused.value) == ("kind", "InvalidArgument")
+            assert type(odd) is (
+                ZeroDivisionError if kind == "thread" else JengineError
+            ) and "by nothing" in str(odd)
+            assert isinstance(refused, InvalidArgument) and (refused.field, refused.value) == (
+                "kind",
+                "InvalidArgument",
+            )
             assert added == [1.5, 2.0, 3.5]
             assert kind == "thread" or (type(unsendable) is JengineError and "object" in str(unsendable))
             assert not (await anext(handle)).finished
@@ -72,7 +84,9 @@ def test_an_error_is_that_operations_alone(tokenizer: Tokenizer, kind: str) -> N
     with_llm(tokenizer, kind, uses, **LARGE)
 
 
-def test_a_message_too_large_is_that_operations_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_too_large_is_that_operations_error(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In either direction."""
 
     async def uses(llm: AsyncLLM) -> None:
@@ -116,7 +130,9 @@ def test_an_answer_for_a_cancelled_caller_is_dropped(tokenizer: Tokenizer, kind:
 
 
 @BOTH
-def test_operations_in_flight_when_it_is_closed_end_once(tokenizer: Tokenizer, kind: str, tmp_path: Path) -> None:
+def test_operations_in_flight_when_it_is_closed_end_once(
+    tokenizer: Tokenizer, kind: str, tmp_path: Path
+) -> None:
     """Those between steps may still be answered; a long one is not awaited."""
     ends: list[tuple[Any, Any]] = []
 
@@ -151,7 +167,10 @@ def test_operations_of_an_engine_that_fails_end(tokenizer: Tokenizer, tmp_path: 
         handle = llm.submit(PROMPT, LONG)
         while not llm.load.waiting:
             await asyncio.sleep(0.001)
-        tasks = [asyncio.create_task(llm.do(one)) for one in (Count(), Add(1, 2), WaitForFile(str(tmp_path / "text")))]
+        tasks = [
+            asyncio.create_task(llm.do(one))
+            for one in (Count(), Add(1, 2), WaitForFile(str(tmp_path / "text")))
+        ]
         await asyncio.sleep(0.01)
         step.set()
         ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
@@ -168,7 +187,10 @@ def test_operations_of_a_process_that_is_killed_end(tokenizer: Tokenizer, tmp_pa
         llm.submit(PROMPT, LONG)
         while not llm.load.waiting and not llm.load.running:
             await asyncio.sleep(0.001)
-        tasks = [asyncio.create_task(llm.do(one)) for one in (Count(), Add(1, 2), WaitForFile(str(tmp_path / "text")))]
+        tasks = [
+            asyncio.create_task(llm.do(one))
+            for one in (Count(), Add(1, 2), WaitForFile(str(tmp_path / "text")))
+        ]
         await asyncio.sleep(0.05)
         kill()
         ended = await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,6 @@
-"""An engine in a separate process: its tokens equal those of one in a thread, and starting and quitting leak nothing."""
+"""An engine in a separate process: its tokens equal those of one in a thread, and starting and quitting leak
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 async def all_of(llm: AsyncLLM, work: list[tuple[Any, SamplingParams]]) -> list[RequestOutput]:
-    got = await asyncio.gather(*[collect(llm, prompt, params, output_kind="final") for prompt, params in work])
+    got = await asyncio.gather(
+        *[collect(llm, prompt, params, output_kind="final") for prompt, params in work]
+    )
     return [outputs[-1] for outputs in got]
 
 
@@ -68,12 +72,16 @@ def test_the_tokens_are_those_of_an_engine_in_a_thread(tokenizer: Tokenizer) -> 
 def test_embeddings_are_those_of_an_engine_in_a_thread(tokenizer: Tokenizer) -> None:
     async def main(llm: AsyncLLM) -> list[EmbeddingRequestOutput]:
         async with llm:
-            return await asyncio.gather(llm.embed(PROMPT), llm.embed([5, 6, 7], pooling="mean", normalize=False, dimensions=6))
+            return await asyncio.gather(
+                llm.embed(PROMPT), llm.embed([5, 6, 7], pooling="mean", normalize=False, dimensions=6)
+            )
 
     expected = asyncio.run(main(AsyncLLM.over(EngineThread(MockEngine(embedding_size=8)), tokenizer)))
     with started(embedding_size=8) as process:
         got = asyncio.run(main(AsyncLLM.over(process, tokenizer)))
-    assert [(o.outputs, o.prompt_token_ids) for o in got] == [(o.outputs, o.prompt_token_ids) for o in expected]
+    assert [(o.outputs, o.prompt_token_ids) for o in got] == [
+        (o.outputs, o.prompt_token_ids) for o in expected
+    ]
     assert got[1].outputs.embedding == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
@@ -120,7 +128,11 @@ def test_errors_of_the_start_are_what_they_were(kind: type[Exception]) -> None:
 @pytest.mark.parametrize(
     "engine, options, text",
     [
-        ("tests.serving.faulty_engines:refuses", {"error": "RuntimeError", "text": "on fire"}, "RuntimeError: on fire"),
+        (
+            "tests.serving.faulty_engines:refuses",
+            {"error": "RuntimeError", "text": "on fire"},
+            "RuntimeError: on fire",
+        ),
         ("tests.serving.faulty_engines:exits", {"code": 3}, "exited with code 3"),
         ("tests.serving.nowhere:nothing", {}, "ModuleNotFoundError"),
     ],

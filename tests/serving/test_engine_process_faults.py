@@ -1,5 +1,6 @@
-"""An engine process that dies, fails or sends garbage, and one whose server does: no caller waits, and nothing
-is leaked."""
+"""An engine process that dies, fails or sends garbage, and one whose server does: no caller waits, and
+nothing is leaked.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_all_streams_of_a_killed_engine_end(tokenizer: Tokenizer) -> None:
         ("tests.serving.faulty_engines:babbles", {}, "sent an invalid message"),
     ],
 )
-def test_an_engine_that_fails_tells_once(tokenizer: Tokenizer, engine: str, options: dict[str, Any], text: str) -> None:
+def test_an_engine_that_fails_tells_once(
+    tokenizer: Tokenizer, engine: str, options: dict[str, Any], text: str
+) -> None:
     deaths: list[Any] = []
 
     class Counted(EngineProcess):
@@ -68,7 +71,9 @@ def test_an_engine_that_fails_tells_once(tokenizer: Tokenizer, engine: str, opti
     async def main() -> None:
         llm = AsyncLLM.over(process, tokenizer)
         async with asyncio.timeout(10):
-            ends = await asyncio.gather(*[collect(llm, PROMPT, LONG) for _ in range(32)], return_exceptions=True)
+            ends = await asyncio.gather(
+                *[collect(llm, PROMPT, LONG) for _ in range(32)], return_exceptions=True
+            )
         assert all(isinstance(end, EngineDead) and text in str(end) for end in ends)
         await llm.close()
 
@@ -113,15 +118,21 @@ def test_signals_do_not_reach_the_child(tokenizer: Tokenizer) -> None:
         asyncio.run(main(AsyncLLM.over(process, tokenizer), process.pid or 0))
 
 
-def test_a_mask_that_fails_in_the_child_ends_its_request_alone(tokenizer_folder: Path, tokenizer: Tokenizer) -> None:
+def test_a_mask_that_fails_in_the_child_ends_its_request_alone(
+    tokenizer_folder: Path, tokenizer: Tokenizer
+) -> None:
     async def main(llm: AsyncLLM) -> None:
         async with llm, aclosing(llm.generate(PROMPT, LONG)) as outputs:
             await anext(outputs)
             [ended] = await collect(llm, PROMPT, SamplingParams(n=2, bad_words=["fox"]), output_kind="final")
-            assert [(c.finish_reason, c.stop_reason, c.token_ids) for c in ended.outputs] == [("error", "the vocabulary is gone", [])] * 2
+            assert [(c.finish_reason, c.stop_reason, c.token_ids) for c in ended.outputs] == [
+                ("error", "the vocabulary is gone", [])
+            ] * 2
             assert [output.finished async for output in outputs][-1]
 
-    with started("tests.serving.faulty_engines:cannot_mask", tokenizer_folder=str(tokenizer_folder), seconds=0.001) as process:
+    with started(
+        "tests.serving.faulty_engines:cannot_mask", tokenizer_folder=str(tokenizer_folder), seconds=0.001
+    ) as process:
         asyncio.run(main(AsyncLLM.over(process, tokenizer)))
 
 
@@ -160,7 +171,12 @@ EngineProcess("tests.serving.faulty_engines:starts_slowly", {"mark": sys.argv[1]
 def parent(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process in a separate process group."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
+    options: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+        "env": environment,
+    }
     with subprocess.Popen([sys.executable, "-c", script, *arguments], **options) as process:
         yield process
         process.kill()
@@ -197,14 +213,18 @@ def test_the_child_of_a_killed_server_ends_while_it_starts(tmp_path: Path) -> No
         wait_until(lambda: not alive(child))
 
 
-def test_a_request_larger_than_a_frame_is_rejected(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_larger_than_a_frame_is_rejected(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not sent to the engine, which continues."""
 
     async def main() -> None:
         async with AsyncLLM.over(process, tokenizer) as llm:
             for _ in range(3):
                 with pytest.raises(InvalidArgument, match=r"prompt='\d+ bytes': at most 3000 bytes"):
-                    llm.submit([7] * 1000, SamplingParams(allowed_token_ids=list(range(1000))), request_id="mine")
+                    llm.submit(
+                        [7] * 1000, SamplingParams(allowed_token_ids=list(range(1000))), request_id="mine"
+                    )
                 [*_, last] = await collect(llm, [7], SamplingParams(max_tokens=2), request_id="mine")
                 assert last.outputs[0].token_ids == [7, 7] and alive(process.pid or 0)
 
@@ -218,11 +238,15 @@ def test_a_request_that_an_engine_stumbles_over_ends_alone(tokenizer: Tokenizer)
         async with AsyncLLM.over(process, tokenizer) as llm, llm.submit([7], LONG) as other:
             for _ in range(3):
                 [*_, last] = await collect(llm, [13, 7], SamplingParams(n=3))
-                assert {part.finish_reason for part in last.outputs} == {"error"} and "too odd" in str(last.outputs[0].stop_reason)
+                assert {part.finish_reason for part in last.outputs} == {"error"} and "too odd" in str(
+                    last.outputs[0].stop_reason
+                )
             assert len((await anext(other)).outputs[0].token_ids) >= 1 and not other.finished
             while llm.load.running > 1:
                 await asyncio.sleep(0.001)
             assert llm.load.waiting == 0 and alive(process.pid or 0)
 
-    with started("tests.serving.faulty_engines:picky", seconds=0.001, max_model_len=100_000, pages=10**6) as process:
+    with started(
+        "tests.serving.faulty_engines:picky", seconds=0.001, max_model_len=100_000, pages=10**6
+    ) as process:
         asyncio.run(main())

@@ -51,13 +51,16 @@ def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
             process = supervisor.llm.backend
             assert isinstance(process, EngineProcess)
             assert (process.info.programs_compiled, supervisor.llm.load.compiles_since_start) == (0, 0)
-            assert supervisor.llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=7)
+            assert supervisor.llm.get_default_sampling_params() == SamplingParams(
+                temperature=0.0, max_tokens=7
+            )
             assert process.info.longest_step > 0, "the watchdog goes by it"
             assert (supervisor.info.limits, supervisor.info.dtype) == (llm.engine.limits, llm.started.dtype)
             trace = await supervisor.llm.trace()
             assert len(trace.steps) > 30 and len(trace.requests) == sum(params.n for params in WORK)
             assert any(step.mask for step in trace.steps) and any(step.text for step in trace.steps)
-            while sum(supervisor.totals.steps.values()) < len(trace.steps):  # the child tells them once it is idle
+            # the child tells them once it is idle
+            while sum(supervisor.totals.steps.values()) < len(trace.steps):
                 await asyncio.sleep(0.01)
             assert supervisor.totals.seconds["schedule"] > 0.0 and supervisor.totals.resident > 1 << 20
             return got
@@ -69,5 +72,9 @@ def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
     assert [shown(output) for output in got] == [shown(output) for output in expected]
     assert re.fullmatch("[a-f]{5}-[0-9]{3}", got[3].outputs[0].text)
     assert len({completion.text for completion in got[2].outputs}) == 3
-    for one, other in zip(got[1].outputs[0].logprobs or [], expected[1].outputs[0].logprobs or [], strict=True):
-        assert one.keys() == other.keys() and all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)
+    for one, other in zip(
+        got[1].outputs[0].logprobs or [], expected[1].outputs[0].logprobs or [], strict=True
+    ):
+        assert one.keys() == other.keys() and all(
+            abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one
+        )

@@ -1,4 +1,6 @@
-"""EleutherAI's lm_eval asks a server for log probabilities, as `local-completions`; skipped where the package is missing."""
+"""EleutherAI's lm_eval asks a server for log probabilities, as `local-completions`; skipped where the package
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,23 @@ QUESTIONS = [
 def test_log_probabilities_are_the_librarys(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     llm = LLM("demo", progress=False, dtype="float32")
-    lines = [json.dumps({"question": question, "choices": choices, "answer": 0}) for question, choices in QUESTIONS]
+    lines = [
+        json.dumps({"question": question, "choices": choices, "answer": 0}) for question, choices in QUESTIONS
+    ]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     (tmp_path / "python.yaml").write_text(TASK.format(name="python", file=tmp_path / "questions.jsonl"))
-    with process([sys.executable, "-m", "jengine.cli", "serve", "demo", "--dtype=float32", "--port=0", "--http-port=0"]) as server:
+    with process(
+        [sys.executable, "-m", "jengine.cli", "serve", "demo", "--dtype=float32", "--port=0", "--http-port=0"]
+    ) as server:
         server.wait_until_ready()
         tokenizer = Path(jengine.__file__).parent / "demo"
         arguments = f"model=demo,base_url={server.http}/completions,tokenizer_backend=huggingface,tokenizer={tokenizer},num_concurrent=4"
-        command = ["--model=local-completions", f"--model_args={arguments}", "--tasks=python", f"--include_path={tmp_path}"]
+        command = [
+            "--model=local-completions",
+            f"--model_args={arguments}",
+            "--tasks=python",
+            f"--include_path={tmp_path}",
+        ]
         done = subprocess.run(
             [sys.executable, "-m", "lm_eval", *command, f"--output_path={tmp_path}/out", "--log_samples"],
             capture_output=True,
@@ -57,7 +68,9 @@ def test_log_probabilities_are_the_librarys(tmp_path: Path) -> None:
         )
     assert done.returncode == 0, done.stderr[-3000:]
     (samples,) = (tmp_path / "out").glob("**/samples_python_*.jsonl")
-    got = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    got = sorted(
+        (json.loads(line) for line in samples.read_text().splitlines()), key=lambda sample: sample["doc_id"]
+    )
     assert len(got) == len(QUESTIONS)
     for (question, choices), sample in zip(QUESTIONS, got, strict=True):
         told = [float(answer[0][0]) for answer in sample["resps"]]
@@ -66,7 +79,10 @@ def test_log_probabilities_are_the_librarys(tmp_path: Path) -> None:
 
 def score(llm: LLM, context: str, continuation: str) -> float:
     """The log probability of a continuation. As in lm_eval, it begins with the space at its context's end."""
-    whole, before = (llm.tokenizer.encode(text, add_special_tokens=False) for text in (context + continuation, context.rstrip()))
+    whole, before = (
+        llm.tokenizer.encode(text, add_special_tokens=False)
+        for text in (context + continuation, context.rstrip())
+    )
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     (output,) = llm.generate({"prompt_token_ids": whole}, params, use_tqdm=False)
     assert output.prompt_logprobs is not None

@@ -32,10 +32,14 @@ from tests.serving.leaks import wait_until
 from tests.serving.processes import ServerProcess, mock_process
 
 ENGINE = {"seconds": 0.002, "max_model_len": 2**20, "pages": 2**24}
-ENDLESS = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=pb.SamplingParams(max_tokens=10**6))
+ENDLESS = pb.GenerateRequest(
+    token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=pb.SamplingParams(max_tokens=10**6)
+)
 
 
-SPARE = 4  # threads that gRPC adds to its pool where the cores are busy, and keeps: a leak would be one for each of many clients
+# threads that gRPC adds to its pool where the cores are busy, and keeps: a leak would be one for each of many
+# clients
+SPARE = 4
 
 
 def held(server: ServerProcess) -> dict[str, int]:
@@ -83,8 +87,9 @@ def answers(client: Client) -> bool:
 
 
 def test_an_engine_killed_under_32_streams(tokenizer_folder: Path) -> None:
-    """All clients get an error within 2 s, with a retry time. The service recovers, and nothing is left of the
-    dead engine."""
+    """All clients get an error within 2 s, with a retry time. The service recovers, and nothing is left of
+    the dead engine.
+    """
 
     async def main() -> None:
         async with grpc.aio.insecure_channel(server.address) as channel:
@@ -109,7 +114,9 @@ async def kill_and_recover(server: ServerProcess, channel: grpc.aio.Channel) -> 
     os.kill(engine, signal.SIGKILL)
     async with asyncio.timeout(2):
         ends = await asyncio.gather(*map(end_of, streams))
-    assert all(end.code() is grpc.StatusCode.UNAVAILABLE and (retry_seconds(end) or 0) > 0 for end in ends), ends
+    assert all(end.code() is grpc.StatusCode.UNAVAILABLE and (retry_seconds(end) or 0) > 0 for end in ends), (
+        ends
+    )
     for state in (HealthCheckResponse.NOT_SERVING, HealthCheckResponse.SERVING):
         assert (await health.read()).status == state
     health.cancel()
@@ -147,7 +154,9 @@ asyncio.run(main(*sys.argv[1:]))
 
 @contextmanager
 def clients(address: str, count: int, request: pb.GenerateRequest) -> Iterator[subprocess.Popen[str]]:
-    """A process of clients whose requests run, for this context. Only the kernel reports their end to the server."""
+    """A process of clients whose requests run, for this context. Only the kernel reports their end to the
+    server.
+    """
     command = [sys.executable, "-c", CLIENTS, address, str(count), request.SerializeToString().hex()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -174,7 +183,8 @@ def test_clients_that_vanish(tokenizer_folder: Path, rounds: int) -> None:
 def test_a_client_that_never_reads(tokenizer_folder: Path) -> None:
     """Its process is stopped, so that nothing is read from its socket.
 
-    Its request ends after write_timeout, others continue meanwhile, and when it is gone no resources are held for it.
+    Its request ends after write_timeout, others continue meanwhile, and when it is gone no resources are held
+    for it.
     """
     verbose = pb.GenerateRequest()
     verbose.CopyFrom(ENDLESS)
@@ -199,7 +209,12 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 def http2_frame(kind: int, flags: int, stream: int, payload: bytes, size: int | None = None) -> bytes:
     """RFC 9113, section 4.1; `size` where the header shall lie."""
-    return (len(payload) if size is None else size).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    return (
+        (len(payload) if size is None else size).to_bytes(3, "big")
+        + bytes([kind, flags])
+        + stream.to_bytes(4, "big")
+        + payload
+    )
 
 
 def garbage() -> dict[str, bytes]:
@@ -214,7 +229,11 @@ def garbage() -> dict[str, bytes]:
         "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + noise(512),
         "settings of an odd size": PREFACE + http2_frame(settings, 0, 0, b"12345"),
         "a huge frame": opened + http2_frame(data, 0, 1, bytes(2**20), size=2**24 - 1),
-        "huge headers": opened + http2_frame(headers, 0, 1, bytes(16000)) + http2_frame(continuation, 0, 1, bytes(16000)) * 60,
+        "huge headers": (
+            opened
+            + http2_frame(headers, 0, 1, bytes(16000))
+            + http2_frame(continuation, 0, 1, bytes(16000)) * 60
+        ),
         "headers that cannot be read": opened + http2_frame(headers, 4, 1, noise(1000)),
         "data of a stream that is not open": opened + http2_frame(data, 1, 7, noise(1000)),
         "a window that overflows": opened + http2_frame(window_update, 0, 0, b"\x7f\xff\xff\xff") * 2,

@@ -34,8 +34,12 @@ def fields(message: Message) -> int:
     ids=st.lists(st.integers(0, 2**31), max_size=5),
     bias=st.dictionaries(st.integers(1, 9), st.just(1.5), max_size=3),
 )
-def test_as_many_as_protobuf_finds(stops: list[str], words: list[str], ids: list[int], bias: dict[int, float]) -> None:
-    params = pb.SamplingParams(stop=stops, bad_words=words, allowed_token_ids=ids, logit_bias=bias, temperature=0.5)
+def test_as_many_as_protobuf_finds(
+    stops: list[str], words: list[str], ids: list[int], bias: dict[int, float]
+) -> None:
+    params = pb.SamplingParams(
+        stop=stops, bad_words=words, allowed_token_ids=ids, logit_bias=bias, temperature=0.5
+    )
     request = pb.GenerateRequest(text="x" * 500, sampling_params=params, priority=-3)
     raw, count = request.SerializeToString(), fields(request)
     assert not has_too_many_fields(raw, request.DESCRIPTOR, count)

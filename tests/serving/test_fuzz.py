@@ -63,9 +63,37 @@ TEXTS += [
     "</s>",
     "a" * 100 + "+" * 100,
 ]
-TEXTS += ["temperature", "text_input", "max_tokens", "stop", "BYTES", "INT32", "FP32", "sampling_parameters", "timeout", "text_output"]
+TEXTS += [
+    "temperature",
+    "text_input",
+    "max_tokens",
+    "stop",
+    "BYTES",
+    "INT32",
+    "FP32",
+    "sampling_parameters",
+    "timeout",
+    "text_output",
+]
 REALS = [0.0, -0.0, 1.0, -1.0, 0.5, 0.01, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]
-WHOLE = [0, 1, -1, 2, 5, 16, 100, 300, 500, 1000, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 2**64 - 1]
+WHOLE = [
+    0,
+    1,
+    -1,
+    2,
+    5,
+    16,
+    100,
+    300,
+    500,
+    1000,
+    2**31 - 1,
+    -(2**31),
+    2**32 - 1,
+    2**63 - 1,
+    -(2**63),
+    2**64 - 1,
+]
 LIMITS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -99,7 +127,11 @@ def fill(message: Message, rng: random.Random, share: float) -> Message:
                 else:
                     getattr(message, field.name)[scalar(key, rng)] = scalar(value, rng)
             elif field.message_type is not None:
-                fill(getattr(message, field.name).add() if field.is_repeated else getattr(message, field.name), rng, share)
+                fill(
+                    getattr(message, field.name).add() if field.is_repeated else getattr(message, field.name),
+                    rng,
+                    share,
+                )
             elif field.is_repeated:
                 getattr(message, field.name).append(scalar(field, rng))
             else:
@@ -118,18 +150,24 @@ def likely(message: Message) -> Message:
     if isinstance(message, kserve.ModelInferRequest):
         message.model_name = message.model_version = ""
         del message.inputs[:], message.outputs[:], message.raw_input_contents[:]
-        message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"The quick brown fox")
+        message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(
+            b"The quick brown fox"
+        )
     return message
 
 
-async def ask(channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple[str, Any]], metadata: Any = None) -> None:
+async def ask(
+    channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple[str, Any]], metadata: Any = None
+) -> None:
     """Sends one request. `metadata`: with a key that is no administrator's."""
     name = rng.choice(sorted(METHODS))
     module, method = METHODS[name]
     kind: type[Message] = getattr(module, method.input_type.name)
     request = fill(kind(), rng, rng.choice([0.05, 0.1, 0.3, 0.9]))
     if isinstance(request, pb.GenerateRequest) and rng.random() < 0.3:  # as short as can be
-        request = pb.GenerateRequest(sampling_params=pb.SamplingParams(max_tokens=rng.randint(1, 4), n=rng.choice([1, 1, 2, 32, 64])))
+        request = pb.GenerateRequest(
+            sampling_params=pb.SamplingParams(max_tokens=rng.randint(1, 4), n=rng.choice([1, 1, 2, 32, 64]))
+        )
         request.token_ids.ids.extend(rng.randrange(500) for _ in range(rng.randint(1, 3)))
     if isinstance(request, pb.ProfileRequest) and not request.HasField("seconds"):
         request.seconds = 0.1  # the default takes 15 s
@@ -138,8 +176,12 @@ async def ask(channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple
         spoiled = bytearray(raw or b"\x00")
         spoiled[rng.randrange(len(spoiled))] ^= 1 << rng.randrange(8)
         raw = bytes(spoiled)
-    asks, answers = (("stream" if streams else "unary") for streams in (method.client_streaming, method.server_streaming))
-    call = getattr(channel, f"{asks}_{answers}")(name)([raw] if method.client_streaming else raw, timeout=60, metadata=metadata)
+    asks, answers = (
+        ("stream" if streams else "unary") for streams in (method.client_streaming, method.server_streaming)
+    )
+    call = getattr(channel, f"{asks}_{answers}")(name)(
+        [raw] if method.client_streaming else raw, timeout=60, metadata=metadata
+    )
     try:
         if method.server_streaming:
             async for _ in call:
@@ -153,7 +195,12 @@ async def ask(channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple
     except asyncio.CancelledError:
         return
     code = await call.code()
-    assert code in REASONS or (metadata and code is grpc.StatusCode.PERMISSION_DENIED), (name, code, await call.details(), raw[:500])
+    assert code in REASONS or (metadata and code is grpc.StatusCode.PERMISSION_DENIED), (
+        name,
+        code,
+        await call.details(),
+        raw[:500],
+    )
     seen[method.name, code.name] += 1
 
 
@@ -168,7 +215,8 @@ def fuzz(make_server: MakeServer, seed: int, requests: int) -> Counter[tuple[str
             await ask(channel, own, seen)
 
     async def main(address: str) -> None:
-        # A profile may be larger than gRPC's default limit. A client that refuses an answer also makes the server log an error.
+        # A profile may be larger than gRPC's default limit. A client that refuses an answer also makes the
+        # server log an error.
         async with grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", -1)]) as channel:
             await asyncio.gather(*[worker(channel, requests // 10) for _ in range(10)])
 
@@ -188,7 +236,11 @@ def check(seen: Counter[tuple[str, Any]], requests: int) -> None:
 
 def test_1000_requests_at_random(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     check(fuzz(make_server, 0, 1000), 1000)
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR and record.name.startswith(("jengine", "grpc"))]
+    assert not [
+        record
+        for record in caplog.records
+        if record.levelno >= logging.ERROR and record.name.startswith(("jengine", "grpc"))
+    ]
 
 
 @pytest.mark.full

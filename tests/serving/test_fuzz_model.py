@@ -1,5 +1,6 @@
-"""Random requests, short prompts in large batches among them, against a server with a model. A probe beside them is
-delayed by a few steps of the engine."""
+"""Random requests, short prompts in large batches among them, against a server with a model. A probe beside
+them is delayed by a few steps of the engine.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from tests.serving.processes import ServerProcess, process
 
 KEYS = {name: name[0] * 32 for name in ("fuzz", "many", "probe", "root")}
 SETTINGS = {"fuzz": "max_streams=16", "many": "max_streams=256", "probe": "min_priority=0", "root": "admin=1"}
-# Steps that may begin between a probe's arrival and its first step, of 99 % of probes and of all. Some pass while the server's
-# process passes it on.
+# Steps that may begin between a probe's arrival and its first step, of 99 % of probes and of all. Some pass
+# while the server's process passes it on.
 FEW_STEPS, MOST_STEPS = 16, 40  # for 99 % of the probes, and for all; 12 and 24 were seen on a busy machine
 Seen = Counter[tuple[str, Any]]
 
@@ -38,7 +39,14 @@ Seen = Counter[tuple[str, Any]]
 def serving(folder: Path) -> Iterator[ServerProcess]:
     keys = folder / "keys"
     keys.write_text("\n".join(hash_line(key, name, SETTINGS[name]) for name, key in KEYS.items()))
-    flags = ["--port=0", "--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0", "--policy=fair", f"--api-keys={keys}"]
+    flags = [
+        "--port=0",
+        "--http-port=0",
+        "--metrics-port=0",
+        "--lame-duck-seconds=0",
+        "--policy=fair",
+        f"--api-keys={keys}",
+    ]
     with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server:
         server.wait_until_ready()
         yield server
@@ -69,14 +77,19 @@ def short(rng: random.Random) -> dict[str, Any]:
 
 def metric(server: ServerProcess, name: str) -> float:
     text = urllib.request.urlopen(server.metrics, timeout=60).read().decode()
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(rf"(jengine|vllm):{name}[{{ ]", line))
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if re.match(rf"(jengine|vllm):{name}[{{ ]", line)
+    )
 
 
 class Probe:
     """Generates a token again and again, as a separate client.
 
     Attributes:
-        delays: for each probe, by its number in the engine, the steps that began between its arrival and its first step.
+        delays: for each probe, by its number in the engine, the steps that began between its arrival and its
+            first step.
     """
 
     def __init__(self, address: str) -> None:
@@ -85,7 +98,10 @@ class Probe:
         self.sent = 0
 
     async def run(self, done: asyncio.Event) -> None:
-        async with AsyncClient(self._address, api_key=KEYS["probe"]) as client, AsyncClient(self._address, api_key=KEYS["root"]) as root:
+        async with (
+            AsyncClient(self._address, api_key=KEYS["probe"]) as client,
+            AsyncClient(self._address, api_key=KEYS["root"]) as root,
+        ):
             while not done.is_set():
                 for _ in range(20):
                     await client.generate([1, 2], max_tokens=1)
@@ -145,7 +161,11 @@ async def fuzz(server: ServerProcess, seed: int, requests: int, seen: Seen) -> P
 def test_random_requests_against_a_model(requests: int, tmp_path: Path) -> None:
     seen: Seen = Counter()
     with serving(tmp_path) as server:
-        [engine] = [pid for pid in server.children() if "jengine.serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()]
+        [engine] = [
+            pid
+            for pid in server.children()
+            if "jengine.serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
         probe = asyncio.run(fuzz(server, 0, requests, seen))
         with Client(server.address, api_key=KEYS["root"]) as client:
             wait_until(lambda: not client.load().running and not client.load().waiting)
@@ -153,12 +173,30 @@ def test_random_requests_against_a_model(requests: int, tmp_path: Path) -> None:
             assert load.free_pages == load.pages
             assert client.generate("def f(", max_tokens=4).usage.completion_tokens == 4
         assert engine in server.children(), "the engine was replaced"
-        counted = {name: metric(server, f"{name}_total") for name in ("engine_restarts", "compiles_since_start")}
+        counted = {
+            name: metric(server, f"{name}_total") for name in ("engine_restarts", "compiles_since_start")
+        }
         assert counted == {"engine_restarts": 0, "compiles_since_start": 0}
         assert "Traceback" not in server.log, server.log[-5000:]
         delays = sorted(probe.delays.values())
-        print(json.dumps({"requests": sum(seen.values()), "answers": {str(key): count for key, count in sorted(seen.items(), key=str)}}))
-        print(json.dumps({"probes": probe.sent, "measured": len(delays), "steps": Counter(delays), "slowest": delays[-1]}))
+        print(
+            json.dumps(
+                {
+                    "requests": sum(seen.values()),
+                    "answers": {str(key): count for key, count in sorted(seen.items(), key=str)},
+                }
+            )
+        )
+        print(
+            json.dumps(
+                {
+                    "probes": probe.sent,
+                    "measured": len(delays),
+                    "steps": Counter(delays),
+                    "slowest": delays[-1],
+                }
+            )
+        )
         assert sum(seen.values()) >= 0.9 * requests and seen["short", 200]
         assert len(delays) > 0.5 * probe.sent
         assert delays[len(delays) * 99 // 100] <= FEW_STEPS and delays[-1] <= MOST_STEPS, delays[-20:]

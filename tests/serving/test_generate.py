@@ -24,25 +24,40 @@ def kinds(events: Iterable[pb.GenerateStreamResponse]) -> list[str | None]:
 
 
 def deltas(events: Iterable[pb.GenerateStreamResponse], index: int = 0) -> list[pb.Delta]:
-    return [event.delta for event in events if event.WhichOneof("event") == "delta" and event.delta.index == index]
+    return [
+        event.delta for event in events if event.WhichOneof("event") == "delta" and event.delta.index == index
+    ]
 
 
 def test_generate(mock_server: MockServer, stub: GenerateServiceStub) -> None:
-    answer = stub.Generate(pb.GenerateRequest(text=TEXT, sampling_params=pb.SamplingParams(max_tokens=7), request_id="mine", model="mock"))
+    answer = stub.Generate(
+        pb.GenerateRequest(
+            text=TEXT, sampling_params=pb.SamplingParams(max_tokens=7), request_id="mine", model="mock"
+        )
+    )
     ids = mock_server.llm.tokenizer.encode(TEXT)
     [completion] = answer.completions
     expected = (ids * 3)[:7]
     assert list(completion.token_ids) == expected
     assert completion.text == mock_server.llm.tokenizer.decode(expected)
-    assert completion.ending.finish_reason == pb.FINISH_REASON_LENGTH and completion.ending.WhichOneof("stop_reason") is None
+    assert (
+        completion.ending.finish_reason == pb.FINISH_REASON_LENGTH
+        and completion.ending.WhichOneof("stop_reason") is None
+    )
     assert (answer.request_id, answer.model) == ("mine", "mock")
     assert answer.usage == pb.Usage(prompt_tokens=len(ids), completion_tokens=7)
     assert 0 < answer.timings.first_token_seconds <= answer.timings.total_seconds < 10
-    assert not completion.logprobs and not answer.prompt_logprobs and not completion.ending.HasField("cumulative_logprob")
+    assert (
+        not completion.logprobs
+        and not answer.prompt_logprobs
+        and not completion.ending.HasField("cumulative_logprob")
+    )
 
 
 def test_token_ids_are_taken_as_they_are(stub: GenerateServiceStub) -> None:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling_params=pb.SamplingParams(max_tokens=4))
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling_params=pb.SamplingParams(max_tokens=4)
+    )
     assert list(stub.Generate(request).completions[0].token_ids) == [5, 6, 7, 5]
 
 
@@ -63,7 +78,9 @@ def test_the_models_defaults_where_nothing_is_set(make_server: MakeServer) -> No
 
 
 def test_a_stream_adds_up(stub: GenerateServiceStub) -> None:
-    request = pb.GenerateRequest(text=TEXT, sampling_params=pb.SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=1))
+    request = pb.GenerateRequest(
+        text=TEXT, sampling_params=pb.SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=1)
+    )
     answer = stub.Generate(request)
     [whole] = answer.completions
     events = list(stub.GenerateStream(request))
@@ -72,16 +89,27 @@ def test_a_stream_adds_up(stub: GenerateServiceStub) -> None:
     parts = deltas(events)
     assert "".join(part.text for part in parts) == whole.text
     assert [token for part in parts for token in part.token_ids] == list(whole.token_ids)
-    assert [entry for part in parts for entry in part.logprobs] == list(whole.logprobs) and len(whole.logprobs) == 40
+    assert [entry for part in parts for entry in part.logprobs] == list(whole.logprobs) and len(
+        whole.logprobs
+    ) == 40
     finished = events[-1].finished
     assert list(finished.endings) == [whole.ending] and finished.usage == answer.usage
-    assert finished.prompt_logprobs == answer.prompt_logprobs and len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    assert (
+        finished.prompt_logprobs == answer.prompt_logprobs
+        and len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    )
     assert not answer.prompt_logprobs[0].entries and answer.prompt_logprobs[1].entries[0].decoded_token
-    assert whole.ending.cumulative_logprob == -0.5 * 40 and len(whole.logprobs[0].entries) == 2 and whole.logprobs[0].entries[0].rank == 1
+    assert (
+        whole.ending.cumulative_logprob == -0.5 * 40
+        and len(whole.logprobs[0].entries) == 2
+        and whole.logprobs[0].entries[0].rank == 1
+    )
 
 
 def test_several_completions(stub: GenerateServiceStub) -> None:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=pb.SamplingParams(n=3, max_tokens=5))
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=pb.SamplingParams(n=3, max_tokens=5)
+    )
     answer = stub.Generate(request)
     assert [list(completion.token_ids) for completion in answer.completions] == [
         [70, 71, 72, 70, 71],
@@ -89,10 +117,15 @@ def test_several_completions(stub: GenerateServiceStub) -> None:
         [72, 70, 71, 72, 70],
     ]
     events = list(stub.GenerateStream(request))
-    assert kinds(events).count("finished") == 1 and events[-1].finished.usage.completion_tokens == answer.usage.completion_tokens == 15
+    assert (
+        kinds(events).count("finished") == 1
+        and events[-1].finished.usage.completion_tokens == answer.usage.completion_tokens == 15
+    )
     for whole in answer.completions:
         assert "".join(part.text for part in deltas(events, whole.index)) == whole.text
-        assert [token for part in deltas(events, whole.index) for token in part.token_ids] == list(whole.token_ids)
+        assert [token for part in deltas(events, whole.index) for token in part.token_ids] == list(
+            whole.token_ids
+        )
     assert [ending.index for ending in events[-1].finished.endings] == [0, 1, 2]
 
 
@@ -122,22 +155,40 @@ def test_beams(mock_server: MockServer, stub: GenerateServiceStub) -> None:
     ],
 )
 def test_endings(
-    mock_server: MockServer, stub: GenerateServiceStub, params: dict[str, object], reason: int, stop_text: str | None, stop_token_id: int
+    mock_server: MockServer,
+    stub: GenerateServiceStub,
+    params: dict[str, object],
+    reason: int,
+    stop_text: str | None,
+    stop_token_id: int,
 ) -> None:
-    ids = [70, 71, 72] if "stop" not in params else mock_server.llm.tokenizer.encode(TEXT, add_special_tokens=False)
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling_params=pb.SamplingParams(**{"max_tokens": 30, **params}))
+    ids = (
+        [70, 71, 72]
+        if "stop" not in params
+        else mock_server.llm.tokenizer.encode(TEXT, add_special_tokens=False)
+    )
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=ids), sampling_params=pb.SamplingParams(**{"max_tokens": 30, **params})
+    )
     ending = stub.Generate(request).completions[0].ending
     assert ending.finish_reason == reason
-    assert (ending.stop_text or None, ending.stop_token_id if ending.HasField("stop_token_id") else None) == (stop_text, stop_token_id)
+    assert (ending.stop_text or None, ending.stop_token_id if ending.HasField("stop_token_id") else None) == (
+        stop_text,
+        stop_token_id,
+    )
     assert list(stub.GenerateStream(request))[-1].finished.endings[0] == ending
 
 
-def test_texts_too_long_for_the_event_loop(mock_server: MockServer, make_server: MakeServer, stub: GenerateServiceStub) -> None:
+def test_texts_too_long_for_the_event_loop(
+    mock_server: MockServer, make_server: MakeServer, stub: GenerateServiceStub
+) -> None:
     text = "naïve " * 5000
     ids = mock_server.llm.tokenizer.encode(text)
     assert list(stub.Tokenize(pb.TokenizeRequest(text=text)).token_ids) == ids
     with make_server(max_model_len=len(ids) + 10, pages=len(ids)) as server, server.stub() as long_stub:
-        answer = long_stub.Generate(pb.GenerateRequest(text=text, sampling_params=pb.SamplingParams(max_tokens=3)))
+        answer = long_stub.Generate(
+            pb.GenerateRequest(text=text, sampling_params=pb.SamplingParams(max_tokens=3))
+        )
         assert list(answer.completions[0].token_ids) == ids[:3] and answer.usage.prompt_tokens == len(ids)
 
 
@@ -145,8 +196,12 @@ def test_chat(mock_server: MockServer, stub: GenerateServiceStub) -> None:
     messages = [pb.ChatMessage(role="system", content="Be brief."), pb.ChatMessage(role="user", content=TEXT)]
     request = pb.ChatRequest(messages=messages, sampling_params=pb.SamplingParams(max_tokens=100))
     answer = stub.Chat(request)
-    prompt = mock_server.llm.tokenizer.encode("<s>system: Be brief.\n<s>user: The quick brown fox\n<s>assistant:", add_special_tokens=False)
-    assert list(answer.completions[0].token_ids[: len(prompt)]) == prompt and answer.usage.prompt_tokens == len(prompt)
+    prompt = mock_server.llm.tokenizer.encode(
+        "<s>system: Be brief.\n<s>user: The quick brown fox\n<s>assistant:", add_special_tokens=False
+    )
+    assert list(
+        answer.completions[0].token_ids[: len(prompt)]
+    ) == prompt and answer.usage.prompt_tokens == len(prompt)
     events = list(stub.ChatStream(request))
     assert kinds(events)[0] == "started" and kinds(events)[-1] == "finished"
     assert "".join(part.text for part in deltas(events)) == answer.completions[0].text
@@ -165,7 +220,9 @@ def test_messages_and_options_reach_the_template_as_they_were_sent() -> None:
         {"role": "assistant", "tool_calls": calls},
         {"role": "tool", "content": "", "tool_call_id": "1", "name": "f"},
     ]
-    options = pb.ChatOptions(add_generation_prompt=False, tools_json="[{}]", chat_template_kwargs_json='{"enable_thinking": false}')
+    options = pb.ChatOptions(
+        add_generation_prompt=False, tools_json="[{}]", chat_template_kwargs_json='{"enable_thinking": false}'
+    )
     assert conversions.to_options(options) == {
         "add_generation_prompt": False,
         "tools": [{}],
@@ -177,9 +234,15 @@ def test_tokenize_and_detokenize(mock_server: MockServer, stub: GenerateServiceS
     tokenizer = mock_server.llm.tokenizer
     ids = list(stub.Tokenize(pb.TokenizeRequest(text="naïve 世界")).token_ids)
     assert ids == tokenizer.encode("naïve 世界") and ids[0] == 0
-    assert list(stub.Tokenize(pb.TokenizeRequest(text="naïve 世界", add_special_tokens=False)).token_ids) == ids[1:]
+    assert (
+        list(stub.Tokenize(pb.TokenizeRequest(text="naïve 世界", add_special_tokens=False)).token_ids)
+        == ids[1:]
+    )
     assert stub.Detokenize(pb.DetokenizeRequest(token_ids=ids)).text == "naïve 世界"
-    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)).text == "<s>naïve 世界"
+    assert (
+        stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)).text
+        == "<s>naïve 世界"
+    )
     assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[2**32 - 1])).text == ""
     assert not stub.Tokenize(pb.TokenizeRequest(add_special_tokens=False)).token_ids
 
@@ -204,16 +267,27 @@ def test_get_model(mock_server: MockServer, stub: GenerateServiceStub) -> None:
 def test_get_load(make_server: MakeServer) -> None:
     with make_server(max_num_seqs=1, seconds=0.02) as server, server.stub() as stub:
         assert stub.GetLoad(pb.GetLoadRequest()) == pb.GetLoadResponse(
-            free_pages=1024, pages=1024, hit_pages={"full": 0}, programs_ready=41, programs=41, strategy="throughput",
+            free_pages=1024, pages=1024, hit_pages={"full": 0}, programs_ready=41, programs=41,
+            strategy="throughput",
             first_token_seconds=0.02,
         )  # fmt: skip
-        streams = [stub.GenerateStream(pb.GenerateRequest(text=TEXT, sampling_params=pb.SamplingParams(max_tokens=500))) for _ in range(2)]
+        streams = [
+            stub.GenerateStream(
+                pb.GenerateRequest(text=TEXT, sampling_params=pb.SamplingParams(max_tokens=500))
+            )
+            for _ in range(2)
+        ]
         assert kinds(next(stream) for stream in streams) == ["started", "started"]
         next(streams[0])  # a delta: it runs
         until = time.monotonic() + 10
-        while (load := stub.GetLoad(pb.GetLoadRequest())).waiting == 0:  # "started" was written before the engine has heard of it
+        # "started" was written before the engine has heard of it
+        while (load := stub.GetLoad(pb.GetLoadRequest())).waiting == 0:
             assert load.running == 1 and time.monotonic() < until
-        assert (load.running, load.waiting) == (1, 1) and load.free_pages < load.pages and load.first_token_seconds == 0.04
+        assert (
+            (load.running, load.waiting) == (1, 1)
+            and load.free_pages < load.pages
+            and load.first_token_seconds == 0.04
+        )
         for stream in streams:
             stream.cancel()
         server.wait_until_idle()

@@ -50,22 +50,45 @@ def prompt_ids(server: MockServer, text: str = TEXT) -> list[int]:
 
 
 def test_a_completion(server: MockServer, client: OpenAI) -> None:
-    answer = client.completions.create(model="mock", prompt=TEXT, max_tokens=7, extra_body={"request_id": "mine", "return_token_ids": True})
+    answer = client.completions.create(
+        model="mock", prompt=TEXT, max_tokens=7, extra_body={"request_id": "mine", "return_token_ids": True}
+    )
     ids = prompt_ids(server)
     [choice] = answer.choices
     expected = (ids * 3)[:7]
-    assert choice.text == server.llm.tokenizer.decode(expected) and choice.finish_reason == "length" and choice.index == 0
+    assert (
+        choice.text == server.llm.tokenizer.decode(expected)
+        and choice.finish_reason == "length"
+        and choice.index == 0
+    )
     assert (choice.token_ids, choice.prompt_token_ids) == (expected, ids)  # type: ignore[attr-defined]
-    assert (answer.id, answer.model, answer.object, answer._request_id) == ("cmpl-mine", "mock", "text_completion", "mine")
+    assert (answer.id, answer.model, answer.object, answer._request_id) == (
+        "cmpl-mine",
+        "mock",
+        "text_completion",
+        "mine",
+    )
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (len(ids), 7, len(ids) + 7)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        len(ids),
+        7,
+        len(ids) + 7,
+    )
     assert client.completions.create(model="mock", prompt=TEXT).usage.completion_tokens == 16  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt, texts", [([70, 71, 72], 1), ([[70, 71], [72]], 2), (["fox", TEXT], 2)])
-def test_prompts_of_every_form(server: MockServer, client: OpenAI, stream: bool, prompt: Any, texts: int) -> None:
-    options: Any = {"model": "mock", "prompt": prompt, "max_tokens": 5, "n": 2, "extra_body": {"return_token_ids": True}}
+def test_prompts_of_every_form(
+    server: MockServer, client: OpenAI, stream: bool, prompt: Any, texts: int
+) -> None:
+    options: Any = {
+        "model": "mock",
+        "prompt": prompt,
+        "max_tokens": 5,
+        "n": 2,
+        "extra_body": {"return_token_ids": True},
+    }
     found: dict[int, list[int]] = {}
     if stream:
         for event in client.completions.create(**options, stream=True):
@@ -73,8 +96,16 @@ def test_prompts_of_every_form(server: MockServer, client: OpenAI, stream: bool,
                 found.setdefault(choice.index, []).extend(choice.token_ids)
     else:
         found = {choice.index: choice.token_ids for choice in client.completions.create(**options).choices}
-    prompts = [prompt] if texts == 1 else [prompt_ids(server, one) if isinstance(one, str) else one for one in prompt]
-    expected = {2 * i + k: [ids[(k + j) % len(ids)] for j in range(5)] for i, ids in enumerate(prompts) for k in range(2)}
+    prompts = (
+        [prompt]
+        if texts == 1
+        else [prompt_ids(server, one) if isinstance(one, str) else one for one in prompt]
+    )
+    expected = {
+        2 * i + k: [ids[(k + j) % len(ids)] for j in range(5)]
+        for i, ids in enumerate(prompts)
+        for k in range(2)
+    }
     assert found == expected
 
 
@@ -83,7 +114,9 @@ def test_echo_with_log_probabilities(server: MockServer, client: OpenAI) -> None
     tokens = prompt_ids(server)
     shown = [server.llm.tokenizer.token_text(token) for token in tokens]
     for most in (0, 2):
-        answer = client.completions.create(model="mock", prompt=tokens, max_tokens=most, echo=True, logprobs=1, temperature=0)
+        answer = client.completions.create(
+            model="mock", prompt=tokens, max_tokens=most, echo=True, logprobs=1, temperature=0
+        )
         [choice] = answer.choices
         assert choice.logprobs is not None and answer.usage is not None
         assert choice.logprobs.tokens is not None and choice.logprobs.tokens[: len(tokens)] == shown
@@ -91,7 +124,9 @@ def test_echo_with_log_probabilities(server: MockServer, client: OpenAI) -> None
         assert choice.logprobs.token_logprobs == [None] + [-0.5] * (len(tokens) - 1 + most)
         assert choice.logprobs.top_logprobs is not None and choice.logprobs.top_logprobs[0] is None
         assert choice.logprobs.top_logprobs[1] == {shown[1]: -0.5}
-        assert choice.logprobs.text_offset == [len("".join(choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))]
+        assert choice.logprobs.text_offset == [
+            len("".join(choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))
+        ]
         assert choice.text.startswith(TEXT) and (choice.text == TEXT) == (most == 0)
 
 
@@ -99,39 +134,59 @@ def test_streams_add_up(client: OpenAI) -> None:
     options: Any = {"model": "mock", "prompt": TEXT, "max_tokens": 40, "logprobs": 2, "echo": True}
     whole = client.completions.create(**options)
     events = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
-    assert events[-1].usage == whole.usage and not events[-1].choices and all(event.usage is None for event in events[:-1])
+    assert (
+        events[-1].usage == whole.usage
+        and not events[-1].choices
+        and all(event.usage is None for event in events[:-1])
+    )
     pieces = [event.choices[0] for event in events[:-1]]
     assert "".join(piece.text for piece in pieces) == whole.choices[0].text
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     expected = whole.choices[0].logprobs
     assert expected is not None
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [value for piece in pieces for value in getattr(piece.logprobs, name)] == getattr(expected, name)
+        assert [value for piece in pieces for value in getattr(piece.logprobs, name)] == getattr(
+            expected, name
+        )
 
 
 def test_usage_in_every_event(client: OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    events = list(client.completions.create(model="mock", prompt=TEXT, max_tokens=9, stream=True, stream_options=options))
+    events = list(
+        client.completions.create(
+            model="mock", prompt=TEXT, max_tokens=9, stream=True, stream_options=options
+        )
+    )
     used = [event.usage.completion_tokens for event in events if event.usage]
     assert len(used) == len(events) and used == sorted(used) and used[-1] == 9
 
 
 def test_cached_tokens(client: OpenAI) -> None:
     tokens = list(range(200, 264))
-    first, second = (client.completions.create(model="mock", prompt=tokens, max_tokens=1).usage for _ in range(2))
+    first, second = (
+        client.completions.create(model="mock", prompt=tokens, max_tokens=1).usage for _ in range(2)
+    )
     assert first and first.prompt_tokens_details and first.prompt_tokens_details.cached_tokens == 0
     assert second and second.prompt_tokens_details and second.prompt_tokens_details.cached_tokens == 48
-    salted = client.completions.create(model="mock", prompt=tokens, max_tokens=1, extra_body={"cache_salt": "other"}).usage
+    salted = client.completions.create(
+        model="mock", prompt=tokens, max_tokens=1, extra_body={"cache_salt": "other"}
+    ).usage
     assert salted and salted.prompt_tokens_details and salted.prompt_tokens_details.cached_tokens == 0
 
 
 @pytest.mark.parametrize(
     "options, reason, why",
-    [({"stop": ["brown"]}, "stop", "brown"), ({"extra_body": {"stop_token_ids": [71]}}, "stop", 71), ({"max_tokens": 3}, "length", None)],
+    [
+        ({"stop": ["brown"]}, "stop", "brown"),
+        ({"extra_body": {"stop_token_ids": [71]}}, "stop", 71),
+        ({"max_tokens": 3}, "length", None),
+    ],
 )
 def test_endings(client: OpenAI, options: dict[str, Any], reason: str, why: object) -> None:
     prompt: Any = TEXT if "stop" in options else [70, 71, 72]
-    [choice] = client.completions.create(**{"model": "mock", "prompt": prompt, "max_tokens": 30, **options}).choices
+    [choice] = client.completions.create(
+        **{"model": "mock", "prompt": prompt, "max_tokens": 30, **options}
+    ).choices
     assert (choice.finish_reason, getattr(choice, "stop_reason", None)) == (reason, why)
 
 
@@ -139,8 +194,19 @@ def test_endings(client: OpenAI, options: dict[str, Any], reason: str, why: obje
 def test_beams(client: OpenAI, stream: bool) -> None:
     more = {"use_beam_search": True, "length_penalty": 0.5, "return_token_ids": True}
     found: dict[int, list[int]] = {}
-    options: Any = {"model": "mock", "prompt": [70, 71, 72], "n": 2, "max_tokens": 4, "temperature": 0, "extra_body": more}
-    for event in client.completions.create(**options, stream=True) if stream else [client.completions.create(**options)]:
+    options: Any = {
+        "model": "mock",
+        "prompt": [70, 71, 72],
+        "n": 2,
+        "max_tokens": 4,
+        "temperature": 0,
+        "extra_body": more,
+    }
+    for event in (
+        client.completions.create(**options, stream=True)
+        if stream
+        else [client.completions.create(**options)]
+    ):
         found |= {choice.index: choice.token_ids for choice in event.choices}  # type: ignore[attr-defined]
         assert all(choice.finish_reason == "length" for choice in event.choices)
     assert found == {0: [70, 71, 72, 70], 1: [71, 72, 70, 71]}
@@ -152,25 +218,50 @@ def test_beams(client: OpenAI, stream: bool) -> None:
 def test_a_conversation(server: MockServer, client: OpenAI) -> None:
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     answer = client.chat.completions.create(model="mock", messages=messages, max_tokens=40)  # type: ignore[arg-type]
-    prompt = server.llm.tokenizer.encode("<s>system: Be brief.\n<s>user: The quick brown fox\n<s>assistant:", add_special_tokens=False)
+    prompt = server.llm.tokenizer.encode(
+        "<s>system: Be brief.\n<s>user: The quick brown fox\n<s>assistant:", add_special_tokens=False
+    )
     [choice] = answer.choices
-    assert choice.message.role == "assistant" and choice.message.content == server.llm.tokenizer.decode((prompt * 3)[:40])
-    assert choice.message.tool_calls is None and choice.finish_reason == "length" and answer.object == "chat.completion"
+    assert choice.message.role == "assistant" and choice.message.content == server.llm.tokenizer.decode(
+        (prompt * 3)[:40]
+    )
+    assert (
+        choice.message.tool_calls is None
+        and choice.finish_reason == "length"
+        and answer.object == "chat.completion"
+    )
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
     events = list(client.chat.completions.create(model="mock", messages=messages, max_tokens=40, stream=True))  # type: ignore[arg-type]
     deltas = [event.choices[0].delta for event in events]
-    assert deltas[0].role == "assistant" and "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert (
+        deltas[0].role == "assistant"
+        and "".join(delta.content or "" for delta in deltas) == choice.message.content
+    )
     assert len({event.id for event in events}) == 1 and events[-1].choices[0].finish_reason == "length"
 
 
 def test_log_probabilities_of_a_conversation(client: OpenAI) -> None:
-    options: Any = {"model": "mock", "messages": HELLO, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "n": 2}
+    options: Any = {
+        "model": "mock",
+        "messages": HELLO,
+        "max_tokens": 6,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": 2,
+    }
     answer = client.chat.completions.create(**options)
     for choice in answer.choices:
-        assert choice.logprobs is not None and choice.logprobs.content is not None and len(choice.logprobs.content) == 6
+        assert (
+            choice.logprobs is not None
+            and choice.logprobs.content is not None
+            and len(choice.logprobs.content) == 6
+        )
         for token in choice.logprobs.content:
             assert [token.logprob, *(top.logprob for top in token.top_logprobs)] == [-0.5, -0.5, -1.5]
-            assert token.top_logprobs[0].token == token.token and bytes(token.bytes or []).decode() == token.token
+            assert (
+                token.top_logprobs[0].token == token.token
+                and bytes(token.bytes or []).decode() == token.token
+            )
     found: dict[int, list[Any]] = {0: [], 1: []}
     for event in client.chat.completions.create(**options, stream=True):
         for piece in event.choices:
@@ -179,12 +270,18 @@ def test_log_probabilities_of_a_conversation(client: OpenAI) -> None:
 
 
 def test_a_conversation_is_as_long_as_the_model_allows(make_server: MakeServer) -> None:
-    with make_server(server=HTTP, max_model_len=100) as server, OpenAI(base_url=server.http, api_key="none", max_retries=0) as client:
+    with (
+        make_server(server=HTTP, max_model_len=100) as server,
+        OpenAI(base_url=server.http, api_key="none", max_retries=0) as client,
+    ):
         usage = client.chat.completions.create(model="mock", messages=HELLO).usage
         assert usage is not None and usage.total_tokens == 100
         short = client.chat.completions.create(model="mock", messages=HELLO, max_completion_tokens=5).usage
         assert short is not None and short.completion_tokens == 5
-    with make_server(server=HTTP, defaults=SamplingParams(max_tokens=9)) as server, OpenAI(base_url=server.http, api_key="-") as client:
+    with (
+        make_server(server=HTTP, defaults=SamplingParams(max_tokens=9)) as server,
+        OpenAI(base_url=server.http, api_key="-") as client,
+    ):
         usage = client.chat.completions.create(model="mock", messages=HELLO).usage
         assert usage is not None and usage.completion_tokens == 9, "what the model's folder recommends"
 
@@ -193,7 +290,9 @@ def test_a_conversation_goes_on(server: MockServer, client: OpenAI) -> None:
     messages: list[Any] = [*HELLO, {"role": "assistant", "content": "The fox"}]
     more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
     answer = client.chat.completions.create(model="mock", messages=messages, max_tokens=1, extra_body=more)
-    expected = server.llm.tokenizer.encode(f"<s>user: {TEXT}\n<s>assistant: The fox", add_special_tokens=False)
+    expected = server.llm.tokenizer.encode(
+        f"<s>user: {TEXT}\n<s>assistant: The fox", add_special_tokens=False
+    )
     assert answer.prompt_token_ids == expected  # type: ignore[attr-defined]
 
 
@@ -219,7 +318,10 @@ def test_tokenize_and_detokenize(server: MockServer, plain: httpx.Client) -> Non
         "tokens": ids,
         "token_strs": [server.llm.tokenizer.token_text(i) for i in ids],
     }
-    assert plain.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == ids[1:]
+    assert (
+        plain.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+        == ids[1:]
+    )
     rendered = server.llm.tokenizer.encode(f"<s>user: {TEXT}\n<s>assistant:", add_special_tokens=False)
     assert plain.post("/tokenize", json={"messages": HELLO}).json()["tokens"] == rendered
     assert plain.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "<s>" + text}
@@ -267,17 +369,29 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "user", "content": "x"}] * 5000}, "messages", "at most 4096"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name", "required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "required",
+    ),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "only one of these"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "llguidance"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}}, "response_format", "llguidance"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},
+        "response_format",
+        "llguidance",
+    ),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice", "chat template has no tools"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tool_choice",
+        "chat template has no tools",
+    ),
     ({"chat_template_kwargs": {"a": "x" * 2**20}}, "chat_template_kwargs", "at most 1048576"),
     ({"chat_template": "{{ messages }}"}, "chat_template", "does not accept templates"),
     ({"audio": {"voice": "x"}}, "audio", "does not support"),
@@ -298,7 +412,11 @@ def test_what_is_wrong_is_named(plain: httpx.Client, fields: dict[str, Any], par
     answer = plain.post("/v1/chat/completions", json={"model": "mock", "messages": HELLO, **fields})
     if limit:
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+        assert (answer.status_code, error["param"], error["type"]) == (
+            400,
+            param,
+            "invalid_request_error",
+        ), error
         assert limit in error["message"]
     else:
         assert answer.status_code in (200, 400)
@@ -306,12 +424,15 @@ def test_what_is_wrong_is_named(plain: httpx.Client, fields: dict[str, Any], par
 
 def test_an_effort_that_the_template_does_not_use(plain: httpx.Client) -> None:
     """SDKs and agents send it to every model."""
-    answer = plain.post("/v1/chat/completions", json={"model": "mock", "messages": HELLO, "reasoning_effort": "high"})
+    answer = plain.post(
+        "/v1/chat/completions", json={"model": "mock", "messages": HELLO, "reasoning_effort": "high"}
+    )
     assert answer.status_code == 200, answer.text
 
 
 NO_PROMPTS: list[tuple[Any, str]] = [
-    (None, "prompt"), ("", "prompt"), ([], "prompt"), ([[]], "prompt"), ([1.5], "prompt[0]"), ({"a": 1}, "prompt"), ([501], "prompt"),
+    (None, "prompt"), ("", "prompt"), ([], "prompt"), ([[]], "prompt"), ([1.5], "prompt[0]"),
+    ({"a": 1}, "prompt"), ([501], "prompt"),
     ([1] * 2000, "prompt"), (["a"] * 300, "prompt"), ([70, "a"], "prompt"), ([True], "prompt[0]"),
 ]  # fmt: skip
 
@@ -330,14 +451,25 @@ def test_another_model(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("request_id", ["a b", "\r\nSet-Cookie: x=y", "世界", "x" * 250])
 def test_request_ids_that_no_header_can_hold(client: OpenAI, request_id: str) -> None:
-    answer = client.completions.create(model="mock", prompt=TEXT, max_tokens=1, extra_body={"request_id": request_id})
+    answer = client.completions.create(
+        model="mock", prompt=TEXT, max_tokens=1, extra_body={"request_id": request_id}
+    )
     assert answer.id == f"cmpl-{request_id}" and answer._request_id is None
 
 
 def test_what_clients_always_send_is_taken(plain: httpx.Client) -> None:
     """null is the same as an absent field."""
-    extra = {name: "x" for name in IGNORED} | {"store": True, "metadata": {"a": "b"}, "suffix": None, "seed": None, "modalities": ["text"]}
-    assert plain.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2, **extra}).status_code == 200
+    extra = {name: "x" for name in IGNORED} | {
+        "store": True,
+        "metadata": {"a": "b"},
+        "suffix": None,
+        "seed": None,
+        "modalities": ["text"],
+    }
+    assert (
+        plain.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2, **extra}).status_code
+        == 200
+    )
 
 
 def test_every_sampling_parameter_is_a_field() -> None:
@@ -352,7 +484,9 @@ def test_paths_that_there_are_not(plain: httpx.Client, path: str) -> None:
     assert plain.get("/v1/completions").status_code == 405 and plain.get("/v1/completions").json()["error"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000, b'{"prompt": "\\ud800"}', b"{}" * 10])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000, b'{"prompt": "\\ud800"}', b"{}" * 10]
+)
 def test_bodies_that_are_no_json(plain: httpx.Client, body: bytes) -> None:
     answer = plain.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
@@ -373,15 +507,25 @@ def test_bodies_of_too_many_parts(plain: httpx.Client) -> None:
 
 def test_metrics_and_log_tell_of_http(make_server: MakeServer, tmp_path: Any) -> None:
     log = tmp_path / "log"
-    with make_server(server={**HTTP, "request_log": log}) as server, OpenAI(base_url=server.http, api_key="none", max_retries=0) as client:
-        client.completions.create(model="mock", prompt=["a", "b"], max_tokens=3, extra_body={"request_id": "r"})
+    with (
+        make_server(server={**HTTP, "request_log": log}) as server,
+        OpenAI(base_url=server.http, api_key="none", max_retries=0) as client,
+    ):
+        client.completions.create(
+            model="mock", prompt=["a", "b"], max_tokens=3, extra_body={"request_id": "r"}
+        )
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="mock", prompt="a", temperature=-1)
         server.wait_until_idle()
-        assert dict(server.metrics.http) == {("POST", "/v1/completions", 200): 1, ("POST", "/v1/completions", 400): 1}
+        assert dict(server.metrics.http) == {
+            ("POST", "/v1/completions", 200): 1,
+            ("POST", "/v1/completions", 400): 1,
+        }
         assert server.metrics.generation_tokens == 6
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert sorted((line["id"], line["status"], line["output_tokens"]) for line in lines if len(line["id"]) < 32) == [
+    assert sorted(
+        (line["id"], line["status"], line["output_tokens"]) for line in lines if len(line["id"]) < 32
+    ) == [
         ("r", "OK", 3),
         ("r-1", "OK", 3),
     ]

@@ -23,7 +23,14 @@ TEXT = "The quick brown fox"
 @pytest.fixture(scope="module")
 def server(tokenizer_folder: Path) -> Iterator[MockServer]:
     options = {"http_port": 0, "max_waiting": 4, "max_streams_per_client": 4}
-    with serve_mock(tokenizer_folder, server=options, embedding_size=SIZE, max_num_seqs=1, seconds=0.001, max_model_len=10_000) as server:
+    with serve_mock(
+        tokenizer_folder,
+        server=options,
+        embedding_size=SIZE,
+        max_num_seqs=1,
+        seconds=0.001,
+        max_model_len=10_000,
+    ) as server:
         yield server
 
 
@@ -42,7 +49,8 @@ def counts(ids: list[int], dimensions: int = SIZE, normalize: bool = True) -> np
 @pytest.mark.parametrize("encoding", ["float", "base64", None])
 def test_prompts_of_every_form(encoding: Any, server: MockServer, client: OpenAI) -> None:
     ids = server.llm.tokenizer.encode(TEXT)
-    options: Any = {} if encoding is None else {"encoding_format": encoding}  # the client itself asks for base64, and decodes it
+    # the client itself asks for base64, and decodes it
+    options: Any = {} if encoding is None else {"encoding_format": encoding}
     forms: list[tuple[Any, list[list[int]]]] = [
         (TEXT, [ids]),
         ([TEXT, "a"], [ids, server.llm.tokenizer.encode("a")]),
@@ -51,9 +59,15 @@ def test_prompts_of_every_form(encoding: Any, server: MockServer, client: OpenAI
     ]
     for given, expected in forms:
         answer = client.embeddings.create(model="mock", input=given, **options)
-        assert (answer.object, answer.model) == ("list", "mock") and [one.index for one in answer.data] == [*range(len(expected))]
+        assert (answer.object, answer.model) == ("list", "mock") and [one.index for one in answer.data] == [
+            *range(len(expected))
+        ]
         for one, prompt in zip(answer.data, expected, strict=True):
-            vector: Any = np.frombuffer(base64.b64decode(one.embedding), "<f4") if encoding == "base64" else one.embedding  # type: ignore[arg-type]
+            vector: Any = (
+                np.frombuffer(base64.b64decode(one.embedding), "<f4")
+                if encoding == "base64"
+                else one.embedding
+            )  # type: ignore[arg-type]
             np.testing.assert_allclose(vector, counts(prompt), rtol=1e-6)
         tokens = sum(map(len, expected))
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (tokens, tokens)
@@ -62,8 +76,16 @@ def test_prompts_of_every_form(encoding: Any, server: MockServer, client: OpenAI
 
 def test_parameters(server: MockServer, client: OpenAI) -> None:
     ids = server.llm.tokenizer.encode(TEXT, add_special_tokens=False)
-    extra = {"normalize": False, "pooling": "mean", "add_special_tokens": False, "request_id": "mine", "user": "me"}
-    answer = client.embeddings.create(model="mock", input=TEXT, dimensions=5, encoding_format="float", extra_body=extra)
+    extra = {
+        "normalize": False,
+        "pooling": "mean",
+        "add_special_tokens": False,
+        "request_id": "mine",
+        "user": "me",
+    }
+    answer = client.embeddings.create(
+        model="mock", input=TEXT, dimensions=5, encoding_format="float", extra_body=extra
+    )
     assert answer.data[0].embedding == counts(ids, 5, normalize=False).tolist()
     assert answer._request_id == "mine"
 

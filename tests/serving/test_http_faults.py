@@ -1,4 +1,6 @@
-"""Faults at the HTTP port: clients that vanish, do not read or send too much, keys, limits, TLS, and a killed engine."""
+"""Faults at the HTTP port: clients that vanish, do not read or send too much, keys, limits, TLS, and a killed
+engine.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,10 @@ def test_clients_that_vanish(server: MockServer, stream: bool, reset: bool) -> N
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     server.wait_until_idle()
     with client_of(server) as client:
-        assert client.completions.create(model="mock", prompt=[70], max_tokens=2).choices[0].finish_reason == "length"
+        assert (
+            client.completions.create(model="mock", prompt=[70], max_tokens=2).choices[0].finish_reason
+            == "length"
+        )
 
 
 def test_a_stream_that_is_closed(server: MockServer) -> None:
@@ -175,7 +180,13 @@ def test_bodies_that_are_too_large(make_server: MakeServer, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x00" * 1000, b"GET / HTTP/9\r\n\r\n"]
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x00" * 1000,
+        b"GET / HTTP/9\r\n\r\n",
+    ],
 )
 def test_garbage(server: MockServer, garbage: bytes) -> None:
     with connect(server) as connection, contextlib.suppress(ConnectionError):
@@ -186,7 +197,10 @@ def test_garbage(server: MockServer, garbage: bytes) -> None:
 def test_requests_one_after_the_other_without_waiting(server: MockServer) -> None:
     """Pipelined; and none has the key, or the end, of the one before."""
     with connect(server) as connection:
-        connection.sendall(post({**ENDLESS, "max_tokens": 3}) * 3 + b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(
+            post({**ENDLESS, "max_tokens": 3}) * 3
+            + b"GET /nowhere HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        )
         answer = received(connection)
     assert answer.count(b"HTTP/1.1 200") == 3 and answer.count(b"HTTP/1.1 404") == 1
 
@@ -199,9 +213,14 @@ def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
     file.write_text(f"{hash_line(KEY, 'anna', 'max_streams=2')}\n")
     with make_server(server={"http_port": 0, "api_keys": file}, **ENGINE) as server:
         for wrong in ("w" * 32, "\udcff"):
-            answer = httpx.get(f"{server.http}/models", headers={"authorization": f"Bearer {wrong}".encode("utf-8", "surrogateescape")})
+            answer = httpx.get(
+                f"{server.http}/models",
+                headers={"authorization": f"Bearer {wrong}".encode("utf-8", "surrogateescape")},
+            )
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert httpx.post(f"{server.http}/completions", content=b"{").status_code == 401, "before the body is looked at"
+        assert httpx.post(f"{server.http}/completions", content=b"{").status_code == 401, (
+            "before the body is looked at"
+        )
         assert httpx.get(server.http.replace("/v1", "/health")).status_code == 200
         assert sum(count for (cause, _), count in server.metrics.rejections.items() if "key" in cause) == 3
         with client_of(server, api_key=KEY) as client:
@@ -209,14 +228,19 @@ def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
                 client.completions.create(**ENDLESS, extra_body={"priority": -1})  # type: ignore[call-overload]
             with server.stub(KEY) as stub:
                 stream = stub.GenerateStream(
-                    pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70]), sampling_params=pb.SamplingParams(max_tokens=10**6))
+                    pb.GenerateRequest(
+                        token_ids=pb.TokenIds(ids=[70]), sampling_params=pb.SamplingParams(max_tokens=10**6)
+                    )
                 )
                 assert kinds([next(stream)]) == ["started"]
                 with client.completions.create(**ENDLESS, stream=True) as second:  # type: ignore[call-overload]
                     assert next(second).choices[0].text
                     with pytest.raises(openai.RateLimitError) as busy:  # gRPC's stream counts as well
                         client.completions.create(model="mock", prompt="x")
-                    assert float(busy.value.response.headers["retry-after"]) > 0 and busy.value.code == "rate_limit_exceeded"
+                    assert (
+                        float(busy.value.response.headers["retry-after"]) > 0
+                        and busy.value.code == "rate_limit_exceeded"
+                    )
                 stream.cancel()
             server.wait_until_idle()
             assert "anna" in server.metrics.by_key
@@ -226,14 +250,27 @@ def test_a_refusal_reaches_a_client_that_sends_much(make_server: MakeServer, tmp
     """The server discards the body, and the connection can be used again."""
     file = tmp_path / "keys"
     file.write_text(hash_line(KEY))
-    with make_server(server={"http_port": 0, "api_keys": file}) as server, httpx.Client(base_url=server.http, timeout=60) as client:
+    with (
+        make_server(server={"http_port": 0, "api_keys": file}) as server,
+        httpx.Client(base_url=server.http, timeout=60) as client,
+    ):
         for _ in range(3):
             assert client.post("/completions", json={"prompt": "x" * 3_000_000}).status_code == 401
 
 
 def test_limits_without_keys(make_server: MakeServer) -> None:
-    options = {"http_port": 0, "max_calls_per_client": 3, "max_streams_per_client": 3, "max_tokens_limit": 1000, "max_request_seconds": 5.0}
-    with make_server(server=options, **ENGINE) as server, client_of(server) as client, contextlib.ExitStack() as stack:
+    options = {
+        "http_port": 0,
+        "max_calls_per_client": 3,
+        "max_streams_per_client": 3,
+        "max_tokens_limit": 1000,
+        "max_request_seconds": 5.0,
+    }
+    with (
+        make_server(server=options, **ENGINE) as server,
+        client_of(server) as client,
+        contextlib.ExitStack() as stack,
+    ):
         with pytest.raises(openai.BadRequestError, match="max_tokens_limit"):
             client.completions.create(**ENDLESS)  # type: ignore[call-overload]
         with pytest.raises(openai.BadRequestError, match="max_request_seconds"):
@@ -249,7 +286,10 @@ def test_limits_without_keys(make_server: MakeServer) -> None:
 
 
 def test_request_ids_in_use(server: MockServer) -> None:
-    with client_of(server) as client, client.completions.create(**ENDLESS, stream=True, extra_body={"request_id": "mine"}) as stream:  # type: ignore[call-overload]
+    with (
+        client_of(server) as client,
+        client.completions.create(**ENDLESS, stream=True, extra_body={"request_id": "mine"}) as stream,
+    ):  # type: ignore[call-overload]
         assert next(stream).id == "cmpl-mine"
         with pytest.raises(openai.ConflictError):
             client.completions.create(model="mock", prompt="x", extra_body={"request_id": "mine"})
@@ -259,7 +299,9 @@ def test_request_ids_in_use(server: MockServer) -> None:
 
 
 def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
-    """Streams end with an error; new requests get a retry time, and are answered later. A stop lets streams finish."""
+    """Streams end with an error; new requests get a retry time, and are answered later. A stop lets streams
+    finish.
+    """
     engine = {**ENGINE, "seconds": 0.01}
     with mock_process(tokenizer_folder, server={"http_port": 0, "drain_seconds": 1.5}, **engine) as server:
         server.wait_until_ready()
@@ -278,13 +320,19 @@ def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
             assert again.completions.create(model="mock", prompt=[70], max_tokens=1).usage
             assert httpx.get(health, timeout=60).status_code == 200
 
-            ends = [client.completions.create(model="mock", prompt=[70], max_tokens=most, stream=True) for most in (20, 10**6)]
+            ends = [
+                client.completions.create(model="mock", prompt=[70], max_tokens=most, stream=True)
+                for most in (20, 10**6)
+            ]
             for stream in ends:
                 assert next(stream).choices[0].text
             server.send(signal.SIGTERM)
             wait_until(lambda: "requests in flight" in server.log)
             wait_until(lambda: not listens(httpx.URL(server.http)))
-            assert [[event.choices[0].finish_reason for event in stream][-1] for stream in ends] == ["length", "abort"]
+            assert [[event.choices[0].finish_reason for event in stream][-1] for stream in ends] == [
+                "length",
+                "abort",
+            ]
             assert server.wait() == (0, "")
         assert "Traceback" not in server.log and "Exception" not in server.log
 
@@ -292,7 +340,12 @@ def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
 def test_tls_and_a_reload(tokenizer_folder: Path, tmp_path: Path) -> None:
     """Mutual TLS with a key. A new certificate is for new connections; open ones continue."""
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
-    pair, new, mine, stranger = ours.sign("server"), ours.sign("new"), ours.sign("mine"), others.sign("stranger")
+    pair, new, mine, stranger = (
+        ours.sign("server"),
+        ours.sign("new"),
+        ours.sign("mine"),
+        others.sign("stranger"),
+    )
     (tmp_path / "keys").write_text(hash_line(KEY, "anna"))
     tls = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert)}
     options = {**tls, "api_keys": str(tmp_path / "keys"), "http_port": 0}
@@ -303,14 +356,24 @@ def test_tls_and_a_reload(tokenizer_folder: Path, tmp_path: Path) -> None:
         return context
 
     def seen(url: httpx.URL) -> bytes:
-        with socket.create_connection((url.host, url.port)) as plain, trust().wrap_socket(plain, server_hostname="localhost") as connection:
+        with (
+            socket.create_connection((url.host, url.port)) as plain,
+            trust().wrap_socket(plain, server_hostname="localhost") as connection,
+        ):
             return connection.getpeercert(binary_form=True) or b""
 
-    with mock_process(tokenizer_folder, server=options, seconds=0.005, max_model_len=2**20, pages=2**20) as server:
+    with mock_process(
+        tokenizer_folder, server=options, seconds=0.005, max_model_len=2**20, pages=2**20
+    ) as server:
         server.wait_until_ready()
         url = httpx.URL(server.http)
         assert url.scheme == "https"
-        with OpenAI(base_url=server.http, api_key=KEY, max_retries=0, http_client=httpx.Client(verify=trust(), timeout=60)) as client:
+        with OpenAI(
+            base_url=server.http,
+            api_key=KEY,
+            max_retries=0,
+            http_client=httpx.Client(verify=trust(), timeout=60),
+        ) as client:
             stream = client.completions.create(model="mock", prompt=[70], max_tokens=10**6, stream=True)
             assert next(stream).choices[0].text
             first = seen(url)
@@ -335,5 +398,7 @@ def test_tls_and_a_reload(tokenizer_folder: Path, tmp_path: Path) -> None:
 def test_a_taken_port_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(InvalidArgument, match=f"http_port={port}: cannot listen on 127.0.0.1: Address already in use"):
+        with pytest.raises(
+            InvalidArgument, match=f"http_port={port}: cannot listen on 127.0.0.1: Address already in use"
+        ):
             asyncio.run(HttpFront(Starlette(), ServerConfig(http_port=port)).start(None))

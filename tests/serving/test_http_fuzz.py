@@ -19,7 +19,12 @@ from tests.serving.test_fuzz import REALS, TEXTS, WHOLE
 from tests.serving.test_http_tools import CALL, ECHO, WEATHER
 from tests.text.conftest import byte_level, write
 
-FORMS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/tokenize": TOKENIZE, "/detokenize": DETOKENIZE}
+FORMS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+}
 STATUSES = {200, 400, 404, 405, 409, 413, 415, 429}
 NAMES = (
     "role",
@@ -36,16 +41,41 @@ NAMES = (
     "regex",
     "json",
 )
-WORDS = [*TEXTS, CALL, "assistant", "function", "json_schema", "json_object", "required", "auto", "none", "low", "\ud800"]
+WORDS = [
+    *TEXTS,
+    CALL,
+    "assistant",
+    "function",
+    "json_schema",
+    "json_object",
+    "required",
+    "auto",
+    "none",
+    "low",
+    "\ud800",
+]
 LIKELY: dict[str, list[Any]] = {
-    "prompt": ["The quick brown fox", [70, 71], ["a", "b"], [[70], [71, 72]], "", "a", [70], ["a"] * 50, [[70]] * 250],
+    "prompt": [
+        "The quick brown fox",
+        [70, 71],
+        ["a", "b"],
+        [[70], [71, 72]],
+        "",
+        "a",
+        [70],
+        ["a"] * 50,
+        [[70]] * 250,
+    ],
     "messages": [
         [{"role": "user", "content": CALL}],
         [{"role": "assistant", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}]}],
     ],
     "tools": [[WEATHER], []],
     "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "weather"}}],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}],
+    "response_format": [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+    ],
     "structured_outputs": [{"regex": "a+"}, {"choice": ["a", "b"]}, {"json": {}}, {"grammar": "start: /a/"}],
     "stream": [True, False],
     "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}],
@@ -66,13 +96,22 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     if kind == 5:
         return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
     if kind == 6:
-        return {rng.choice([*NAMES, rng.choice(TEXTS)]): value(rng, depth + 1) for _ in range(rng.randrange(4))}
+        return {
+            rng.choice([*NAMES, rng.choice(TEXTS)]): value(rng, depth + 1) for _ in range(rng.randrange(4))
+        }
     return [rng.choice(WORDS), rng.choice(REALS), rng.choice(WHOLE), None, rng.random() < 0.5][kind]
 
 
 def body_of(path: str, rng: random.Random) -> bytes:
     form = FORMS[path]
-    names = [*sorted(form._known | form._sampling), *IGNORED, *NEUTRAL, "nothing", "guided_decoding", *rng.sample(TEXTS, 2)]
+    names = [
+        *sorted(form._known | form._sampling),
+        *IGNORED,
+        *NEUTRAL,
+        "nothing",
+        "guided_decoding",
+        *rng.sample(TEXTS, 2),
+    ]
     likely = [name for name in LIKELY if name in names]
     body = {name: rng.choice(LIKELY[name]) for name in rng.sample(likely, rng.randrange(min(len(likely), 4)))}
     for name in rng.sample(names, rng.choice([0, 0, 1, 2, 8])):
@@ -96,7 +135,10 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple
     shown = path if rng.random() < 0.97 else path + rng.choice(["/", "?a=%ff", "//", "/%00", "/../v1/models"])
     raw = body_of(path, rng)
     async with client.stream(
-        method, shown, content=raw, headers={"content-type": "application/json" if rng.random() < 0.97 else "x"}
+        method,
+        shown,
+        content=raw,
+        headers={"content-type": "application/json" if rng.random() < 0.97 else "x"},
     ) as answer:
         leaves = rng.random() < 0.03
         text = "" if leaves else (await answer.aread()).decode()
@@ -140,12 +182,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("seed, requests", [(0, 300), *(pytest.param(seed, 2000, marks=pytest.mark.full) for seed in range(1, 6))])
+@pytest.mark.parametrize(
+    "seed, requests", [(0, 300), *(pytest.param(seed, 2000, marks=pytest.mark.full) for seed in range(1, 6))]
+)
 def test_requests_at_random(folder: Path, seed: int, requests: int, caplog: pytest.LogCaptureFixture) -> None:
     """The long ones are 10,000 together."""
     with serve_mock(folder, server={"http_port": 0}) as server:
         fuzz(server, seed, requests)
     wrong = [
-        record for record in caplog.records if record.levelno >= logging.ERROR and record.name.startswith(("jengine", "uvicorn", "asyncio"))
+        record
+        for record in caplog.records
+        if record.levelno >= logging.ERROR and record.name.startswith(("jengine", "uvicorn", "asyncio"))
     ]
     assert not wrong, wrong

@@ -1,5 +1,6 @@
-"""Tool calls and reasoning with OpenAI's client. The mock engine repeats its prompt, so messages determine the
-model's output."""
+"""Tool calls and reasoning with OpenAI's client. The mock engine repeats its prompt, so messages determine
+the model's output.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ ECHO += "{% for m in messages %}{{ m.content }}{% endfor %}"
 END = "<END>"
 WEATHER: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
@@ -44,7 +48,14 @@ def client(server: MockServer) -> Iterator[OpenAI]:
 def asked(says: str, **options: Any) -> dict[str, Any]:
     """A request that gets this answer."""
     messages = [{"role": "user", "content": says + END}]
-    return {"model": "mock", "messages": messages, "stop": [END], "max_tokens": 500, "tools": [WEATHER], **options}
+    return {
+        "model": "mock",
+        "messages": messages,
+        "stop": [END],
+        "max_tokens": 500,
+        "tools": [WEATHER],
+        **options,
+    }
 
 
 def whole(client: OpenAI, says: str, **options: Any) -> tuple[Any, str]:
@@ -73,7 +84,12 @@ def streamed(client: OpenAI, says: str, **options: Any) -> tuple[str, str, list[
 def test_a_call(client: OpenAI) -> None:
     message, reason = whole(client, "Let me see.\n" + CALL)
     [call] = message.tool_calls
-    assert (message.content, reason, call.type, call.function.name) == ("Let me see.", "tool_calls", "function", "weather")
+    assert (message.content, reason, call.type, call.function.name) == (
+        "Let me see.",
+        "tool_calls",
+        "function",
+        "weather",
+    )
     assert json.loads(call.function.arguments) == {"city": "Köln"} and call.id.startswith("call_")
     content, _, [streamed_call], reason = streamed(client, "Let me see.\n" + CALL)
     assert (content, reason, streamed_call["name"]) == ("Let me see.", "tool_calls", "weather")
@@ -103,7 +119,11 @@ def test_no_call(client: OpenAI) -> None:
 def test_reasoning(client: OpenAI) -> None:
     says = "<think>\nHm, the weather.\n</think>\n\nIt rains.\n" + CALL
     message, reason = whole(client, says)
-    assert (message.reasoning_content, message.content, reason) == ("Hm, the weather.", "It rains.", "tool_calls")
+    assert (message.reasoning_content, message.content, reason) == (
+        "Hm, the weather.",
+        "It rains.",
+        "tool_calls",
+    )
     content, reasoning, [call], _ = streamed(client, says)
     assert (content, reasoning, call["name"]) == ("It rains.", "Hm, the weather.", "weather")
     hidden, _ = whole(client, says, extra_body={"include_reasoning": False})
@@ -120,9 +140,14 @@ def test_a_cut_off_call(client: OpenAI) -> None:
 
 def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServer) -> None:
     message, _ = whole(client, CALL)
-    history = [message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}]
+    history = [
+        message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"},
+    ]
     history[0]["content"] = ""
-    answer = client.chat.completions.create(model="mock", messages=[*history, *asked("It rains.")["messages"]], stop=[END], max_tokens=100)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(
+        model="mock", messages=[*history, *asked("It rains.")["messages"]], stop=[END], max_tokens=100
+    )  # type: ignore[arg-type]
     assert answer.choices[0].message.content == "rainIt rains."
 
 
@@ -132,7 +157,13 @@ def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServe
         ({"tool_choice": {"type": "function", "function": {"name": "news"}}}, "tool_choice.function.name"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}], "tool_choice": "required"}, None),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}],
+                "tool_choice": "required",
+            },
+            None,
+        ),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].function"),
     ],
 )
@@ -142,7 +173,8 @@ def test_what_is_wrong(server: MockServer, options: dict[str, Any], param: str |
     assert answer.status_code == 400 and error["param"] == (param or "tools"), error
 
 
-PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"  # as SmolLM2's: it has no tools
+# as SmolLM2's: it has no tools
+PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +192,11 @@ def prompted(server: MockServer, says: str, **options: Any) -> tuple[int, str]:
     answer = httpx.post(f"{server.http}/chat/completions", json=body, timeout=60)
     if answer.status_code != 200:
         return answer.status_code, answer.json()["error"]["message"]
-    text = httpx.post(server.http.removesuffix("/v1") + "/detokenize", json={"tokens": answer.json()["prompt_token_ids"]}, timeout=60)
+    text = httpx.post(
+        server.http.removesuffix("/v1") + "/detokenize",
+        json={"tokens": answer.json()["prompt_token_ids"]},
+        timeout=60,
+    )
     return 200, text.json()["prompt"]
 
 
@@ -169,33 +205,49 @@ def test_forced_calls_without_tools_in_the_template(without_tools: MockServer) -
     status, prompt = prompted(without_tools, "Rain?", tool_choice="required")
     definition = json.dumps(WEATHER["function"])
     assert status == 200 and prompt == (
-        f"<system>You can call these functions:\n{definition}\n\nAnswer with a JSON array of calls and nothing else: "
-        '[{"name": "...", "parameters": {...}}]<user>Rain?' + END
+        f"<system>You can call these functions:\n{definition}\n\nAnswer with a JSON array of calls and"
+        ' nothing else: [{"name": "...", "parameters": {...}}]<user>Rain?' + END
     )
     named = {"type": "function", "function": {"name": "weather"}}
     tools = [WEATHER, {"type": "function", "function": {"name": "news"}}]
     system = {"role": "system", "content": "Be brief."}
     messages = [system, *asked("Rain?")["messages"]]
     status, prompt = prompted(without_tools, "", tool_choice=named, tools=tools, messages=messages)
-    assert status == 200 and prompt.startswith(f"<system>Be brief.\nCall this function:\n{definition}\n\nAnswer") and "news" not in prompt
+    assert (
+        status == 200
+        and prompt.startswith(f"<system>Be brief.\nCall this function:\n{definition}\n\nAnswer")
+        and "news" not in prompt
+    )
 
 
 def test_calls_and_results_without_tools_in_the_template(without_tools: MockServer) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "rain"}]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
     status, prompt = prompted(without_tools, "", tool_choice="none", messages=messages)
     text = '<assistant>[{"name": "weather", "parameters": {"city": "Rome"}}]<user>Result of the call:\nrain'
     assert (status, prompt) == (200, text)
 
 
-@pytest.mark.parametrize("options", [{}, {"tool_choice": "auto"}, {"chat_template": PLAIN, "tool_choice": "auto"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"tool_choice": "auto"}, {"chat_template": PLAIN, "tool_choice": "auto"}]
+)
 def test_a_template_without_tools_says_what_works(without_tools: MockServer, options: dict[str, Any]) -> None:
     status, message = prompted(without_tools, "x", **options)
-    assert status == 400 and "tool_choice='auto': the model's chat template has no tools" in message and "use required" in message
+    assert (
+        status == 400
+        and "tool_choice='auto': the model's chat template has no tools" in message
+        and "use required" in message
+    )
 
 
 def test_a_parser_does_not_give_a_template_tools(tokenizer_folder: Path) -> None:
     options = {"http_port": 0, "tool_call_parser": "hermes"}
     with serve_mock(tokenizer_folder, server=options) as server:
         answer = httpx.post(f"{server.http}/chat/completions", json=asked("x"), timeout=60)
-        assert answer.status_code == 400 and "the model's chat template has no tools" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code == 400
+            and "the model's chat template has no tools" in answer.json()["error"]["message"]
+        )

@@ -46,16 +46,27 @@ def keys(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 def test_request_ids_belong_to_their_key(make_server: MakeServer, keys: Any) -> None:
-    with make_server(server=keys(), seconds=0.005) as server, server.stub(ANNA) as anna, server.stub(BERTA) as berta:
+    with (
+        make_server(server=keys(), seconds=0.005) as server,
+        server.stub(ANNA) as anna,
+        server.stub(BERTA) as berta,
+    ):
         streams = [stub.GenerateStream(request_of("mine", sampling_params=LONG)) for stub in (anna, berta)]
-        assert [next(stream).started.request_id for stream in streams] == ["mine", "mine"], "two keys may use the same id"
+        assert [next(stream).started.request_id for stream in streams] == [
+            "mine",
+            "mine",
+        ], "two keys may use the same id"
         code, message, [details] = refused(lambda: anna.Generate(generate(request_id="mine")))
         assert code is grpc.StatusCode.ALREADY_EXISTS and details.resource_name == "mine"
         assert "anna" not in message and "\0" not in message
         assert berta.Abort(pb.AbortRequest(request_id="mine")).found
         assert kinds(streams[1])[-1] == "finished"
-        assert not berta.Abort(pb.AbortRequest(request_id="mine")).found, "the other key's is not found, as if there were none"
-        assert not berta.Abort(pb.AbortRequest(request_id="anna\0mine")).found, "nor by the id that the engine knows"
+        assert not berta.Abort(pb.AbortRequest(request_id="mine")).found, (
+            "the other key's is not found, as if there were none"
+        )
+        assert not berta.Abort(pb.AbortRequest(request_id="anna\0mine")).found, (
+            "nor by the id that the engine knows"
+        )
         assert kinds([next(streams[0])]) == ["delta"], "and goes on"
         assert anna.Abort(pb.AbortRequest(request_id="mine")).found
         assert anna.Generate(generate(request_id="x", sampling_params=SHORT)).request_id == "x"
@@ -66,7 +77,10 @@ def test_kserve_with_keys(make_server: MakeServer, keys: Any) -> None:
     with make_server(server=keys()) as server, grpc.insecure_channel(server.address) as channel:
         stub = GRPCInferenceServiceStub(with_key(channel, ANNA))
         assert stub.ModelInfer(kserve_request(request_id="7", max_tokens=3)).id == "7"
-        [answer] = [part.infer_response for part in stub.ModelStreamInfer(iter([kserve_request(request_id="8", max_tokens=1)]))]
+        [answer] = [
+            part.infer_response
+            for part in stub.ModelStreamInfer(iter([kserve_request(request_id="8", max_tokens=1)]))
+        ]
         assert answer.id == "8" and answer.parameters["triton_final_response"].bool_param
         [refusal] = stub.ModelStreamInfer(iter([kserve_request(request_id="9", priority=-1)]))
         assert "priority=-1: at least 0 with this key" in refusal.error_message
@@ -77,10 +91,17 @@ def test_kserve_with_keys(make_server: MakeServer, keys: Any) -> None:
 
 
 def test_priorities_have_a_limit(make_server: MakeServer, keys: Any) -> None:
-    with make_server(server=keys("min_priority=-5")) as server, server.stub(ANNA) as anna, server.stub(BERTA) as berta:
+    with (
+        make_server(server=keys("min_priority=-5")) as server,
+        server.stub(ANNA) as anna,
+        server.stub(BERTA) as berta,
+    ):
         for stub, lowest in ((anna, -5), (berta, 0)):
             for priority in (lowest, 7):
-                assert stub.Generate(generate(priority=priority, sampling_params=SHORT)).usage.completion_tokens == 5
+                assert (
+                    stub.Generate(generate(priority=priority, sampling_params=SHORT)).usage.completion_tokens
+                    == 5
+                )
             for call in (stub.Generate, stub.GenerateStream):
                 code, message, _ = refused(lambda: call(generate(priority=lowest - 1)))  # noqa: B023 (called at once)
                 assert code is grpc.StatusCode.PERMISSION_DENIED
@@ -107,10 +128,16 @@ def test_completions_are_counted(make_server: MakeServer, keys: Any) -> None:
         next(stream)
         two = generate(sampling_params=pb.SamplingParams(n=2, max_tokens=5))
         code, message, [details] = refused(lambda: anna.Generate(two))
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "the maximum is 4" in message and isinstance(details, RetryInfo)
+        assert (
+            code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            and "the maximum is 4" in message
+            and isinstance(details, RetryInfo)
+        )
         assert anna.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5, "one fits"
         assert len(berta.Generate(two).completions) == 2
-        code, message, [details] = refused(lambda: anna.Generate(generate(sampling_params=pb.SamplingParams(n=5))))
+        code, message, [details] = refused(
+            lambda: anna.Generate(generate(sampling_params=pb.SamplingParams(n=5)))
+        )
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "at most 4" in message
         stream.cancel()
         server.wait_until_idle()
@@ -121,7 +148,10 @@ def test_completions_are_counted(make_server: MakeServer, keys: Any) -> None:
 def test_tokens_a_minute(make_server: MakeServer, keys: Any, kind: str) -> None:
     """Prompt and generated tokens, also for clients that disconnect before any output."""
     with make_server(server=keys("tokens_per_minute=40"), seconds=0.002) as server, server.stub(ANNA) as anna:
-        request = generate(token_ids=pb.TokenIds(ids=[1] * 20), sampling_params=pb.SamplingParams(max_tokens=900 if kind == "left" else 30))
+        request = generate(
+            token_ids=pb.TokenIds(ids=[1] * 20),
+            sampling_params=pb.SamplingParams(max_tokens=900 if kind == "left" else 30),
+        )
         if kind == "left":
             call = anna.Generate.future(request)
             wait_until(lambda: server.engine.steps > 50)
@@ -143,11 +173,16 @@ def test_tokens_a_minute(make_server: MakeServer, keys: Any, kind: str) -> None:
 def test_running_requests_reserve_their_tokens(make_server: MakeServer, keys: Any) -> None:
     """Requests that start together may not use a minute's tokens several times over."""
     with make_server(server=keys("tokens_per_minute=100"), seconds=0.01) as server, server.stub(ANNA) as anna:
-        request = generate(token_ids=pb.TokenIds(ids=[1] * 20), sampling_params=pb.SamplingParams(max_tokens=900, ignore_eos=True))
+        request = generate(
+            token_ids=pb.TokenIds(ids=[1] * 20),
+            sampling_params=pb.SamplingParams(max_tokens=900, ignore_eos=True),
+        )
         stream = anna.GenerateStream(request)
         next(stream)
         code, message, _ = refused(lambda: anna.Generate(generate(sampling_params=SHORT)))
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "its running requests may use the rest" in message
+        assert (
+            code is grpc.StatusCode.RESOURCE_EXHAUSTED and "its running requests may use the rest" in message
+        )
         stream.cancel()
         server.wait_until_idle()
         assert anna.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5
@@ -167,7 +202,11 @@ def test_calls_of_every_kind_are_bounded(make_server: MakeServer) -> None:
                 lambda: HealthStub(channel).Watch(HealthCheckRequest()),
             ):
                 code, message, [details] = refused(call)
-                assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "3 calls" in message and details.retry_delay.ToMilliseconds() > 0
+                assert (
+                    code is grpc.StatusCode.RESOURCE_EXHAUSTED
+                    and "3 calls" in message
+                    and details.retry_delay.ToMilliseconds() > 0
+                )
             watches[0].cancel()
             wait_until(lambda: _works(lambda: other.GetLoad(pb.GetLoadRequest())))
             for watch in watches:
@@ -188,21 +227,40 @@ def _works(call: Callable[[], object]) -> bool:
 
 
 def test_maxima(make_server: MakeServer) -> None:
-    with make_server(server={"max_tokens_limit": 20, "max_request_seconds": 0.5}, seconds=0.1) as server, server.stub() as stub:
-        code, message, [details] = refused(lambda: stub.Generate(generate(sampling_params=pb.SamplingParams(max_tokens=21))))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and "at most 20" in message and "max_tokens_limit" in message
+    with (
+        make_server(server={"max_tokens_limit": 20, "max_request_seconds": 0.5}, seconds=0.1) as server,
+        server.stub() as stub,
+    ):
+        code, message, [details] = refused(
+            lambda: stub.Generate(generate(sampling_params=pb.SamplingParams(max_tokens=21)))
+        )
+        assert (
+            code is grpc.StatusCode.INVALID_ARGUMENT
+            and "at most 20" in message
+            and "max_tokens_limit" in message
+        )
         code, message, [details] = refused(lambda: stub.Generate(generate(timeout_seconds=0.6)))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and "at most 0.5" in message and "max_request_seconds" in message
+        assert (
+            code is grpc.StatusCode.INVALID_ARGUMENT
+            and "at most 0.5" in message
+            and "max_request_seconds" in message
+        )
         assert details.field_violations[0].field == "timeout_seconds"
         ending = stub.Generate(generate(sampling_params=SHORT, timeout_seconds=0.0)).completions[0].ending
         assert ending.stop_text == "timeout", "a shorter one is the client's"
-        ending = stub.Generate(generate(sampling_params=pb.SamplingParams(max_tokens=20))).completions[0].ending
-        assert ending.stop_text == "timeout" and ending.finish_reason == pb.FINISH_REASON_ABORT, "else it is the server's"
+        ending = (
+            stub.Generate(generate(sampling_params=pb.SamplingParams(max_tokens=20))).completions[0].ending
+        )
+        assert ending.stop_text == "timeout" and ending.finish_reason == pb.FINISH_REASON_ABORT, (
+            "else it is the server's"
+        )
     with make_server(server={"max_tokens_limit": 20}) as server, server.stub() as stub:
         unlimited = generate(sampling_params=pb.SamplingParams(max_tokens=2**31 - 1, ignore_eos=True))
         assert stub.Generate(unlimited).usage.completion_tokens == 20
         with grpc.insecure_channel(server.address) as channel:
-            code, message, _ = refused(lambda: GRPCInferenceServiceStub(channel).ModelInfer(kserve_request(max_tokens=21)))
+            code, message, _ = refused(
+                lambda: GRPCInferenceServiceStub(channel).ModelInfer(kserve_request(max_tokens=21))
+            )
             assert code is grpc.StatusCode.INVALID_ARGUMENT and "max_tokens_limit" in message
 
 
@@ -211,7 +269,9 @@ def test_maxima(make_server: MakeServer) -> None:
 
 def test_the_request_log(make_server: MakeServer, keys: Any, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
-    prompt = pb.GenerateRequest(text="my secret prompt", request_id="one", sampling_params=pb.SamplingParams(max_tokens=5, n=2))
+    prompt = pb.GenerateRequest(
+        text="my secret prompt", request_id="one", sampling_params=pb.SamplingParams(max_tokens=5, n=2)
+    )
     with make_server(server=keys(request_log=file), seconds=0.002) as server, server.stub(ANNA) as anna:
         assert len(anna.Generate(prompt).completions) == 2
         refused(lambda: anna.GenerateStream(generate(request_id="two", priority=-1)))
@@ -229,16 +289,30 @@ def test_the_request_log(make_server: MakeServer, keys: Any, tmp_path: Path) -> 
     names = ("id", "method", "status", "cause", "prompt_tokens", "output_tokens", "finish_reasons")
     tokens = len(server.llm.tokenizer.encode(prompt.text))
     assert [one[name] for name in names] == ["one", "Generate", "OK", None, tokens, 10, ["length", "length"]]
-    assert [two[name] for name in names] == ["two", "GenerateStream", "PERMISSION_DENIED", "priority", 0, 0, []]
+    assert [two[name] for name in names] == [
+        "two",
+        "GenerateStream",
+        "PERMISSION_DENIED",
+        "priority",
+        0,
+        0,
+        [],
+    ]
     assert (three["method"], three["output_tokens"], len(three["id"])) == ("ChatStream", 5, 32)
-    assert (four["id"], four["status"], four["finish_reasons"]) == ("four", "CANCELLED", ["abort"]) and four["prompt_tokens"]
+    assert (four["id"], four["status"], four["finish_reasons"]) == ("four", "CANCELLED", ["abort"]) and four[
+        "prompt_tokens"
+    ]
     assert 0 <= one["queue_seconds"] <= one["first_token_seconds"] <= one["total_seconds"] < 60
     assert two["queue_seconds"] is two["first_token_seconds"] is None
     assert one["time"].endswith("+00:00")
 
 
 def test_metrics_by_key_and_cause(make_server: MakeServer, keys: Any) -> None:
-    with make_server(server=keys("max_streams=1")) as server, server.stub(ANNA) as anna, server.stub(BERTA) as berta:
+    with (
+        make_server(server=keys("max_streams=1")) as server,
+        server.stub(ANNA) as anna,
+        server.stub(BERTA) as berta,
+    ):
         anna.Generate(generate(token_ids=pb.TokenIds(ids=[1, 2, 3]), sampling_params=SHORT))
         refused(lambda: anna.Generate(generate(sampling_params=pb.SamplingParams(n=2))))
         refused(lambda: berta.Generate(generate(priority=-1)))
@@ -250,34 +324,56 @@ def test_metrics_by_key_and_cause(make_server: MakeServer, keys: Any) -> None:
         server.wait_until_idle()
         metrics = server.metrics
         assert metrics.rejections == {
-            ("invalid_argument", "anna"): 1, ("priority", "berta"): 1, ("wrong_key", ""): 2, ("missing_key", ""): 1,
+            ("invalid_argument", "anna"): 1, ("priority", "berta"): 1, ("wrong_key", ""): 2,
+            ("missing_key", ""): 1,
         }  # fmt: skip
         use = metrics.by_key["anna"]
-        assert (dict(use.requests), use.prompt_tokens, use.generation_tokens) == ({"OK": 1, "INVALID_ARGUMENT": 1}, 3, 5)
+        assert (dict(use.requests), use.prompt_tokens, use.generation_tokens) == (
+            {"OK": 1, "INVALID_ARGUMENT": 1},
+            3,
+            5,
+        )
         assert metrics.by_key.keys() == {"anna", "berta"}
-        assert sum(metrics.queue_time.counts) == sum(metrics.prompt_lengths.counts) == 1 and metrics.prompt_lengths.sum == 3
+        assert (
+            sum(metrics.queue_time.counts) == sum(metrics.prompt_lengths.counts) == 1
+            and metrics.prompt_lengths.sum == 3
+        )
 
 
-def test_wrong_keys_are_logged_sparsely(make_server: MakeServer, keys: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_keys_are_logged_sparsely(
+    make_server: MakeServer, keys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "jengine.serving"), make_server(server=keys()) as server:
         for wrong in ("w" * 32, RAW, "w" * 32):
             with server.stub(wrong) as stranger:
                 code, *_ = refused(lambda: stranger.Generate(generate()))
                 assert code is grpc.StatusCode.UNAUTHENTICATED
     messages = [record.getMessage() for record in caplog.records if record.name == "jengine.serving"]
-    assert [message for message in messages if "rejected a call from ipv4:127.0.0.1" in message] == messages[:1]
+    assert [message for message in messages if "rejected a call from ipv4:127.0.0.1" in message] == messages[
+        :1
+    ]
     [raw] = messages[1:]
-    assert "'raw' in the keys file is the key itself" in raw and "python -m jengine.serving.guards.security" in raw
+    assert (
+        "'raw' in the keys file is the key itself" in raw
+        and "python -m jengine.serving.guards.security" in raw
+    )
     assert RAW not in caplog.text and "w" * 32 not in caplog.text
 
 
 def test_evictions_are_logged(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, "jengine.serving"),
-        make_server(server={"write_timeout": 0.2, "max_answer_logprobs": 10**9}, seconds=0.001, max_model_len=2**20, pages=2**18) as server,
+        make_server(
+            server={"write_timeout": 0.2, "max_answer_logprobs": 10**9},
+            seconds=0.001,
+            max_model_len=2**20,
+            pages=2**18,
+        ) as server,
         grpc.insecure_channel(server.address, SMALL_WINDOW) as channel,
     ):
-        stream = GenerateServiceStub(channel).GenerateStream(request_of(sampling_params=pb.SamplingParams(logprobs=20)))
+        stream = GenerateServiceStub(channel).GenerateStream(
+            request_of(sampling_params=pb.SamplingParams(logprobs=20))
+        )
         next(stream)
         wait_until(lambda: "slow reader" in caplog.text)
         stream.cancel()
@@ -292,4 +388,7 @@ def test_a_key_without_a_file(make_server: MakeServer, keys: Any) -> None:
                 with mock.stub(key) as stub:
                     assert stub.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5
             with mock.stub("sk-wrong") as stub:
-                assert refused(lambda stub=stub: stub.Generate(generate(sampling_params=SHORT)))[0] is grpc.StatusCode.UNAUTHENTICATED
+                assert (
+                    refused(lambda stub=stub: stub.Generate(generate(sampling_params=SHORT)))[0]
+                    is grpc.StatusCode.UNAUTHENTICATED
+                )

@@ -41,7 +41,9 @@ def request_of(text: str = TEXT, request_id: str = "", **parameters: Any) -> pb.
 
 def test_tritonclient(mock_server: MockServer) -> None:
     script = Path(__file__).with_name("triton_client.py")
-    done = subprocess.run([sys.executable, script, mock_server.address], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script, mock_server.address], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout)
     assert (got["live"], got["ready"], got["model"], got["other"]) == (True, True, True, False)
@@ -58,8 +60,12 @@ def test_tritonclient(mock_server: MockServer) -> None:
     assert got["error"][0] == "StatusCode.INVALID_ARGUMENT" and "temperature=-1.0" in got["error"][1]
     assert "".join(response["text"][0] for response in got["stream"]) == expected(40)
     assert [response["final"] for response in got["stream"]] == [False] * (len(got["stream"]) - 1) + [True]
-    assert got["stream"][-1]["reason"] == ["length"] and {response["id"] for response in got["stream"]} == {"a"}
-    texts = {name: "".join(part["text"][0] for part in got["mixed"] if part.get("id") == name) for name in "ac"}
+    assert got["stream"][-1]["reason"] == ["length"] and {response["id"] for response in got["stream"]} == {
+        "a"
+    }
+    texts = {
+        name: "".join(part["text"][0] for part in got["mixed"] if part.get("id") == name) for name in "ac"
+    }
     assert texts == {"a": expected(40).partition("quick")[0], "c": expected(5)}
     [error] = [part["error"] for part in got["mixed"] if "error" in part]
     assert "warmth" in error
@@ -68,7 +74,10 @@ def test_tritonclient(mock_server: MockServer) -> None:
 def test_contents_are_answered_with_contents(stub: GRPCInferenceServiceStub, mock_server: MockServer) -> None:
     answer = stub.ModelInfer(request_of(max_tokens=5))
     assert answer.outputs[0].contents.bytes_contents and not answer.raw_output_contents
-    assert answer.parameters["completion_tokens"].int64_param == 5 and answer.parameters["triton_final_response"].bool_param
+    assert (
+        answer.parameters["completion_tokens"].int64_param == 5
+        and answer.parameters["triton_final_response"].bool_param
+    )
     assert answer.parameters["prompt_tokens"].int64_param == len(mock_server.llm.tokenizer.encode(TEXT))
     assert answer.parameters["cached_prompt_tokens"].int64_param == 0
     assert [(output.name, output.datatype, list(output.shape)) for output in answer.outputs] == [
@@ -79,7 +88,9 @@ def test_contents_are_answered_with_contents(stub: GRPCInferenceServiceStub, moc
 
 def test_tensors_of_every_kind() -> None:
     for datatype, (field, form) in KINDS.items():
-        values: list[Any] = [True, False] if datatype == "BOOL" else [b"ab", b""] if datatype == "BYTES" else [1, 0]
+        values: list[Any] = (
+            [True, False] if datatype == "BOOL" else [b"ab", b""] if datatype == "BYTES" else [1, 0]
+        )
         plain = pb.ModelInferRequest()
         getattr(plain.inputs.add(name="stop", datatype=datatype, shape=[2]).contents, field).extend(values)
         raw = pb.ModelInferRequest(raw_input_contents=[_raw(values, form)])
@@ -89,14 +100,25 @@ def test_tensors_of_every_kind() -> None:
 
 
 def _raw(values: list[Any], form: str | None) -> bytes:
-    return b"".join(struct.pack("<I", len(v)) + v if form is None else struct.pack(f"<{form}", v) for v in values)
+    return b"".join(
+        struct.pack("<I", len(v)) + v if form is None else struct.pack(f"<{form}", v) for v in values
+    )
 
 
 def test_parameters_of_every_kind() -> None:
     request = request_of(
-        max_tokens=7, ignore_eos=True, temperature=0.5, stop="end", priority=3, timeout=1_500_000, ttft_ms=900.0, tpot_ms=50
+        max_tokens=7,
+        ignore_eos=True,
+        temperature=0.5,
+        stop="end",
+        priority=3,
+        timeout=1_500_000,
+        ttft_ms=900.0,
+        tpot_ms=50,
     )
-    request.inputs.add(name="stop_token_ids", datatype="INT64", shape=[2]).contents.int64_contents.extend([4, 5])
+    request.inputs.add(name="stop_token_ids", datatype="INT64", shape=[2]).contents.int64_contents.extend(
+        [4, 5]
+    )
     request.parameters["seed"].uint64_param = 2**64 - 1
     more = {"logit_bias": {"5": 1.5}, "structured_outputs": {"regex": "a+"}, "min_tokens": 2}
     request.parameters["sampling_parameters"].string_param = json.dumps(more)
@@ -204,7 +226,9 @@ def test_other_models_and_versions(stub: GRPCInferenceServiceStub) -> None:
 
 def test_a_stream_that_is_cancelled_frees_all_of_its_requests(make_server: MakeServer) -> None:
     with make_server(seconds=0.005) as server, grpc.insecure_channel(server.address) as channel:
-        responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([request_of(max_tokens=900) for _ in range(5)]))
+        responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(
+            iter([request_of(max_tokens=900) for _ in range(5)])
+        )
         next(responses)
         assert server.engine.load.running + server.engine.load.waiting == 5
         responses.cancel()
@@ -212,14 +236,23 @@ def test_a_stream_that_is_cancelled_frees_all_of_its_requests(make_server: MakeS
 
 
 def test_a_stream_works_on_many_requests_but_not_on_all(make_server: MakeServer) -> None:
-    with make_server(max_num_seqs=256, pages=2**16) as server, grpc.insecure_channel(server.address) as channel:
+    with (
+        make_server(max_num_seqs=256, pages=2**16) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
         requests = [request_of(request_id=str(i), max_tokens=1 + i % 7) for i in range(300)]
         responses = list(GRPCInferenceServiceStub(channel).ModelStreamInfer(iter(requests)))
         ended = [
-            response.infer_response for response in responses if response.infer_response.parameters["triton_final_response"].bool_param
+            response.infer_response
+            for response in responses
+            if response.infer_response.parameters["triton_final_response"].bool_param
         ]
-        assert sorted(int(answer.id) for answer in ended) == list(range(300)) and not any(response.error_message for response in responses)
-        assert all(answer.parameters["completion_tokens"].int64_param == 1 + int(answer.id) % 7 for answer in ended)
+        assert sorted(int(answer.id) for answer in ended) == list(range(300)) and not any(
+            response.error_message for response in responses
+        )
+        assert all(
+            answer.parameters["completion_tokens"].int64_param == 1 + int(answer.id) % 7 for answer in ended
+        )
         server.wait_until_idle()
 
 
@@ -236,14 +269,18 @@ def test_a_stream_that_is_not_read(make_server: MakeServer) -> None:
             time.sleep(0.01)
         with pytest.raises(grpc.RpcError) as slow:
             list(responses)
-        assert slow.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "slow reader" in slow.value.details()
+        assert (
+            slow.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "slow reader" in slow.value.details()
+        )
         server.wait_until_idle()
 
 
 def test_both_services_answer_alike(channel: grpc.Channel, stub: GRPCInferenceServiceStub) -> None:
     from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
-    request = generate_pb2.GenerateRequest(text=TEXT, sampling_params=generate_pb2.SamplingParams(max_tokens=30, stop=["fox"]))
+    request = generate_pb2.GenerateRequest(
+        text=TEXT, sampling_params=generate_pb2.SamplingParams(max_tokens=30, stop=["fox"])
+    )
     other = stub.ModelInfer(request_of(max_tokens=30, stop="fox"))
     [completion] = GenerateServiceStub(channel).Generate(request).completions
     assert other.outputs[0].contents.bytes_contents[0].decode() == completion.text

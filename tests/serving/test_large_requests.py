@@ -1,4 +1,6 @@
-"""Large requests: the server answers or rejects them, nothing restarts, and other requests are answered meanwhile."""
+"""Large requests: the server answers or rejects them, nothing restarts, and other requests are answered
+meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def test_a_stop_is_within_what_kubernetes_grants() -> None:
 
 def test_a_lame_duck_still_answers(tokenizer_folder: Path) -> None:
     """New requests too, while health tells load balancers to leave."""
-    with mock_process(tokenizer_folder, seconds=0.02, server={"lame_duck_seconds": 3.0, "metrics_port": 0}) as server:
+    with mock_process(
+        tokenizer_folder, seconds=0.02, server={"lame_duck_seconds": 3.0, "metrics_port": 0}
+    ) as server:
         server.wait_until_ready()
         with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
             watch = HealthWatch(channel)
@@ -55,15 +57,21 @@ def test_a_lame_duck_still_answers(tokenizer_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("asked, drain", [(signal.SIGINT, 20.0), (signal.SIGTERM, 0.0)])
-def test_no_lame_duck_at_a_terminal_or_without_a_drain(tokenizer_folder: Path, asked: signal.Signals, drain: float) -> None:
-    with mock_process(tokenizer_folder, server={"lame_duck_seconds": 3600.0, "drain_seconds": drain}) as server:
+def test_no_lame_duck_at_a_terminal_or_without_a_drain(
+    tokenizer_folder: Path, asked: signal.Signals, drain: float
+) -> None:
+    with mock_process(
+        tokenizer_folder, server={"lame_duck_seconds": 3600.0, "drain_seconds": drain}
+    ) as server:
         server.wait_until_ready()
         server.send(asked)
         assert server.wait() == (0, "")
 
 
 def test_it_stops_though_its_engine_hangs(tokenizer_folder: Path) -> None:
-    with mock_process(tokenizer_folder, seconds=0.02, server={"drain_seconds": 0.5, "watchdog_seconds": 0}) as server:
+    with mock_process(
+        tokenizer_folder, seconds=0.02, server={"drain_seconds": 0.5, "watchdog_seconds": 0}
+    ) as server:
         server.wait_until_ready()
         with Client(server.address) as client:
             stream = Stream(client, max_tokens=1000)
@@ -111,7 +119,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 def test_a_closed_terminal_drains(tokenizer_folder: Path) -> None:
     ours, theirs = os.openpty()
     arguments = (
-        '[{"port": 0}, "jengine.serving.processes.engines:mock_engine", {"seconds": 0.02, "vocab_size": 501, "tokenizer_folder": "%s"}]'
+        '[{"port": 0}, "jengine.serving.processes.engines:mock_engine", {"seconds": 0.02, "vocab_size": 501,'
+        ' "tokenizer_folder": "%s"}]'
     )
     server_command = [sys.executable, "-c", CODE, arguments % tokenizer_folder]
     with process([sys.executable, "-c", AT_TERMINAL, os.ttyname(theirs), *server_command]) as server:

@@ -1,4 +1,6 @@
-"""Masks of new requests in the engine's process: compiled once, in turns, and not for requests that have been ended."""
+"""Masks of new requests in the engine's process: compiled once, in turns, and not for requests that have been
+ended.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def order(request_id: str, regex: str, client: str = "a", samples: int = 1, **params: Any) -> Add:
     ids = [Sample(request_id if i == 0 else f"{request_id}/{i}", i) for i in range(samples)]
-    return Add([1, 2], json.dumps({"structured_outputs": {"regex": regex}, **params}), ids, 0, 0.0, client=client)
+    return Add(
+        [1, 2], json.dumps({"structured_outputs": {"regex": regex}, **params}), ids, 0, 0.0, client=client
+    )
 
 
 def allowed(mask: Any) -> set[int]:
@@ -94,7 +98,9 @@ def test_what_no_request_uses_is_forgotten(tokenizer: Tokenizer, compiled: list[
     assert compiled == ["a+", "a+"] and not queue.queue._masks._origins
 
 
-def test_a_grammar_whose_mask_failed_is_not_shared_any_more(tokenizer: Tokenizer, compiled: list[Any]) -> None:
+def test_a_grammar_whose_mask_failed_is_not_shared_any_more(
+    tokenizer: Tokenizer, compiled: list[Any]
+) -> None:
     make = SharedMasks().of("a")
     [request] = requests_of(order("r", "a+"), tokenizer, make)
     mask: Any = request.mask
@@ -119,7 +125,9 @@ def test_what_has_been_ended_is_not_compiled(tokenizer: Tokenizer, compiled: lis
     assert compiled == ["a{4}"] and queue.made == [["r-3/1"]] and not queue.queue._waiting
 
 
-def test_another_client_waits_for_one_compilation(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_client_waits_for_one_compilation(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first is compiled at a barrier while the others come."""
     compile_structure, order_of = masks.compile_structure, []
     entered, leave = threading.Event(), threading.Event()

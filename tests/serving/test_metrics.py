@@ -21,9 +21,11 @@ from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 
 LOAD = Load(
-    running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1, cached_pages=12, prefix_queries=900,
+    running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1, cached_pages=12,
+    prefix_queries=900,
     prefix_hits=320, hit_pages=(20, 4), cache_groups=("full", "window[512]"), evictions=6,
-    host_pages=50, host_used=20, host_queries=580, host_hits=160, host_declined=16, host_spilled=30, host_fetched=10, host_evictions=1,
+    host_pages=50, host_used=20, host_queries=580, host_hits=160, host_declined=16, host_spilled=30,
+    host_fetched=10, host_evictions=1,
 )  # fmt: skip
 
 
@@ -44,17 +46,28 @@ def scraped(metrics: PrometheusMetrics) -> dict[tuple[Any, ...], float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             assert not sample.name.startswith("jengine:") or sample.labels.pop("model_name") == "tiny"
-            out[(sample.name.removeprefix("jengine:"), *(value for _, value in sorted(sample.labels.items())))] = sample.value
+            out[
+                (sample.name.removeprefix("jengine:"), *(value for _, value in sorted(sample.labels.items())))
+            ] = sample.value
     return out
 
 
-def output(arrival: float, first: float | None, end: float | None, *completions: tuple[int, str | None], prompt: int = 4) -> RequestOutput:
+def output(
+    arrival: float,
+    first: float | None,
+    end: float | None,
+    *completions: tuple[int, str | None],
+    prompt: int = 4,
+) -> RequestOutput:
     """An update of a request: for each completion, its number of tokens and finish reason."""
     made = RequestOutput(
         request_id="r",
         prompt=None,
         prompt_token_ids=[1] * prompt,
-        outputs=[CompletionOutput(index=i, token_ids=[1] * n, finish_reason=why) for i, (n, why) in enumerate(completions)],  # type: ignore[arg-type]
+        outputs=[
+            CompletionOutput(index=i, token_ids=[1] * n, finish_reason=why)
+            for i, (n, why) in enumerate(completions)
+        ],  # type: ignore[arg-type]
     )
     made.num_cached_tokens = None if first is None else prompt // 2
     made.metrics.scheduled = None if first is None else arrival + 0.25
@@ -69,30 +82,46 @@ def test_histogram(values: list[tuple[float, int]]) -> None:
         histogram.add(value, times)
     each = [value for value, times in values for _ in range(times)]
     expected = [("0.1", 0.1), ("1.0", 1.0), ("100.0", 100.0), ("+Inf", float("inf"))]
-    assert histogram.cumulative() == [(name, sum(value <= bound for value in each)) for name, bound in expected]
+    assert histogram.cumulative() == [
+        (name, sum(value <= bound for value in each)) for name, bound in expected
+    ]
     assert histogram.sum == pytest.approx(sum(each))
 
 
 def test_the_engine_as_last_heard() -> None:
     got = scraped(make())
-    names = [key[0] for key in got if len(key) == 1 and any(word in key[0] for word in ("kv", "num", "engine"))]
+    names = [
+        key[0] for key in got if len(key) == 1 and any(word in key[0] for word in ("kv", "num", "engine"))
+    ]
     assert {name: got[(name,)] for name in names} == {
-        "num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.25, "kv_cache_pages": 40, "kv_cache_free_pages": 30,
+        "num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.25,
+        "kv_cache_pages": 40, "kv_cache_free_pages": 30,
         "num_preemptions_total": 5, "engine_up": 1, "engine_restarts_total": 7, "kv_cache_cached_pages": 12,
         "engine_resident_memory_bytes": 0,
     }  # fmt: skip
-    assert {key[0].removeprefix("prefix_cache_"): value for key, value in got.items() if key[0].startswith("prefix") and len(key) == 1} == {
+    assert {key[0].removeprefix("prefix_cache_"): value for key,
+        value in got.items() if key[0].startswith("prefix") and len(key) == 1} == {
         "queries_total": 900, "hits_total": 320, "evictions_total": 6,
     }  # fmt: skip
-    assert {key[0]: value for key, value in got.items() if key[0].startswith(("external_", "swapped", "cpu_cache"))} == {
-        "cpu_cache_usage_perc": 0.4, "external_prefix_cache_queries_total": 580, "external_prefix_cache_hits_total": 160,
-        "external_prefix_cache_declined_total": 16, "external_prefix_cache_evictions_total": 1, "swapped_out_pages_total": 30,
+    assert {key[0]: value for key,
+        value in got.items() if key[0].startswith(("external_", "swapped", "cpu_cache"))} == {
+        "cpu_cache_usage_perc": 0.4, "external_prefix_cache_queries_total": 580,
+        "external_prefix_cache_hits_total": 160,
+        "external_prefix_cache_declined_total": 16, "external_prefix_cache_evictions_total": 1,
+        "swapped_out_pages_total": 30,
         "swapped_in_pages_total": 10,
     }  # fmt: skip
-    assert got[("prefix_cache_hit_pages_total", "full")] == 20 and got[("prefix_cache_hit_pages_total", "window[512]")] == 4
+    assert (
+        got[("prefix_cache_hit_pages_total", "full")] == 20
+        and got[("prefix_cache_hit_pages_total", "window[512]")] == 4
+    )
     assert got[("compiles_since_start_total",)] == 1 and got[("process_open_fds",)] > 0
     down = scraped(make(load=None))
-    assert down[("engine_up",)] == 0 and ("num_requests_running",) not in down and down[("engine_restarts_total",)] == 7
+    assert (
+        down[("engine_up",)] == 0
+        and ("num_requests_running",) not in down
+        and down[("engine_restarts_total",)] == 7
+    )
 
 
 def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +130,11 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
     metrics = make()
 
     one = metrics.request_started()  # a stream: a token, two together, the last
-    for now, tokens, end in ((10.5, 1, None), (10.7, 2, None), (11.0, 1, 11.0)):  # noqa: B007 (read by the lambda)
+    for now, tokens, end in (
+        (10.5, 1, None),
+        (10.7, 2, None),
+        (11.0, 1, 11.0),
+    ):  # noqa: B007 (read by the lambda)
         one.tokens(output(10.0, 10.5, end, (tokens, None if end is None else "length")))
     one.ended()
 
@@ -117,7 +150,11 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
     got = scraped(metrics)
     assert (got[("prompt_tokens_total",)], got[("generation_tokens_total",)]) == (4 + 6 + 4, 4 + 8 + 1)
     assert got[("prompt_tokens_cached_total",)] == 2 + 3 + 2
-    assert {key[1]: value for key, value in got.items() if key[0] == "request_success_total"} == {"length": 2, "stop": 1, "abort": 2}
+    assert {key[1]: value for key, value in got.items() if key[0] == "request_success_total"} == {
+        "length": 2,
+        "stop": 1,
+        "abort": 2,
+    }
     sums = {name: (got[(f"{name}_count",)], pytest.approx(got[(f"{name}_sum",)])) for name in LATENCIES}
     assert sums == {
         "time_to_first_token_seconds": (3, 0.5 + 1 + 1),
@@ -131,7 +168,10 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
         "request_generation_tokens": (4, 4 + 5 + 3 + 1),
         "request_time_per_output_token_seconds": (2, 0.5 / 3 + 4.0 / 4),
     }
-    assert got[("time_to_first_token_seconds_bucket", "0.25")] == 0 and got[("time_to_first_token_seconds_bucket", "0.5")] == 1
+    assert (
+        got[("time_to_first_token_seconds_bucket", "0.25")] == 0
+        and got[("time_to_first_token_seconds_bucket", "0.5")] == 1
+    )
 
 
 LATENCIES = (
@@ -164,12 +204,27 @@ def test_steps() -> None:
         pauses=(7, 2, 1),
     )
     got = scraped(make(totals=totals))
-    assert {key[1:]: value for key, value in got.items() if key[0] == "engine_steps_total"} == {("8", "0"): 3, ("8", "2"): 1}
-    assert {key[1]: value for key, value in got.items() if key[0] == "step_rows_total"} == {"used": 20, "padding": 12}
-    assert {key[1]: value for key, value in got.items() if key[0] == "step_prompt_tokens_total"} == {"used": 100, "padding": 28}
-    assert {key[1]: value for key, value in got.items() if key[0] == "loop_seconds_total"} == {"schedule": 0.25, "wait": 2.0}
+    assert {key[1:]: value for key, value in got.items() if key[0] == "engine_steps_total"} == {
+        ("8", "0"): 3,
+        ("8", "2"): 1,
+    }
+    assert {key[1]: value for key, value in got.items() if key[0] == "step_rows_total"} == {
+        "used": 20,
+        "padding": 12,
+    }
+    assert {key[1]: value for key, value in got.items() if key[0] == "step_prompt_tokens_total"} == {
+        "used": 100,
+        "padding": 28,
+    }
+    assert {key[1]: value for key, value in got.items() if key[0] == "loop_seconds_total"} == {
+        "schedule": 0.25,
+        "wait": 2.0,
+    }
     assert (got[("device_seconds_total",)], got[("predicted_device_seconds_total",)]) == (2.5, 2.0)
-    assert (got[("iteration_tokens_total_bucket", "4")], got[("iteration_tokens_total_bucket", "8")]) == (0, 3)
+    assert (got[("iteration_tokens_total_bucket", "4")], got[("iteration_tokens_total_bucket", "8")]) == (
+        0,
+        3,
+    )
     assert (got[("iteration_tokens_total_count",)], got[("iteration_tokens_total_sum",)]) == (4, 120)
     assert [got[("gc_collections_total", str(generation))] for generation in range(3)] == [7, 2, 1]
     assert (got[("gc_pause_seconds_total",)], got[("engine_resident_memory_bytes",)]) == (0.5, 1 << 30)
@@ -189,9 +244,18 @@ def test_by_key_and_cause() -> None:
     assert {key[1:]: value for key, value in got.items() if key[0] == "request_rejections_total"} == {
         ("", "queue_full"): 1, ("anna", "priority"): 1,
     }  # fmt: skip
-    assert got[("api_key_requests_total", "anna", "OK")] == got[("api_key_requests_total", "anna", "CANCELLED")] == 1
-    assert (got[("api_key_prompt_tokens_total", "anna")], got[("api_key_generation_tokens_total", "anna")]) == (6, 9)
-    assert got[("certificate_expiry_timestamp_seconds",)] == 1.5e9 and ("certificate_expiry_timestamp_seconds",) not in scraped(make())
+    assert (
+        got[("api_key_requests_total", "anna", "OK")]
+        == got[("api_key_requests_total", "anna", "CANCELLED")]
+        == 1
+    )
+    assert (
+        got[("api_key_prompt_tokens_total", "anna")],
+        got[("api_key_generation_tokens_total", "anna")],
+    ) == (6, 9)
+    assert got[("certificate_expiry_timestamp_seconds",)] == 1.5e9 and (
+        "certificate_expiry_timestamp_seconds",
+    ) not in scraped(make())
 
 
 async def _answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -222,9 +286,18 @@ def test_what_a_stranger_calls_is_no_label(tmp_path: Path) -> None:
     metrics = make()
 
     async def run() -> None:
-        server = grpc.aio.server(interceptors=[OutcomeInterceptor(metrics), KeyInterceptor(Authenticator(ApiKeys.load(tmp_path / "keys")))])
+        server = grpc.aio.server(
+            interceptors=[
+                OutcomeInterceptor(metrics),
+                KeyInterceptor(Authenticator(ApiKeys.load(tmp_path / "keys"))),
+            ]
+        )
         server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler("test.Service", {"Answer": grpc.unary_unary_rpc_method_handler(_answer)})]
+            [
+                grpc.method_handlers_generic_handler(
+                    "test.Service", {"Answer": grpc.unary_unary_rpc_method_handler(_answer)}
+                )
+            ]
         )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -235,7 +308,10 @@ def test_what_a_stranger_calls_is_no_label(tmp_path: Path) -> None:
         await server.stop(None)
 
     asyncio.run(run())
-    assert metrics.rpcs == {("/test.Service/Answer", "UNAUTHENTICATED"): 1, ("unknown/unknown", "UNIMPLEMENTED"): 3}
+    assert metrics.rpcs == {
+        ("/test.Service/Answer", "UNAUTHENTICATED"): 1,
+        ("unknown/unknown", "UNIMPLEMENTED"): 3,
+    }
 
 
 def test_rpcs_by_outcome(caplog: pytest.LogCaptureFixture) -> None:

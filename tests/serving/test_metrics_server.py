@@ -12,7 +12,13 @@ import pytest
 
 from jengine import EngineDead, InvalidArgument, Load
 from jengine.serving.metrics import metrics_server
-from jengine.serving.metrics.metrics_server import LONGEST_HEAD, MOST_CONNECTIONS, MetricsServer, Page, pages_of
+from jengine.serving.metrics.metrics_server import (
+    LONGEST_HEAD,
+    MOST_CONNECTIONS,
+    MetricsServer,
+    Page,
+    pages_of,
+)
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 
 
@@ -67,7 +73,9 @@ def test_paths() -> None:
                 assert (got, text in body) == (status, True), (path, got, body)
             assert await ask(server, get("/healthz", "HEAD")) == (200, b"")
             assert (await ask(server, get("/metrics", "POST")))[0] == 405
-            status, body = await ask(server, b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n")
+            status, body = await ask(
+                server, b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
+            )
             assert status == 200 and body.endswith(b"# EOF\n")
 
     asyncio.run(run())
@@ -159,7 +167,10 @@ def test_ipv6() -> None:
 def test_a_taken_port_is_told() -> None:
     async def run(port: int) -> None:
         server = MetricsServer({})
-        with pytest.raises(InvalidArgument, match=rf"metrics_port={port}: cannot listen on 127.0.0.1: Address already in use$"):
+        with pytest.raises(
+            InvalidArgument,
+            match=rf"metrics_port={port}: cannot listen on 127.0.0.1: Address already in use$",
+        ):
             await server.start("127.0.0.1", port)
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -48,25 +48,35 @@ def test_probes_while_it_starts(tokenizer_folder: Path, tmp_path: Path) -> None:
 
 
 def test_probes_after_a_crash(tokenizer_folder: Path, tmp_path: Path) -> None:
-    once = {"engine": "tests.serving.faulty_engines:starts_once", "mark": str(tmp_path / "mark"), "tokenizer_folder": str(tokenizer_folder)}
+    once = {
+        "engine": "tests.serving.faulty_engines:starts_once",
+        "mark": str(tmp_path / "mark"),
+        "tokenizer_folder": str(tokenizer_folder),
+    }
     with mock_process(tokenizer_folder, vocab_size=501, server={"metrics_port": 0}, **once) as server:
         address = http_of(server)
         assert probe(address, "/readyz") == (200, "ok\n")
         os.kill(server.children()[0], signal.SIGKILL)
-        wait_until(lambda: probe(address, "/readyz") == (503, "the engine has ended and is being restarted\n"))
+        wait_until(
+            lambda: probe(address, "/readyz") == (503, "the engine has ended and is being restarted\n")
+        )
         assert probe(address, "/healthz") == (200, "ok\n")
         server.send(signal.SIGTERM)
         assert server.wait() == (0, "")
 
 
 def test_probes_while_it_drains(tokenizer_folder: Path) -> None:
-    with mock_process(tokenizer_folder, seconds=0.02, server={"metrics_port": 0, "drain_seconds": 100.0}) as server:
+    with mock_process(
+        tokenizer_folder, seconds=0.02, server={"metrics_port": 0, "drain_seconds": 100.0}
+    ) as server:
         address = http_of(server)
         with Client(server.address) as client:
             stream = Stream(client, max_tokens=1000)
             server.send(signal.SIGINT)
             wait_until(lambda: probe(address, "/readyz")[0] == 503)
-            assert probe(address, "/readyz")[1].startswith("stopping") and probe(address, "/healthz")[0] == 200
+            assert (
+                probe(address, "/readyz")[1].startswith("stopping") and probe(address, "/healthz")[0] == 200
+            )
             server.send(signal.SIGINT)
             assert server.wait()[0] == 130
             stream.thread.join(30)
@@ -78,12 +88,15 @@ def http_of(server: ServerProcess) -> str:
 
 
 def test_sighup_reloads_keys_and_certificates(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """A reload does not end the server or any request; a broken file changes nothing. Probes need no certificate."""
+    """A reload does not end the server or any request; a broken file changes nothing. Probes need no
+    certificate.
+    """
     ours, keys, requests = Authority(tmp_path, "ours"), tmp_path / "keys", tmp_path / "requests.jsonl"
     pair, mine = ours.sign("server"), ours.sign("mine")
     keys.write_text(hash_line(OLD, "old"))
     options = {
-        "tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert), "api_keys": str(keys), "metrics_port": 0,
+        "tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert),
+        "api_keys": str(keys), "metrics_port": 0,
         "request_log": str(requests),
     }  # fmt: skip
     with mock_process(tokenizer_folder, seconds=0.02, server=options) as server:
@@ -117,18 +130,31 @@ def test_sighup_reloads_keys_and_certificates(tokenizer_folder: Path, tmp_path: 
             reload("reload failed, the old files stay in use: api_keys=")
             assert answers(NEW)
             assert stream.end()[:2] == (100, "length"), "what is open goes on"
-        assert 'jengine:certificate_expiry_timestamp_seconds{model_name="mock"}' in probe(address, "/metrics")[1]
+        assert (
+            'jengine:certificate_expiry_timestamp_seconds{model_name="mock"}' in probe(address, "/metrics")[1]
+        )
         server.send(signal.SIGTERM)
         assert server.wait() == (0, "")
-        assert "wrong" not in server.log.lower().replace("wrong_key", "") and "rejected a call from" in server.log
+        assert (
+            "wrong" not in server.log.lower().replace("wrong_key", "")
+            and "rejected a call from" in server.log
+        )
     entries = [json.loads(line) for line in requests.read_text().splitlines()]
-    assert sorted((entry["key"], entry["output_tokens"]) for entry in entries) == [("new", 2), ("new", 2), ("old", 2), ("old", 100)]
+    assert sorted((entry["key"], entry["output_tokens"]) for entry in entries) == [
+        ("new", 2),
+        ("new", 2),
+        ("old", 2),
+        ("old", 100),
+    ]
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--request-log=/nowhere/log"], "request_log='/nowhere/log': cannot be written: No such file or directory"),
+        (
+            ["--request-log=/nowhere/log"],
+            "request_log='/nowhere/log': cannot be written: No such file or directory",
+        ),
         (["--max-tokens-limit=0"], "max_tokens_limit=0: must be a whole number, at least 1"),
     ],
 )
@@ -139,4 +165,8 @@ def test_options_that_cannot_be_used(options: list[str], message: str) -> None:
 
     with process([sys.executable, "-m", "jengine.cli", "serve", "demo", "--port=0", *options]) as server:
         assert server.wait(60.0)[0] in (1, 2)
-        assert server.log.startswith("jengine: error: ") and message in server.log and server.log.count("\n") == 1, server.log
+        assert (
+            server.log.startswith("jengine: error: ")
+            and message in server.log
+            and server.log.count("\n") == 1
+        ), server.log

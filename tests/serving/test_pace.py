@@ -32,7 +32,9 @@ def test_streams_share_the_event_loops_time() -> None:
         assert pace.seconds == LONGEST
     assert pace.seconds == 0
     with (large := Pace(cores=100)).stream():
-        assert large.seconds == pytest.approx(MESSAGE_SECONDS / LOOP_SHARE), "one event loop, however many cores"
+        assert large.seconds == pytest.approx(MESSAGE_SECONDS / LOOP_SHARE), (
+            "one event loop, however many cores"
+        )
 
 
 def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
@@ -53,7 +55,9 @@ def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
             handle.pause(1000.0)
             asyncio.get_running_loop().call_later(0.05, handle.abort)
             last = await asyncio.wait_for(anext(handle), 60)
-            assert last.finished and tokens + len(last.outputs[0].token_ids) == len(handle.output.outputs[0].token_ids)
+            assert last.finished and tokens + len(last.outputs[0].token_ids) == len(
+                handle.output.outputs[0].token_ids
+            )
 
     asyncio.run(run())
 
@@ -62,7 +66,9 @@ class Handle:
     """A request's handle, whose outputs are available immediately."""
 
     def __init__(self) -> None:
-        self.output = RequestOutput(request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])])
+        self.output = RequestOutput(
+            request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])]
+        )
         self.pauses: list[float] = []
 
     def pause(self, seconds: float) -> None:
@@ -92,7 +98,11 @@ def test_each_output_of_a_stream_is_followed_by_a_pause() -> None:
                 await other.next()
             await stream.next()
         alone = first.pauses[0]
-        assert alone > 0 and first.pauses == pytest.approx([alone, 2 * alone, alone]) and second.pauses == pytest.approx([2 * alone])
+        assert (
+            alone > 0
+            and first.pauses == pytest.approx([alone, 2 * alone, alone])
+            and second.pauses == pytest.approx([2 * alone])
+        )
         assert not whole.pauses and pace.seconds == 0
 
     asyncio.run(run())

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine import ModelError, StructuredOutputs, Tokenizer
-from jengine.serving.parsers.events import Arguments, Call, Content, Event, Parser, PlainText, Reasoning, joined
+from jengine.serving.parsers.events import (
+    Arguments,
+    Call,
+    Content,
+    Event,
+    Parser,
+    PlainText,
+    Reasoning,
+    joined,
+)
 from jengine.serving.parsers.forced import CallArray, NamedCall
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.harmony import Harmony
@@ -42,7 +51,13 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "required": CallArray,
 }
 ARGUMENTS = '{"a": [1, {"b": "}]\\" </tool_call>"}], "c": null}'
-BEGIN, END, CALL, CALL_END, SEP = DEEPSEEK.begin, DEEPSEEK.end, DEEPSEEK.call, DEEPSEEK.call_end, "<\uff5ctool▁sep\uff5c>"
+BEGIN, END, CALL, CALL_END, SEP = (
+    DEEPSEEK.begin,
+    DEEPSEEK.end,
+    DEEPSEEK.call,
+    DEEPSEEK.call_end,
+    "<\uff5ctool▁sep\uff5c>",
+)
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 CASES: list[tuple[str, str, list[Event]]] = [
     (
@@ -52,43 +67,80 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ),
     (
         "harmony",
-        "<|channel|>analysis<|message|>I call.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
-        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<|"}<|call|>'
-        "<|start|>assistant to=functions.g<|channel|>commentary json<|message|><|call|>",
-        [Reasoning("I call."), Content("Wait."), Call(0, "f"), Arguments(0, '{"a": "<|"}'), Call(1, "g"), Arguments(1, "{}")],
+        (
+            "<|channel|>analysis<|message|>I"
+            " call.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary"
+            ' to=functions.f <|constrain|>json<|message|>{"a": "<|"}<|call|><|start|>assistant'
+            " to=functions.g<|channel|>commentary json<|message|><|call|>"
+        ),
+        [
+            Reasoning("I call."),
+            Content("Wait."),
+            Call(0, "f"),
+            Arguments(0, '{"a": "<|"}'),
+            Call(1, "g"),
+            Arguments(1, "{}"),
+        ],
     ),
-    ("harmony", f"<|channel|>commentary to=python code<|message|>1 + 1<|call|>{FINAL}2", [Reasoning("1 + 1"), Content("2")]),
+    (
+        "harmony",
+        f"<|channel|>commentary to=python code<|message|>1 + 1<|call|>{FINAL}2",
+        [Reasoning("1 + 1"), Content("2")],
+    ),
     ("harmony", f"<|channel|>analysis<|message|>no end{FINAL}so", [Reasoning("no end"), Content("so")]),
     ("harmony", "<|channel|>analysis<|mess", []),
     ("harmony", '{"answer": 4} <|en', [Content('{"answer": 4} <|en')]),
     ("harmony", " t", [Content(" t")]),
     (
         "deepseek",
-        f'Well\n\n{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": "}}"}}\n```{CALL_END}\n'
-        f"{CALL}function{SEP}g\n```json\n{{}}\n```{CALL_END}{END}",
+        (
+            f'Well\n\n{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": "}}"}}\n```{CALL_END}\n'
+            f"{CALL}function{SEP}g\n```json\n{{}}\n```{CALL_END}{END}"
+        ),
         [Content("Well"), Call(0, "f"), Arguments(0, '{"a": "}"}'), Call(1, "g"), Arguments(1, "{}")],
     ),
-    ("deepseek", f"{BEGIN}{CALL}f{SEP}{ARGUMENTS}{CALL_END}{END} so", [Call(0, "f"), Arguments(0, ARGUMENTS), Content("so")]),
+    (
+        "deepseek",
+        f"{BEGIN}{CALL}f{SEP}{ARGUMENTS}{CALL_END}{END} so",
+        [Call(0, "f"), Arguments(0, ARGUMENTS), Content("so")],
+    ),
     ("deepseek", f"a {BEGIN}{CALL}no call{CALL_END}", [Content(f"a {CALL}no call{CALL_END}")]),
     ("deepseek", f"a {BEGIN[:8]}", [Content(f"a {BEGIN[:8]}")]),
     (
         "kimi_k2",
-        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
-        "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        (
+            '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a":'
+            " 1}<|tool_call_end|>"
+            "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+        ),
         [Call(0, "f"), Arguments(0, '{"a": 1}'), Call(1, "g"), Arguments(1, "{}")],
     ),
-    ("kimi_k2", f'{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{"a', [Call(0, "f"), Arguments(0, '{"a')]),
+    (
+        "kimi_k2",
+        f'{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{"a',
+        [Call(0, "f"), Arguments(0, '{"a')],
+    ),
     ("hermes", "plain < text \n\n", [Content("plain < text \n\n")]),
     (
         "hermes",
-        f'Well\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
-        '<tool_call>{"arguments": null, "name":"g"}</tool_call>\n',
+        (
+            f'Well\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+            '<tool_call>{"arguments": null, "name":"g"}</tool_call>\n'
+        ),
         [Content("Well"), Call(0, "f"), Arguments(0, ARGUMENTS), Call(1, "g"), Arguments(1, "{}")],
     ),
-    ("hermes", '<tool_call>{"name":"f","arguments":{"a":1}</tool_call> x', [Call(0, "f"), Arguments(0, '{"a":1}'), Content("x")]),
+    (
+        "hermes",
+        '<tool_call>{"name":"f","arguments":{"a":1}</tool_call> x',
+        [Call(0, "f"), Arguments(0, '{"a":1}'), Content("x")],
+    ),
     ("hermes", '<tool_call>{"name":"f","arguments":"{\\"a\\":1}"}', [Call(0, "f"), Arguments(0, '{"a":1}')]),
     ("hermes", '<tool_call>{"name":"f","arguments":{"a', [Call(0, "f"), Arguments(0, '{"a')]),
-    ("hermes", 'a <tool_call>nope {"name": "f"}</tool_call> b', [Content('a <tool_call>nope {"name": "f"}</tool_call> b')]),
+    (
+        "hermes",
+        'a <tool_call>nope {"name": "f"}</tool_call> b',
+        [Content('a <tool_call>nope {"name": "f"}</tool_call> b')],
+    ),
     ("hermes", '<tool_call> {"answer": 4}</tool_call>', [Content('<tool_call> {"answer": 4}</tool_call>')]),
     ("hermes", "x <tool_call>  ", [Content("x <tool_call>  ")]),
     (
@@ -96,7 +148,11 @@ CASES: list[tuple[str, str, list[Event]]] = [
         '{"name": "f", "parameters": {"x": [1,2]}}; {"type": "function", "name":"g","parameters":{}}',
         [Call(0, "f"), Arguments(0, '{"x": [1,2]}'), Call(1, "g"), Arguments(1, "{}")],
     ),
-    ("llama3_json", '<|python_tag|>{"name":"f","parameters":{"x":1}}', [Call(0, "f"), Arguments(0, '{"x":1}')]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name":"f","parameters":{"x":1}}',
+        [Call(0, "f"), Arguments(0, '{"x":1}')],
+    ),
     ("llama3_json", '{"name":"f"} and text', [Call(0, "f"), Arguments(0, "{}"), Content("and text")]),
     ("llama3_json", ' {"answer": 4}', [Content(' {"answer": 4}')]),
     ("llama3_json", '{"name": "other", "parameters": {}}', [Content('{"name": "other", "parameters": {}}')]),
@@ -118,14 +174,23 @@ CASES: list[tuple[str, str, list[Event]]] = [
     (
         "pythonic",
         '[f(a=1, b="x)]", c={"k": [true, None]}), g()]',
-        [Call(0, "f"), Arguments(0, '{"a": 1, "b": "x)]", "c": {"k": [true, null]}}'), Call(1, "g"), Arguments(1, "{}")],
+        [
+            Call(0, "f"),
+            Arguments(0, '{"a": 1, "b": "x)]", "c": {"k": [true, null]}}'),
+            Call(1, "g"),
+            Arguments(1, "{}"),
+        ],
     ),
     ("pythonic", "[1, 2, 3]", [Content("[1, 2, 3]")]),
     ("pythonic", "[link](http://x)", [Content("[link](http://x)")]),
     ("pythonic", "[f(1)]", [Content("[f(1)]")]),
     ("pythonic", "[h(a=1)]", [Content("[h(a=1)]")]),
     ("pythonic", "[f(a=", [Content("[f(a=")]),
-    ("pythonic", "[f(a=" + "(" * 5000 + ")" * 5000 + ")]", [Content("[f(a=" + "(" * 5000 + ")" * 5000 + ")]")]),
+    (
+        "pythonic",
+        "[f(a=" + "(" * 5000 + ")" * 5000 + ")]",
+        [Content("[f(a=" + "(" * 5000 + ")" * 5000 + ")]")],
+    ),
     (
         "qwen3",
         '<think>\nI <tool\n\n</think>\n\nhello <tool_call>{"name":"f"}</tool_call>',
@@ -159,9 +224,32 @@ def test_whole(name: str, text: str, events: list[Event]) -> None:
     assert parsed(PARSERS[name](), *text) == events, "character by character"
 
 
-MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "[f(a=1", ")]"]
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "[f(a=1",
+    ")]",
+]
 MARKS += [BEGIN, END, CALL, CALL_END, SEP, KIMI.begin, KIMI.end, KIMI.call, KIMI.call_end]
-JSON = ['{"name": "f", ', '"arguments": ', '"parameters": {}', "{", "}", "[", "]", '"', ",", ";", "\\", "null"]
+JSON = [
+    '{"name": "f", ',
+    '"arguments": ',
+    '"parameters": {}',
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    ",",
+    ";",
+    "\\",
+    "null",
+]
 FRAGMENTS = st.sampled_from([*MARKS, *JSON, " ", "\n", "f", "g", "<", "x=", "'"])
 
 
@@ -170,13 +258,19 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
 
 
-@given(st.sampled_from(sorted(PARSERS)), st.lists(FRAGMENTS, max_size=12).map("".join), st.lists(st.integers(0, 60), max_size=12))
+@given(
+    st.sampled_from(sorted(PARSERS)),
+    st.lists(FRAGMENTS, max_size=12).map("".join),
+    st.lists(st.integers(0, 60), max_size=12),
+)
 def test_cuts_change_nothing(name: str, text: str, places: list[int]) -> None:
     assert parsed(PARSERS[name](), *cut(text, places)) == parsed(PARSERS[name](), text)
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 150), max_size=12))
-def test_cuts_of_what_models_write_change_nothing(case: tuple[str, str, list[Event]], places: list[int]) -> None:
+def test_cuts_of_what_models_write_change_nothing(
+    case: tuple[str, str, list[Event]], places: list[int]
+) -> None:
     name, text, events = case
     assert parsed(PARSERS[name](), *cut(text, places)) == events
 
@@ -200,12 +294,20 @@ def test_arguments_come_before_their_end() -> None:
 def test_long_arguments_take_linear_time() -> None:
     """Rebuilding the string for each character would take minutes."""
     text = json.dumps({"a": "x" * 2_000_000})
-    assert parsed(Hermes(), f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>') == [Call(0, "f"), Arguments(0, text)]
+    assert parsed(Hermes(), f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>') == [
+        Call(0, "f"),
+        Arguments(0, text),
+    ]
 
 
 # --- which parser ---------------------------------------------------------------------------------
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
+    }
+]
 
 
 def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
@@ -218,10 +320,16 @@ def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
     [
         ("<tool_call>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
         ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'),
-        ('Respond in the format {"name": function name, "parameters": dictionary of', '{"name": "f", "parameters": {}}'),
+        (
+            'Respond in the format {"name": function name, "parameters": dictionary of',
+            '{"name": "f", "parameters": {}}',
+        ),
         ("[func_name1(params_name1=", "[f()]"),
         (BEGIN, f"{BEGIN}{CALL}f{SEP}{{}}{CALL_END}{END}"),
-        (KIMI.begin, f"{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{}}{KIMI.call_end}{KIMI.end}"),
+        (
+            KIMI.begin,
+            f"{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{}}{KIMI.call_end}{KIMI.end}",
+        ),
         ("<tool_call> <arg_key>", "<tool_call>f</tool_call>"),
         ("<minimax:tool_call>", '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>'),
         ("<tool_call> <function= <parameter=", "<tool_call><function=f></function></tool_call>"),
@@ -262,18 +370,31 @@ def matches(what: StructuredOutputs, tokenizer: Tokenizer, text: str) -> bool:
 @pytest.mark.parametrize(
     "what, good, bad",
     [
-        ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, '{"a": 1}', "{}"),
+        (
+            {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+            '{"a": 1}',
+            "{}",
+        ),
         ({"json": '{"type": "integer"}'}, "12", '"a"'),
         ({"regex": "a/b\\/c+"}, "a/b/cc", "a"),
         ({"choice": ["yes", 'n"o']}, 'n"o', "maybe"),
     ],
 )
-def test_grammars_begin_after_the_reasoning(tokenizer_folder: Path, what: dict[str, Any], good: str, bad: str) -> None:
+def test_grammars_begin_after_the_reasoning(
+    tokenizer_folder: Path, what: dict[str, Any], good: str, bad: str
+) -> None:
     tokenizer = Tokenizer.load(tokenizer_folder)
     inside, free = (after_reasoning(StructuredOutputs(**what), begins) for begins in (True, False))
     assert inside is not None and free is not None
-    for text, in_it, out_of_it in (("hm { <x\n</think>\n\n", True, False), ("<think>hm</think>", True, True), ("", False, True)):
-        assert matches(inside, tokenizer, text + good) is in_it and matches(free, tokenizer, text + good) is out_of_it
+    for text, in_it, out_of_it in (
+        ("hm { <x\n</think>\n\n", True, False),
+        ("<think>hm</think>", True, True),
+        ("", False, True),
+    ):
+        assert (
+            matches(inside, tokenizer, text + good) is in_it
+            and matches(free, tokenizer, text + good) is out_of_it
+        )
         assert not matches(inside, tokenizer, text + bad) and not matches(free, tokenizer, text + bad)
 
 
@@ -283,12 +404,21 @@ def test_a_lark_grammar_holds_from_the_first_token() -> None:
 
 def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
     form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
-    assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [Reasoning("hm"), Call(0, "f"), Arguments(0, '{"a": 1}')]
+    assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
+        Reasoning("hm"),
+        Call(0, "f"),
+        Arguments(0, '{"a": 1}'),
+    ]
 
 
 def test_answers_in_channels_show_their_special_tokens(tmp_path: Path) -> None:
     form = format_of(write(byte_level(), tmp_path), "{{ '<|channel|>analysis<|message|>' }}")
-    assert form.channels and form.tools and form.shows_special_tokens and form.reasoning("<|start|>assistant") is None
+    assert (
+        form.channels
+        and form.tools
+        and form.shows_special_tokens
+        and form.reasoning("<|start|>assistant") is None
+    )
     text = f"<|channel|>analysis<|message|>hm<|end|>{FINAL}4"
     assert form.read(text, "", [], True) == [Reasoning("hm"), Content("4")]
     assert form.read('{"a": 1}', "", TOOLS, True, NamedCall("f")) == [Call(0, "f"), Arguments(0, '{"a": 1}')]
@@ -313,7 +443,14 @@ TEMPLATE = {
     },
 }
 ANSWER = "<t>hm</t>Well<call f><n>3</n></call><call g><n>3</n></call>"
-FOUND = [Reasoning("hm"), Content("Well"), Call(0, "f"), Arguments(0, '{"n": 3}'), Call(1, "g"), Arguments(1, '{"n": "3"}')]
+FOUND = [
+    Reasoning("hm"),
+    Content("Well"),
+    Call(0, "f"),
+    Arguments(0, '{"n": 3}'),
+    Call(1, "g"),
+    Arguments(1, '{"n": "3"}'),
+]
 
 
 def test_a_response_template_reads_whole_answers_with_types() -> None:
@@ -333,7 +470,9 @@ def test_a_response_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
     form = format_of(folder, "{{ tools }}")
     assert form.tools and form.shows_special_tokens and form.read(ANSWER, "<|assistant|>", TOOLS) == FOUND
     assert isinstance(form.parser("<|assistant|>", TOOLS), ResponseTemplate)
-    assert form.read("{}", "<|assistant|>", TOOLS, thinks=False) == [Content("{}")], "what a grammar has forced is no conversation's answer"
+    assert form.read("{}", "<|assistant|>", TOOLS, thinks=False) == [Content("{}")], (
+        "what a grammar has forced is no conversation's answer"
+    )
 
 
 def test_a_response_template_that_is_none(tmp_path: Path) -> None:
@@ -346,7 +485,10 @@ def test_a_response_template_that_is_none(tmp_path: Path) -> None:
 
 
 def test_what_a_response_template_cannot_read_is_content() -> None:
-    json_calls = {**TEMPLATE, "fields": {**TEMPLATE["fields"], "tool_calls": {"open": "<c>", "close": "</c>", "content": "json"}}}  # type: ignore[dict-item]
+    json_calls = {
+        **TEMPLATE,
+        "fields": {**TEMPLATE["fields"], "tool_calls": {"open": "<c>", "close": "</c>", "content": "json"}},
+    }  # type: ignore[dict-item]
     for pieces in (["<c>{broken</c>"], ["<c>", "{broken", "</c>"]):
         [content] = parsed(ResponseTemplate(json_calls, "<|assistant|>", TOOLS), *pieces)
         assert isinstance(content, Content) and "{broken" in content.text

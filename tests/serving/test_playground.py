@@ -1,4 +1,6 @@
-"""The playground: its pages, access, and the content of its events. In a browser: test_playground_browser.py."""
+"""The playground: its pages, access, and the content of its events. In a browser:
+test_playground_browser.py.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def test_nothing_is_inline_or_from_elsewhere() -> None:
     page = Tags()
     assert page.inline == "" and not [tag for tag, _ in page.seen if tag == "style"]
     for tag, attributes in page.seen:
-        assert not [name for name in attributes if name == "style" or name.startswith("on")], (tag, attributes)
+        assert not [name for name in attributes if name == "style" or name.startswith("on")], (
+            tag,
+            attributes,
+        )
         for name in ("src", "href"):
             assert attributes.get(name, "/") in assets(), (tag, attributes)
     text = "".join(body.decode() for body, _ in assets().values())
@@ -65,7 +70,10 @@ def test_nothing_is_inline_or_from_elsewhere() -> None:
 
 
 def test_text_never_becomes_html() -> None:
-    unsafe = r"(?:inner|outer)HTML|insertAdjacentHTML|document\.write|createContextualFragment|\beval\b|new Function"
+    unsafe = (
+        r"(?:inner|outer)HTML|insertAdjacentHTML|document\.write|createContextualFragment|\beval\b|new"
+        r" Function"
+    )
     stored = r"localStorage|sessionStorage|indexedDB|cookie"
     for path, script in SCRIPTS.items():
         assert not re.findall(f"{unsafe}|{stored}", script), path
@@ -76,10 +84,14 @@ def test_scripts_fit_together() -> None:
     ids = {attributes["id"] for _, attributes in Tags().seen if "id" in attributes}
     for path, script in SCRIPTS.items():
         for names, module in re.findall(r'^import \{ (.+) \} from "\./(.+)";$', script, re.M):
-            exported = re.findall(r"^export (?:async )?(?:function\*?|class|const) (\w+)", SCRIPTS[f"/page/{module}"], re.M)
+            exported = re.findall(
+                r"^export (?:async )?(?:function\*?|class|const) (\w+)", SCRIPTS[f"/page/{module}"], re.M
+            )
             assert {*names.split(", ")} <= {*exported}, (path, module)
         assert {*re.findall(r'\$\("([\w-]+)"\)', script)} <= ids, path
-    assert ids >= {attributes["for"] for tag, attributes in Tags().seen if tag == "label" and "for" in attributes}
+    assert ids >= {
+        attributes["for"] for tag, attributes in Tags().seen if tag == "label" and "for" in attributes
+    }
 
 
 def test_the_page_and_its_headers(make_server: MakeServer) -> None:
@@ -88,8 +100,16 @@ def test_the_page_and_its_headers(make_server: MakeServer) -> None:
             answer = client.get(path)
             assert (answer.status_code, answer.content, answer.headers["content-type"]) == (200, body, kind)
             policy = answer.headers["content-security-policy"].split("; ")
-            assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "base-uri 'none'"} <= {*policy}
-            assert "unsafe" not in answer.headers["content-security-policy"] and answer.headers["x-content-type-options"] == "nosniff"
+            assert {
+                "default-src 'none'",
+                "script-src 'self'",
+                "frame-ancestors 'none'",
+                "base-uri 'none'",
+            } <= {*policy}
+            assert (
+                "unsafe" not in answer.headers["content-security-policy"]
+                and answer.headers["x-content-type-options"] == "nosniff"
+            )
         assert "jengine:engine_up" in client.get("/metrics").text and client.get("/healthz").text == "ok\n"
         for path in ("/page/", "/page/../live", "/page/%2e%2e/app.py", "/page/index.html"):
             assert client.get(path).status_code == 404
@@ -97,11 +117,18 @@ def test_the_page_and_its_headers(make_server: MakeServer) -> None:
 
 
 def test_the_chat_is_openais_api(make_server: MakeServer) -> None:
-    body = {"model": "mock", "messages": [{"role": "user", "content": "<b>hi</b>"}], "stream": True, "max_tokens": 3}
+    body = {
+        "model": "mock",
+        "messages": [{"role": "user", "content": "<b>hi</b>"}],
+        "stream": True,
+        "max_tokens": 3,
+    }
     with make_server(server=PAGE) as server, httpx.Client(base_url=server.page) as client:
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
-        assert client.post("/v1/chat/completions", content=json.dumps(body)).status_code == 415, "another site's form cannot ask"
+        assert client.post("/v1/chat/completions", content=json.dumps(body)).status_code == 415, (
+            "another site's form cannot ask"
+        )
 
 
 # --- who may ----------------------------------------------------------------------------------------
@@ -119,12 +146,16 @@ def test_options(given: dict[str, Any], message: str) -> None:
         ServerConfig(**given)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:9090", "[::1]:9090", "10.1.2.3", "localhost:9090", "jengine", "a.localhost:1"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:9090", "[::1]:9090", "10.1.2.3", "localhost:9090", "jengine", "a.localhost:1"]
+)
 def test_own_names(host: str) -> None:
     assert is_own(host)
 
 
-@pytest.mark.parametrize("host", ["evil.example:9090", "127.0.0.1.evil.example", "localhost.evil.example", "", ":9090"])
+@pytest.mark.parametrize(
+    "host", ["evil.example:9090", "127.0.0.1.evil.example", "localhost.evil.example", "", ":9090"]
+)
 def test_names_that_others_may_own(host: str) -> None:
     assert not is_own(host)
 
@@ -136,14 +167,24 @@ def test_domains_are_rejected_without_keys(make_server: MakeServer, tmp_path: Pa
             assert client.get(path).status_code == 421
         assert client.get("/metrics").status_code == client.get("/readyz").status_code == 200
     (tmp_path / "keys").write_text(hash_line("a" * 32, "anna") + "\n")
-    with make_server(server={**PAGE, "api_keys": tmp_path / "keys"}) as server, httpx.Client(base_url=server.page, headers=evil) as client:
+    with (
+        make_server(server={**PAGE, "api_keys": tmp_path / "keys"}) as server,
+        httpx.Client(base_url=server.page, headers=evil) as client,
+    ):
         assert client.get("/").status_code == 200 and client.get("/v1/models").status_code == 401
 
 
 def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
-    """The page itself is public. The chat needs a key; the engine's records need a key that may see all clients."""
-    (tmp_path / "keys").write_text(f"{hash_line('a' * 32, 'anna')}\n{hash_line('b' * 32, 'root', 'admin=1')}\n")
-    with make_server(server={**PAGE, "api_keys": tmp_path / "keys"}) as server, httpx.Client(base_url=server.page) as client:
+    """The page itself is public. The chat needs a key; the engine's records need a key that may see all
+    clients.
+    """
+    (tmp_path / "keys").write_text(
+        f"{hash_line('a' * 32, 'anna')}\n{hash_line('b' * 32, 'root', 'admin=1')}\n"
+    )
+    with (
+        make_server(server={**PAGE, "api_keys": tmp_path / "keys"}) as server,
+        httpx.Client(base_url=server.page) as client,
+    ):
         anna, root = ({"authorization": f"Bearer {key * 32}"} for key in "ab")
         assert client.get("/").status_code == 200
         assert client.get("/page/live").status_code == client.get("/v1/models").status_code == 401
@@ -161,7 +202,10 @@ def test_with_tls_the_port_speaks_tls(tokenizer_folder: Path, tmp_path: Path) ->
     with mock_process(tokenizer_folder, server=options) as server:
         server.wait_until_ready()
         assert server.page.startswith("https://") and server.metrics.startswith("https://")
-        strangers, friends = ssl.create_default_context(cafile=ours.cert), ssl.create_default_context(cafile=ours.cert)
+        strangers, friends = (
+            ssl.create_default_context(cafile=ours.cert),
+            ssl.create_default_context(cafile=ours.cert),
+        )
         friends.load_cert_chain(mine.cert, mine.key)
         assert httpx.get(server.page, verify=friends).text == HTML
         with pytest.raises(httpx.HTTPError):
@@ -175,7 +219,9 @@ def test_with_tls_the_port_speaks_tls(tokenizer_folder: Path, tmp_path: Path) ->
 
 def first_event(client: httpx.Client, headers: dict[str, str] | None = None) -> dict[str, Any]:
     with client.stream("GET", "/page/live", headers=headers) as answer:
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"), answer.read()
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream"), (
+            answer.read()
+        )
         for line in answer.iter_lines():
             if line:
                 event: dict[str, Any] = json.loads(line.removeprefix("data: "))
@@ -186,7 +232,11 @@ def first_event(client: httpx.Client, headers: dict[str, str] | None = None) -> 
 def test_events_over_http(make_server: MakeServer) -> None:
     with make_server(server=PAGE) as server, httpx.Client(base_url=server.page) as client:
         event = first_event(client)
-        assert event["state"] == "serving" and event["model"]["name"] == "mock" and event["model"]["chat"] is True
+        assert (
+            event["state"] == "serving"
+            and event["model"]["name"] == "mock"
+            and event["model"]["chat"] is True
+        )
         assert event["pages"] == {"all": 1024, "owned": 0, "cached": 0, "holders": [], "others": 0}
         assert (event["running"], event["waiting"], event["engine"]) == (0, 0, 1)
         until = time.monotonic() + 30
@@ -217,7 +267,10 @@ def test_a_view_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps[1]["measured"] == pytest.approx(steps[1]["predicted"], rel=0.1)
     [(number, pages)] = event["pages"]["holders"]
     assert number == 1 and pages >= TILE // 16
-    assert event["latency"]["requests"] == 1 and event["latency"]["first_token"][0] <= event["latency"]["whole"][0]
+    assert (
+        event["latency"]["requests"] == 1
+        and event["latency"]["first_token"][0] <= event["latency"]["whole"][0]
+    )
     first = len(steps)
     for _ in range(200):
         virtual.turn()
@@ -227,7 +280,9 @@ def test_a_view_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert event["steps"][0]["n"] == first + event["skipped"], "each step comes once"
     assert event["tokens_per_second"] > 0
     window = view.window()
-    assert window is not None and len(window.steps) == len(virtual.engine.trace().steps), "overlapping traces are joined"
+    assert window is not None and len(window.steps) == len(virtual.engine.trace().steps), (
+        "overlapping traces are joined"
+    )
     text = json.dumps(event)
     assert "r0" not in text and "r1" not in text and "request_id" not in text and "client" not in text
 
@@ -242,7 +297,9 @@ def test_a_viewer_that_does_not_read_keeps_the_newest() -> None:
         viewer = Viewer()
         for i in range(100):
             viewer.put(str(i))
-        assert [await viewer.next() for _ in range(MOST_EVENTS)] == [str(i) for i in range(100 - MOST_EVENTS, 100)]
+        assert [await viewer.next() for _ in range(MOST_EVENTS)] == [
+            str(i) for i in range(100 - MOST_EVENTS, 100)
+        ]
 
     asyncio.run(run())
 

@@ -1,4 +1,5 @@
-"""The playground in headless Chromium, over a real server: it streams an answer, shows steps, survives a restart, keeps its key to itself.
+"""The playground in headless Chromium, over a real server: it streams an answer, shows steps, survives a
+restart, keeps its key to itself.
 
 Needs Playwright (`pip install playwright`) and a Chromium on the PATH.
 """
@@ -56,7 +57,14 @@ def opened(browser: Any, url: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    flags = ["--port=0", "--metrics-port=0", "--page", "--lame-duck-seconds=0", "--max-num-seqs=8", "--max-num-batched-tokens=136"]
+    flags = [
+        "--port=0",
+        "--metrics-port=0",
+        "--page",
+        "--lame-duck-seconds=0",
+        "--max-num-seqs=8",
+        "--max-num-batched-tokens=136",
+    ]
     with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server:
         server.wait_until_ready()
         yield server
@@ -101,7 +109,9 @@ def test_it_streams_shows_steps_and_survives_a_restart(browser: Any, server: Ser
           new MutationObserver(() => window.grown++).observe(document.getElementById("log"), { childList: true, subtree: true });
         }""")
         body = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 60}
-        expected = httpx.post(f"{server.page}v1/completions", json=body, timeout=100).json()["choices"][0]["text"]
+        expected = httpx.post(f"{server.page}v1/completions", json=body, timeout=100).json()["choices"][0][
+            "text"
+        ]
         assert ask(page, PROMPT, 0) == PROMPT + expected
         assert page.evaluate("window.grown") > 5, "it came in pieces"
 
@@ -147,7 +157,9 @@ def test_it_reconnects_to_another_server(browser: Any, tokenizer_folder: Path) -
 
 
 def test_a_key_is_asked_for_and_kept_in_memory(browser: Any, tokenizer_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(f"{hash_line('a' * 32, 'anna')}\n{hash_line('b' * 32, 'root', 'admin=1')}\n")
+    (tmp_path / "keys").write_text(
+        f"{hash_line('a' * 32, 'anna')}\n{hash_line('b' * 32, 'root', 'admin=1')}\n"
+    )
     options = {"metrics_port": 0, "page": True, "api_keys": str(tmp_path / "keys")}
     with mock_process(tokenizer_folder, server=options) as server:
         server.wait_until_ready()
@@ -161,6 +173,10 @@ def test_a_key_is_asked_for_and_kept_in_memory(browser: Any, tokenizer_folder: P
             page.keyboard.press("Enter")
             serving(page)
             assert page.locator("#key-form").is_hidden() and page.input_value("#key") == ""
-            assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+            assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [
+                0,
+                0,
+                "",
+            ]
             page.reload()
             page.wait_for_selector("#key-form:not([hidden])")

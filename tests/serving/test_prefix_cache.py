@@ -30,7 +30,9 @@ SHORT = pb.SamplingParams(max_tokens=2)
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, Any]:
     file = tmp_path / "keys"
-    file.write_text("\n".join((hash_line(ANNA, "anna"), hash_line(BERTA, "berta"), hash_line(ADMIN, "root", "admin=1"))))
+    file.write_text(
+        "\n".join((hash_line(ANNA, "anna"), hash_line(BERTA, "berta"), hash_line(ADMIN, "root", "admin=1")))
+    )
     return {"api_keys": file}
 
 
@@ -59,7 +61,11 @@ def salts_of(server: MockServer) -> list[str | None]:
 
 def test_usage(make_server: MakeServer, tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
-    with make_server(server={"request_log": file}) as server, Client(server.address) as client, server.stub() as stub:
+    with (
+        make_server(server={"request_log": file}) as server,
+        Client(server.address) as client,
+        server.stub() as stub,
+    ):
         assert [cached(client), cached(client)] == [0, 48]
         assert client.generate(IDS[:33], max_tokens=2).num_cached_tokens == 32
         assert client.generate(IDS[:32], max_tokens=2).num_cached_tokens == 16, "a token at least is computed"
@@ -67,22 +73,47 @@ def test_usage(make_server: MakeServer, tmp_path: Path) -> None:
         assert end.usage == (49, 2, 48) and all(output.num_cached_tokens is None for output in news)
         assert client.generate(IDS, max_tokens=2, prompt_logprobs=0).num_cached_tokens == 0
         load = stub.GetLoad(pb.GetLoadRequest())
-        assert (load.cached_pages, load.prefix_queries, load.prefix_hits) == (3, 3 * 49 + 33 + 32, 2 * 48 + 32 + 16)
+        assert (load.cached_pages, load.prefix_queries, load.prefix_hits) == (
+            3,
+            3 * 49 + 33 + 32,
+            2 * 48 + 32 + 16,
+        )
         assert dict(load.hit_pages) == {"full": load.prefix_hits // 16}
-        assert (server.metrics.prompt_tokens, server.metrics.cached_prompt_tokens) == (4 * 49 + 33 + 32, load.prefix_hits)
+        assert (server.metrics.prompt_tokens, server.metrics.cached_prompt_tokens) == (
+            4 * 49 + 33 + 32,
+            load.prefix_hits,
+        )
         server.wait_until_idle()
         wait_until(lambda: file.read_text().count("\n") == 6)
-    assert [json.loads(line)["cached_prompt_tokens"] for line in file.read_text().splitlines()] == [0, 48, 32, 16, 48, 0]
+    assert [json.loads(line)["cached_prompt_tokens"] for line in file.read_text().splitlines()] == [
+        0,
+        48,
+        32,
+        16,
+        48,
+        0,
+    ]
 
 
 def test_the_open_protocol(make_server: MakeServer) -> None:
     with make_server() as server, grpc.insecure_channel(server.address) as channel:
-        stub, text, seen = GRPCInferenceServiceStub(channel), "The quick brown fox jumps over the lazy dog. " * 3, salts_of(server)
-        answers = [stub.ModelInfer(kserve_request(text, max_tokens=2, cache_salt=salt)).parameters for salt in ("s", "t", "s")]
+        stub, text, seen = (
+            GRPCInferenceServiceStub(channel),
+            "The quick brown fox jumps over the lazy dog. " * 3,
+            salts_of(server),
+        )
+        answers = [
+            stub.ModelInfer(kserve_request(text, max_tokens=2, cache_salt=salt)).parameters
+            for salt in ("s", "t", "s")
+        ]
         found = [parameters["cached_prompt_tokens"].int64_param for parameters in answers]
         assert found[:2] == [0, 0] and found[2] >= 16 and seen == ["s", "t", "s"]
         code, message, [details] = refused(lambda: stub.ModelInfer(kserve_request(text, cache_salt="")))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT and details.field_violations[0].field == "cache_salt" and "1 to 256" in message
+        assert (
+            code is grpc.StatusCode.INVALID_ARGUMENT
+            and details.field_violations[0].field == "cache_salt"
+            and "1 to 256" in message
+        )
         server.wait_until_idle()
 
 
@@ -94,7 +125,10 @@ def test_without_keys_all_share_but_for_their_salts(make_server: MakeServer) -> 
         seen = salts_of(server)
         assert [cached(client, salt) for salt in (None, "s", "t", "s", None)] == [0, 0, 0, 48, 48]
         assert seen == [None, "s", "t", "s", None]
-        assert client.generate({"prompt_token_ids": IDS, "cache_salt": "t"}, max_tokens=2).num_cached_tokens == 48
+        assert (
+            client.generate({"prompt_token_ids": IDS, "cache_salt": "t"}, max_tokens=2).num_cached_tokens
+            == 48
+        )
         assert client.generate({"prompt": "x", "cache_salt": "t"}, max_tokens=2).finished
         client.chat([{"role": "user", "content": "x"}], max_tokens=2, cache_salt="u")
         list(client.chat_stream([{"role": "user", "content": "x"}], max_tokens=2))
@@ -118,15 +152,22 @@ def test_keys_share_nothing(make_server: MakeServer, keys: dict[str, Any]) -> No
         messages = [{"role": "user", "content": "x"}]
         anna.chat(messages, max_tokens=2, cache_salt="s")
         anna.chat(messages, max_tokens=2, cache_salt="s", chat_template="{{ messages[0].content }}")
-        GRPCInferenceServiceStub(with_key(channel, ANNA)).ModelInfer(kserve_request(max_tokens=2, cache_salt="s"))
-        GRPCInferenceServiceStub(with_key(channel, BERTA)).ModelInfer(kserve_request(max_tokens=2, cache_salt="s"))
+        GRPCInferenceServiceStub(with_key(channel, ANNA)).ModelInfer(
+            kserve_request(max_tokens=2, cache_salt="s")
+        )
+        GRPCInferenceServiceStub(with_key(channel, BERTA)).ModelInfer(
+            kserve_request(max_tokens=2, cache_salt="s")
+        )
         assert seen[-4:] == [seen[2], seen[2], seen[2], seen[3]], "of every service and form of prompt"
         server.wait_until_idle()
 
 
 def test_long_texts_too(make_server: MakeServer, keys: dict[str, Any]) -> None:
     """Long texts are tokenized in another thread, which does not know the key."""
-    with make_server(server=keys, max_model_len=100_000, pages=20_000) as server, Client(server.address, api_key=ANNA) as anna:
+    with (
+        make_server(server=keys, max_model_len=100_000, pages=20_000) as server,
+        Client(server.address, api_key=ANNA) as anna,
+    ):
         seen = salts_of(server)
         for prompt in ("x", "long " * 4000):
             anna.generate(prompt, max_tokens=2)
@@ -157,13 +198,19 @@ def test_salts_of_keys_cannot_be_forged() -> None:
 
 def test_what_is_no_salt_is_refused(make_server: MakeServer, keys: dict[str, Any]) -> None:
     with make_server(server=keys) as server, server.stub(ANNA) as stub:
-        requests: list[Any] = [pb.GenerateRequest(text="x"), pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")])]
+        requests: list[Any] = [
+            pb.GenerateRequest(text="x"),
+            pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")]),
+        ]
         for request in requests:
             call = stub.Generate if isinstance(request, pb.GenerateRequest) else stub.Chat
             for wrong in ("", "secret" * 60):
                 request.cache_salt = wrong
                 code, message, [details] = refused(lambda: call(request))  # noqa: B023 (called at once)
-                assert code is grpc.StatusCode.INVALID_ARGUMENT and details.field_violations[0].field == "cache_salt"
+                assert (
+                    code is grpc.StatusCode.INVALID_ARGUMENT
+                    and details.field_violations[0].field == "cache_salt"
+                )
                 assert "text of 1 to 256 characters" in message and "secret" not in message
         server.wait_until_idle()
 
@@ -200,8 +247,16 @@ def test_only_admins_may_reset_and_see_counters(make_server: MakeServer, keys: d
         with pytest.raises(ServerError, match="admin=1"):
             anna.reset_prefix_cache()
         assert failed.value is not None and cached(anna) == 48
-        assert (anna.load().prefix_queries, anna.load().prefix_hits, dict(anna.load().hit_pages)) == (0, 0, {})
-        assert (admin.load().prefix_queries, admin.load().prefix_hits, dict(admin.load().hit_pages)) == (3 * 49, 96, {"full": 6})
+        assert (anna.load().prefix_queries, anna.load().prefix_hits, dict(anna.load().hit_pages)) == (
+            0,
+            0,
+            {},
+        )
+        assert (admin.load().prefix_queries, admin.load().prefix_hits, dict(admin.load().hit_pages)) == (
+            3 * 49,
+            96,
+            {"full": 6},
+        )
         assert anna.load().cached_pages == admin.load().cached_pages == 3
         assert admin.reset_prefix_cache() and cached(anna) == 0
         server.wait_until_idle()
@@ -230,9 +285,15 @@ def test_what_this_machine_is(peer: str, local: bool) -> None:
     assert is_loopback(peer) is local
 
 
-def test_without_keys_only_this_machine_may_reset(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127."))
+def test_without_keys_only_this_machine_may_reset(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127.")
+    )
     with make_server() as server, server.stub() as stub:
         code, message, _ = refused(lambda: stub.ResetPrefixCache(pb.ResetPrefixCacheRequest()))
         assert code is grpc.StatusCode.PERMISSION_DENIED and "the server's machine" in message
-        assert stub.GetLoad(pb.GetLoadRequest()).hit_pages, "its counters are no secret there: all clients share their pages"
+        assert stub.GetLoad(pb.GetLoadRequest()).hit_pages, (
+            "its counters are no secret there: all clients share their pages"
+        )

@@ -1,4 +1,6 @@
-"""AsyncLLM.reset_prefix_cache over both kinds of engines: it completes, or raises EngineDead when the engine ends."""
+"""AsyncLLM.reset_prefix_cache over both kinds of engines: it completes, or raises EngineDead when the engine
+ends.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def with_llm(folder: Path, backend: Any, test: Callable[[AsyncLLM], Coroutine[An
 
 async def ask(llm: AsyncLLM, salt: str | None = None) -> int | None:
     prompt: Any = {"prompt_token_ids": IDS, "cache_salt": salt}
-    return [output async for output in llm.generate(prompt, SamplingParams(max_tokens=2))][-1].num_cached_tokens
+    return [output async for output in llm.generate(prompt, SamplingParams(max_tokens=2))][
+        -1
+    ].num_cached_tokens
 
 
 async def uses(llm: AsyncLLM) -> None:
@@ -82,7 +86,9 @@ def test_a_reset_does_not_wait_for_an_engine_that_fails(tokenizer_folder: Path) 
     with_llm(tokenizer_folder, EngineThread(Failing()), fails)
 
 
-def test_nor_for_a_process_that_is_killed_or_closed(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_for_a_process_that_is_killed_or_closed(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_process, "QUIT_SECONDS", 0.2)
 
     async def waits(llm: AsyncLLM) -> asyncio.Task[bool]:

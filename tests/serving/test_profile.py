@@ -38,10 +38,18 @@ def test_over_grpc(mock_server: MockServer) -> None:
         profile, capture = client.profile(SHORT)
         [process] = profile.processes
         assert profile.target == "mock" and process.name == "server" and capture == b""
-        assert process.seconds >= 0.2 and process.flames and process.samples and "MainThread" in process.important
+        assert (
+            process.seconds >= 0.2
+            and process.flames
+            and process.samples
+            and "MainThread" in process.important
+        )
         assert process.missing["heap growth"] == process.missing["jax.profiler"] == "it was not requested"
         for field, value in (("seconds", 0.0), ("seconds", 1e6), ("system_calls", "dtrace"), ("rate", 0)):
-            with pytest.raises(grpc.RpcError) as caught, grpc.insecure_channel(mock_server.address) as channel:
+            with (
+                pytest.raises(grpc.RpcError) as caught,
+                grpc.insecure_channel(mock_server.address) as channel,
+            ):
                 GenerateServiceStub(channel).Profile(pb.ProfileRequest(**{field: value}))  # type: ignore[arg-type]
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and field in caught.value.details()
 
@@ -70,13 +78,18 @@ def test_one_at_a_time(mock_server: MockServer) -> None:
         wait_until(taken)
 
 
-def test_only_admins_may_ask(make_server: MakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_admins_may_ask(
+    make_server: MakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys, report = tmp_path / "keys", tmp_path / "report.html"
     keys.write_text("\n".join((hash_line(ANNA, "anna"), hash_line(ADMIN, "root", "admin=1"))))
     (tmp_path / "anna").write_text(ANNA)
     (tmp_path / "admin").write_text(ADMIN)
     quick = ["--seconds", "0.2", "--no-heap", "--no-jax", "--system-calls", "off", "--output", str(report)]
-    with make_server(server={"api_keys": keys}) as server, Client(server.address, api_key=ANNA, retries=Retries(attempts=1)) as anna:
+    with (
+        make_server(server={"api_keys": keys}) as server,
+        Client(server.address, api_key=ANNA, retries=Retries(attempts=1)) as anna,
+    ):
         with pytest.raises(ServerError, match="admin=1"):
             anna.profile(SHORT)
         assert cli.main(["profile", server.address, *quick, "--api-key-file", str(tmp_path / "anna")]) == 2
@@ -93,7 +106,9 @@ def test_an_engine_process(tmp_path: Path) -> None:
         said: list[tuple[object, object]] = []
         process.connect(lambda updates: None, lambda error: None)
         for folder in ("engine", "other"):
-            process.do(WriteProfile(SHORT, str(tmp_path / folder), os.getpid()), lambda *answer: said.append(answer))
+            process.do(
+                WriteProfile(SHORT, str(tmp_path / folder), os.getpid()), lambda *answer: said.append(answer)
+            )
         wait_until(lambda: len(said) == 2)
         refused, written = said
         assert "this process is already being profiled" in str(refused[1]) and written == (None, None)
@@ -108,7 +123,9 @@ def test_an_engine_process(tmp_path: Path) -> None:
 def under_load(folder: Path, causes: list[str]) -> Iterator[ServerProcess]:
     """A server of the demo model with these problems, and four clients."""
     engine = {"model": "demo", "causes": causes, "max_num_seqs": 8, "max_model_len": 512, "warm_up": "all"}
-    made: Any = mock_process(folder, engine="tests.serving.provoked_engines:provoked", server={"watchdog_seconds": 60.0}, **engine)
+    made: Any = mock_process(
+        folder, engine="tests.serving.provoked_engines:provoked", server={"watchdog_seconds": 60.0}, **engine
+    )
     with made as server:
         server.wait_until_ready()
         ended = threading.Event()
@@ -132,17 +149,31 @@ def under_load(folder: Path, causes: list[str]) -> Iterator[ServerProcess]:
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="system calls are counted on Linux")
-@pytest.mark.parametrize("causes, names", [([], set()), (["gc", "log", "lock"], {"garbage_collection", "system_calls", "lock"})])
-def test_what_was_provoked_is_named(causes: list[str], names: set[str], tokenizer_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "causes, names", [([], set()), (["gc", "log", "lock"], {"garbage_collection", "system_calls", "lock"})]
+)
+def test_what_was_provoked_is_named(
+    causes: list[str], names: set[str], tokenizer_folder: Path, tmp_path: Path
+) -> None:
     """On a real server, all three causes are found, and none if nothing is wrong."""
     with under_load(tokenizer_folder, causes) as server, Client(server.address) as client:
         profile, capture = client.profile(ProfileOptions(seconds=5.0))
     engine = profile.processes[0]
     found = {finding.name: (process, finding) for process, finding in findings(profile)}
     named = {*found} - {"padding"}  # four clients do not fill a bucket
-    assert named == names or ("busy_machine" in named and names <= named), found  # a machine without free cores causes more findings
-    assert capture[:2] == b"PK" and engine.operations and engine.memory["weights"] > 1 << 20 and engine.heap_seconds > 1.0
-    assert engine.steps is not None and len(engine.steps.steps) > 20 and all(process is engine for process, _ in found.values())
+    # a machine without free cores causes more findings
+    assert named == names or ("busy_machine" in named and names <= named), found
+    assert (
+        capture[:2] == b"PK"
+        and engine.operations
+        and engine.memory["weights"] > 1 << 20
+        and engine.heap_seconds > 1.0
+    )
+    assert (
+        engine.steps is not None
+        and len(engine.steps.steps) > 20
+        and all(process is engine for process, _ in found.values())
+    )
     if names:
         assert "provokes-gc" in str(found["garbage_collection"][1])
         assert "provokes-lock" in str(found["lock"][1]) and "self._lock" in found["lock"][1].summary

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, JengineError, SamplingParams, Tokenizer
+from jengine import (
+    AsyncLLM,
+    EngineDead,
+    EngineThread,
+    InvalidArgument,
+    JengineError,
+    SamplingParams,
+    Tokenizer,
+)
 from jengine.serving.processes.mock_engine import MockEngine
 from jengine.text import stop_strings
 from tests.serving.leaks import wait_until
@@ -51,7 +59,9 @@ def test_it_is_queued_when_submit_returns(run: Callable[..., None]) -> None:
 def test_outputs_come_after_so_many_tokens(run: Callable[..., None]) -> None:
     async def test(llm: AsyncLLM) -> None:
         llm._interval = 4
-        outputs = [output async for output in llm.submit([7, 8], SamplingParams(max_tokens=30), output_kind="delta")]
+        outputs = [
+            output async for output in llm.submit([7, 8], SamplingParams(max_tokens=30), output_kind="delta")
+        ]
         counts = [len(output.outputs[0].token_ids) for output in outputs]
         assert sum(counts) == 30 and min(counts[1:-1]) >= 4 and len(counts) > 2
 
@@ -120,7 +130,12 @@ def test_samples_share_one_stop_automaton(run: Callable[..., None], monkeypatch:
     monkeypatch.setattr(stop_strings, "_automaton", lambda stops: (made.append(stops), compile(stops))[1])
 
     async def test(llm: AsyncLLM) -> None:
-        [*_, last] = [output async for output in llm.generate([70, 71], SamplingParams(n=64, max_tokens=4, stop=["never", "met"]))]
+        [*_, last] = [
+            output
+            async for output in llm.generate(
+                [70, 71], SamplingParams(n=64, max_tokens=4, stop=["never", "met"])
+            )
+        ]
         assert len(last.outputs) == 64 and made == [("never", "met")]
 
     run(test)
@@ -130,7 +145,9 @@ def test_ids_are_checked_once_a_prompt(run: Callable[..., None], monkeypatch: py
     from jengine import Limits
 
     checked, validate = [], Limits.validate
-    monkeypatch.setattr(Limits, "validate", lambda self, request: (checked.append(request), validate(self, request))[1])
+    monkeypatch.setattr(
+        Limits, "validate", lambda self, request: (checked.append(request), validate(self, request))[1]
+    )
 
     async def test(llm: AsyncLLM) -> None:
         llm.submit([70, 71], SamplingParams(n=64, max_tokens=4)).close()
@@ -139,14 +156,23 @@ def test_ids_are_checked_once_a_prompt(run: Callable[..., None], monkeypatch: py
     run(test)
 
 
-def test_text_that_cannot_fit_is_not_tokenized(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_cannot_fit_is_not_tokenized(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test(llm: AsyncLLM) -> None:
         encoded: list[int] = []
         encode = llm.tokenizer.encode
-        monkeypatch.setattr(llm.tokenizer, "encode", lambda text, *special: (encoded.append(len(text)), encode(text, *special))[1])
+        monkeypatch.setattr(
+            llm.tokenizer,
+            "encode",
+            lambda text, *special: (encoded.append(len(text)), encode(text, *special))[1],
+        )
         per_token = llm.tokenizer.max_token_bytes or 0
         with pytest.raises(
-            InvalidArgument, match=r"^prompt='a{70,}.*: 27622 bytes are at least 1024 tokens; at most max_model_len - 1 = 1023"
+            InvalidArgument,
+            match=(
+                r"^prompt='a{70,}.*: 27622 bytes are at least 1024 tokens; at most max_model_len - 1 = 1023"
+            ),
         ):
             llm.submit("a" * (1023 * per_token + 1))
         with pytest.raises(InvalidArgument, match="at least 2047 tokens"):
@@ -163,14 +189,25 @@ def test_text_that_cannot_fit_is_not_tokenized(run: Callable[..., None], monkeyp
 def test_an_embedding_that_is_aborted_is_an_error(run: Callable[..., None]) -> None:
     async def test(llm: AsyncLLM) -> None:
         async with llm.submit([1], LONG):  # takes the only place
-            with pytest.raises(JengineError, match="ended without its embedding, with finish_reason 'abort': timeout"):
+            with pytest.raises(
+                JengineError, match="ended without its embedding, with finish_reason 'abort': timeout"
+            ):
                 await llm.embed([5], timeout=0.0)
             waiting = asyncio.create_task(llm.embed([5]))
             await asyncio.sleep(0)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-        assert (await llm.embed([5, 6], normalize=False)).outputs.embedding == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+        assert (await llm.embed([5, 6], normalize=False)).outputs.embedding == [
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            1.0,
+            1.0,
+            0.0,
+        ]
 
     run(test, embedding_size=8, max_num_seqs=1, max_model_len=100_000, pages=100_000)
 
@@ -179,11 +216,20 @@ def test_embeddings_go_through_handles_too(run: Callable[..., None]) -> None:
     """Services submit embedding requests this way."""
 
     async def test(llm: AsyncLLM) -> None:
-        handle = llm.submit(llm.prepare_embedding({"prompt_token_ids": [5, 6], "cache_salt": "a"}, dimensions=6), output_kind="final")
+        handle = llm.submit(
+            llm.prepare_embedding({"prompt_token_ids": [5, 6], "cache_salt": "a"}, dimensions=6),
+            output_kind="final",
+        )
         (output,) = [output async for output in handle]
-        assert output.finished and output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids == []
+        assert (
+            output.finished
+            and output.outputs[0].finish_reason == "stop"
+            and output.outputs[0].token_ids == []
+        )
         assert output.embedding is not None and output.embedding.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-        with pytest.raises(InvalidArgument, match="dimensions=9: must be at most 8, the size of this model's embeddings"):
+        with pytest.raises(
+            InvalidArgument, match="dimensions=9: must be at most 8, the size of this model's embeddings"
+        ):
             llm.prepare_embedding([5], dimensions=9)
 
     run(test, embedding_size=8)

@@ -23,7 +23,10 @@ def test_lines_are_json_and_appended(tmp_path: Path) -> None:
         log = RequestLog(file)
         log.write({"id": f"é\n{number}"})
         log.close()
-    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == [{"id": "é\n0"}, {"id": "é\n1"}]
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == [
+        {"id": "é\n0"},
+        {"id": "é\n1"},
+    ]
     assert not [thread for thread in threading.enumerate() if thread.name == "request-log"]
 
 
@@ -45,19 +48,28 @@ def test_rotation(tmp_path: Path) -> None:
     assert (moved.read_text(), file.read_text()) == ('{"id": 1}\n', '{"id": 2}\n')
 
 
-def test_a_reader_who_stands_still_delays_no_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_who_stands_still_delays_no_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A full pipe: lines are dropped, and the server's log reports this once."""
     monkeypatch.setattr(request_log, "MOST_WAITING", 3)
     reading, writing = os.pipe()
-    with os.fdopen(reading), os.fdopen(writing, "w") as pipe, caplog.at_level(logging.ERROR, "jengine.serving"):
+    with (
+        os.fdopen(reading),
+        os.fdopen(writing, "w") as pipe,
+        caplog.at_level(logging.ERROR, "jengine.serving"),
+    ):
         monkeypatch.setattr(sys, "stdout", pipe)
         log = RequestLog("-")
         for number in range(100):
             log.write({"id": number, "filler": "x" * 100_000})
         log.close(seconds=0.05)
-        assert [record.getMessage() for record in caplog.records] == ["the request log cannot be written fast enough; lines are dropped"]
+        assert [record.getMessage() for record in caplog.records] == [
+            "the request log cannot be written fast enough; lines are dropped"
+        ]
         os.set_blocking(reading, False)
-        while any(thread.name == "request-log" for thread in threading.enumerate()):  # it ends once its lines are read
+        # it ends once its lines are read
+        while any(thread.name == "request-log" for thread in threading.enumerate()):
             try:
                 os.read(reading, 1 << 20)
             except BlockingIOError:
@@ -73,7 +85,10 @@ def test_what_cannot_be_written_is_logged(caplog: pytest.LogCaptureFixture) -> N
             log.write({})
         log.close()
     [record] = caplog.records
-    assert "the request log cannot be written: " in record.getMessage() and "No space left" in record.getMessage()
+    assert (
+        "the request log cannot be written: " in record.getMessage()
+        and "No space left" in record.getMessage()
+    )
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from tests.serving.leaks import alive, nothing_leaks, wait_until
 from tests.text.test_grammars import schema
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% if b < 0 %}x{% endif %}{% endfor %}{% endfor %}"
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% if b < 0 %}x{% endif %}{% endfor %}{% endfor %}"
+)
 GOOD = StructuredOutputs(regex="[ab]+")
 
 
@@ -89,7 +91,9 @@ def test_a_hanging_template_is_ended_and_others_go_on(tokenizer: Tokenizer) -> N
         hanging = asyncio.create_task(sandbox.render("a", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
         again = asyncio.create_task(sandbox.render("a", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
         await asyncio.sleep(0)
-        assert await sandbox.render("b", MESSAGES, {"chat_template": TEMPLATE}, tokenizer) == ids, "a client has one job at a time"
+        assert await sandbox.render("b", MESSAGES, {"chat_template": TEMPLATE}, tokenizer) == ids, (
+            "a client has one job at a time"
+        )
         assert not hanging.done()
         for task in (hanging, again):
             with pytest.raises(InvalidArgument, match=r"more than 2\.0 s of processor time") as wrong:
@@ -159,7 +163,9 @@ asyncio.run(main())
 
 
 def test_workers_die_with_the_server(tokenizer_folder: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(tokenizer_folder)], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(tokenizer_folder)], stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None
         worker = int(server.stdout.readline())
         server.kill()
@@ -167,11 +173,19 @@ def test_workers_die_with_the_server(tokenizer_folder: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, jengine.serving.guards.sandbox_worker; print({'jax', 'grpc', 'transformers', 'llvmlite'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    code = (
+        "import sys, jengine.serving.guards.sandbox_worker; print({'jax', 'grpc', 'transformers', 'llvmlite'}"
+        " & set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "set()\n"
+    )
 
 
-def test_no_grammar_is_compiled_in_the_event_loop(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_grammar_is_compiled_in_the_event_loop(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine's process makes the masks."""
 
     def never(*_: Any) -> Any:
@@ -211,7 +225,9 @@ def test_a_process_that_is_killed_from_outside_costs_nothing(tokenizer: Tokenize
     within(work, workers=1)
 
 
-def test_nothing_is_remembered_of_processes_that_are_always_killed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_remembered_of_processes_that_are_always_killed(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     call = sandboxes._Worker.call
 
@@ -233,7 +249,9 @@ def test_nothing_is_remembered_of_processes_that_are_always_killed(tokenizer: To
 
 
 def test_many_addresses_do_not_keep_a_client_waiting(tokenizer: Tokenizer) -> None:
-    """Thirty clients with hanging templates: a new client's job is the next to start, and so is its second one."""
+    """Thirty clients with hanging templates: a new client's job is the next to start, and so is its second
+    one.
+    """
 
     async def work(sandbox: Sandbox) -> None:
         started: list[str] = []
@@ -244,7 +262,10 @@ def test_many_addresses_do_not_keep_a_client_waiting(tokenizer: Tokenizer) -> No
             return do(folder, job)
 
         sandbox._do = counting  # type: ignore[method-assign]
-        attackers = [asyncio.create_task(sandbox.render(f"a{i}", MESSAGES, {"chat_template": ENDLESS}, tokenizer)) for i in range(30)]
+        attackers = [
+            asyncio.create_task(sandbox.render(f"a{i}", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
+            for i in range(30)
+        ]
         await asyncio.sleep(0)
         for regex in ("victim 1", "victim 2"):
             await sandbox.check("victim", StructuredOutputs(regex=regex), tokenizer)

@@ -30,7 +30,9 @@ WHO, HEALTH = "/test.Service/Who", "/grpc.health.v1.Health/Check"
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     file = tmp_path / "keys"
-    file.write_text(f"# who may ask\n\n{hash_line(KEY, 'anna b')}  # on the first floor\n{hash_line(OTHER).upper()}\n")
+    file.write_text(
+        f"# who may ask\n\n{hash_line(KEY, 'anna b')}  # on the first floor\n{hash_line(OTHER).upper()}\n"
+    )
     return file
 
 
@@ -50,21 +52,38 @@ def test_names_of_keys(keys: Path) -> None:
         (b"", "has no key"),
         (b"\n" + KEY.encode(), "line 2 does not begin with a SHA-256 in hexadecimal digits"),
         (b"\xff", "is not UTF-8 text"),
-        (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m jengine.serving.guards.security NAME` prints"),
+        (
+            f"{KEY} anna".encode(),
+            (
+                "if it is the key itself, replace it by what `python -m jengine.serving.guards.security NAME`"
+                " prints"
+            ),
+        ),
         (
             f"{DIGEST} anna max_stream=3".encode(),
-            "line 1: unknown setting 'max_stream'; the settings are max_streams, tokens_per_minute, min_priority, admin",
+            (
+                "line 1: unknown setting 'max_stream'; the settings are max_streams, tokens_per_minute,"
+                " min_priority, admin"
+            ),
         ),
         (f"{DIGEST} anna admin=yes".encode(), "line 1: admin=yes: must be 0 or 1"),
-        (f"{DIGEST} anna max_streams=0".encode(), "line 1: max_streams=0: must be a whole number, at least 1"),
+        (
+            f"{DIGEST} anna max_streams=0".encode(),
+            "line 1: max_streams=0: must be a whole number, at least 1",
+        ),
         (f"{DIGEST} anna min_priority=low".encode(), "line 1: min_priority=low: must be a whole number"),
         (f"{DIGEST} max_streams=1 max_streams=2".encode(), "'max_streams' is given twice"),
         (f"{DIGEST} an\0na".encode(), "is not printable"),
-        (f"{DIGEST} anna\n{'0' * 64} anna max_streams=1".encode(), "line 2: 'anna' has other settings on an earlier line"),
+        (
+            f"{DIGEST} anna\n{'0' * 64} anna max_streams=1".encode(),
+            "line 2: 'anna' has other settings on an earlier line",
+        ),
         (None, "cannot be read: No such file or directory"),
     ],
 )
-def test_key_files_that_would_let_nobody_or_anybody_in(tmp_path: Path, content: bytes | None, limit: str) -> None:
+def test_key_files_that_would_let_nobody_or_anybody_in(
+    tmp_path: Path, content: bytes | None, limit: str
+) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
@@ -76,7 +95,9 @@ def test_key_files_that_would_let_nobody_or_anybody_in(tmp_path: Path, content: 
 def test_settings_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     settings = ("max_streams=8", "tokens_per_minute=20000", "min_priority=-3", "admin=1")
-    file.write_text(f"{hash_line(KEY, 'anna b', *settings)}  # a comment\n{hash_line(OTHER, '', 'max_streams=1')}\n")
+    file.write_text(
+        f"{hash_line(KEY, 'anna b', *settings)}  # a comment\n{hash_line(OTHER, '', 'max_streams=1')}\n"
+    )
     known = ApiKeys.load(file)
     assert known.find(KEY) == Key("anna b", max_streams=8, tokens_per_minute=20000, min_priority=-3, admin=1)
     assert known.find(OTHER) == Key(OTHER_NAME, max_streams=1)
@@ -87,7 +108,9 @@ def test_settings_of_keys(tmp_path: Path) -> None:
 def test_two_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
     """This allows replacing a key without an interruption."""
     file = tmp_path / "keys"
-    file.write_text(f"{hash_line(KEY, 'anna', 'max_streams=1')}\n{hash_line(OTHER, 'anna', 'max_streams=1')}\n")
+    file.write_text(
+        f"{hash_line(KEY, 'anna', 'max_streams=1')}\n{hash_line(OTHER, 'anna', 'max_streams=1')}\n"
+    )
     known = ApiKeys.load(file)
     assert known.find(KEY) == known.find(OTHER) == Key("anna", max_streams=1)
 
@@ -104,7 +127,11 @@ def test_lines_are_made_from_stdin() -> None:
     done = subprocess.run(command, input=f"{KEY}\n", capture_output=True, text=True, check=True)
     assert done.stdout == hash_line(KEY, "anna b") + "\n"
     short = subprocess.run(command, input="password\n", capture_output=True, text=True)
-    assert (short.returncode, short.stdout) == (2, "") and "at least 20 characters" in short.stderr and "password" not in short.stderr
+    assert (
+        (short.returncode, short.stdout) == (2, "")
+        and "at least 20 characters" in short.stderr
+        and "password" not in short.stderr
+    )
 
 
 # --- over sockets ---------------------------------------------------------------------------------
@@ -130,8 +157,13 @@ async def serving(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[str]:
     """The address of a server whose methods answer with the name of the key that they were called with."""
-    server = grpc.aio.server(interceptors=interceptors if keys is None else [KeyInterceptor(Authenticator(ApiKeys.load(keys)))])
-    unary = {"Who": grpc.unary_unary_rpc_method_handler(_who), "Whos": grpc.stream_stream_rpc_method_handler(_whos)}
+    server = grpc.aio.server(
+        interceptors=interceptors if keys is None else [KeyInterceptor(Authenticator(ApiKeys.load(keys)))]
+    )
+    unary = {
+        "Who": grpc.unary_unary_rpc_method_handler(_who),
+        "Whos": grpc.stream_stream_rpc_method_handler(_whos),
+    }
     server.add_generic_rpc_handlers(
         [
             grpc.method_handlers_generic_handler("test.Service", unary),
@@ -139,7 +171,11 @@ async def serving(
         ]
     )
     address = "127.0.0.1:0"
-    port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+    port = (
+        server.add_insecure_port(address)
+        if credentials is None
+        else server.add_secure_port(address, credentials)
+    )
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -164,10 +200,14 @@ def test_only_known_keys_pass(keys: Path) -> None:
             for wrong in (KEY[:-1], "", f"Bearer {KEY}x", "Bearer ", f"Basic {KEY}", KEY):
                 assert await ask(channel, WHO, ("authorization", wrong)) == "UNAUTHENTICATED"
             assert await ask(channel) == "UNAUTHENTICATED"
-            assert await ask(channel, HEALTH) == "None", "health is open, and no name is left of the request before"
+            assert await ask(channel, HEALTH) == "None", (
+                "health is open, and no name is left of the request before"
+            )
             assert await ask(channel, "/test.Service/Missing") == "UNIMPLEMENTED"
             for authorization, expected in ((f"Bearer {KEY}", "anna b"), ("Bearer wrong", "UNAUTHENTICATED")):
-                call = channel.stream_stream("/test.Service/Whos")(metadata=(("authorization", authorization),), timeout=20)
+                call = channel.stream_stream("/test.Service/Whos")(
+                    metadata=(("authorization", authorization),), timeout=20
+                )
                 try:  # nothing is sent: a refusal must not wait for a message
                     assert (await call.read()).decode() == expected
                 except grpc.aio.AioRpcError as error:
@@ -181,9 +221,13 @@ def test_tls(tmp_path: Path) -> None:
     pair, stranger = ours.sign("server"), others.sign("stranger")
 
     async def run() -> None:
-        async with serving(credentials=Tls(ServerConfig(tls_cert=pair.cert, tls_key=pair.key)).credentials) as address:
+        async with serving(
+            credentials=Tls(ServerConfig(tls_cert=pair.cert, tls_key=pair.key)).credentials
+        ) as address:
             for ca, expected in ((ours, "None"), (others, "UNAVAILABLE")):
-                async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca.cert.read_bytes())) as channel:
+                async with grpc.aio.secure_channel(
+                    address, grpc.ssl_channel_credentials(ca.cert.read_bytes())
+                ) as channel:
                     assert await ask(channel) == expected
             async with grpc.aio.insecure_channel(address) as channel:
                 assert await ask(channel) == "UNAVAILABLE"
@@ -193,7 +237,9 @@ def test_tls(tmp_path: Path) -> None:
         async with serving(credentials=Tls(config).credentials) as address:
             for mine, expected in ((client, "None"), (stranger, "UNAVAILABLE"), (None, "UNAVAILABLE")):
                 own = () if mine is None else (mine.key.read_bytes(), mine.cert.read_bytes())
-                async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ours.cert.read_bytes(), *own)) as channel:
+                async with grpc.aio.secure_channel(
+                    address, grpc.ssl_channel_credentials(ours.cert.read_bytes(), *own)
+                ) as channel:
                     assert await ask(channel) == expected
 
     asyncio.run(run())
@@ -212,19 +258,34 @@ def test_tls_files_are_checked_before_anything_is_served(tmp_path: Path) -> None
         with pytest.raises(InvalidArgument) as refused:
             Tls(ServerConfig(**files))  # type: ignore[arg-type]
         assert refused.value.field == field
-    for files in ({"tls_cert": nothing, "tls_key": pair.key}, {"tls_cert": sealed.cert, "tls_key": sealed.key}):
+    for files in (
+        {"tls_cert": nothing, "tls_key": pair.key},
+        {"tls_cert": sealed.cert, "tls_key": sealed.key},
+    ):
         with pytest.raises(InvalidArgument, match="no PEM pair with tls_cert"):
             Tls(ServerConfig(**files))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "host, told",
-    [("127.0.0.1", False), ("::1", False), ("[::1]", False), ("localhost", False), ("0.0.0.0", True), ("::", True), ("box", True)],
+    [
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("[::1]", False),
+        ("localhost", False),
+        ("0.0.0.0", True),
+        ("::", True),
+        ("box", True),
+    ],
 )
-def test_plaintext_beyond_this_machine_is_told(host: str, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_plaintext_beyond_this_machine_is_told(
+    host: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "jengine.serving"):
         warn_of_plaintext(ServerConfig(host=host))
-        assert [f"serving plaintext on {host}" in record.getMessage() for record in caplog.records] == [True] * told
+        assert [f"serving plaintext on {host}" in record.getMessage() for record in caplog.records] == [
+            True
+        ] * told
         caplog.clear()
         warn_of_plaintext(ServerConfig(host=host, tls_cert="c", tls_key="k"))
         assert caplog.records == []

@@ -27,7 +27,8 @@ from tests.serving.processes import HealthWatch, ServerProcess, process
 
 PROMPTS = ["def fibonacci(n):", "import re\n", "class Stack:\n    def push(self, x):", "été = "]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
-TABLE = {"max_num_seqs": 8, "max_num_batched_tokens": 72}  # smaller than the default: its programs are compiled here
+# smaller than the default: its programs are compiled here
+TABLE = {"max_num_seqs": 8, "max_num_batched_tokens": 72}
 TABLE_FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in TABLE.items()]
 
 
@@ -42,13 +43,22 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[str]:
-    """The library's answers, computed one after the other: in bfloat16, other requests may decide near-ties."""
+    """The library's answers, computed one after the other: in bfloat16, other requests may decide
+    near-ties.
+    """
     return [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def server(expected: list[str]) -> Iterator[ServerProcess]:
-    flags = ["--port=0", "--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0", "--client-chat-templates", *TABLE_FLAGS]
+    flags = [
+        "--port=0",
+        "--http-port=0",
+        "--metrics-port=0",
+        "--lame-duck-seconds=0",
+        "--client-chat-templates",
+        *TABLE_FLAGS,
+    ]
     with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server:
         assert server.wait_until_ready().group(1, 3) == ("demo", "0")
         assert "it/s" not in server.log and "%|" not in server.log, "progress bars are for terminals"
@@ -58,7 +68,9 @@ def server(expected: list[str]) -> Iterator[ServerProcess]:
 def test_greedy_text_is_the_librarys(server: ServerProcess, expected: list[str]) -> None:
     with Client(server.address) as client:
         assert [client.generate(prompt, GREEDY).outputs[0].text for prompt in PROMPTS] == expected
-        assert ["".join(output.outputs[0].text for output in client.stream(prompt, GREEDY)) for prompt in PROMPTS] == expected
+        assert [
+            "".join(output.outputs[0].text for output in client.stream(prompt, GREEDY)) for prompt in PROMPTS
+        ] == expected
         model = client.model()
         assert (model.name, model.max_model_len, model.has_chat_template) == ("demo", 1024, False)
 
@@ -69,12 +81,18 @@ def test_chat_is_that_without_a_server(server: ServerProcess, expected: list[str
     lines = "def fibonacci(n):\n/reset\nclass Stack:\n"
     done = [
         subprocess.run(
-            [sys.executable, "-m", "jengine.cli", "chat", *where, *flags], input=lines, capture_output=True, text=True, check=True
+            [sys.executable, "-m", "jengine.cli", "chat", *where, *flags],
+            input=lines,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         for where in ([f"--server={server.address}"], ["demo", "--quiet", *TABLE_FLAGS])
     ]
     assert done[0].stdout == done[1].stdout and done[0].stdout.startswith(expected[0])
-    assert done[0].stderr.startswith("The model has no chat template: it continues the text that you begin.\n")
+    assert done[0].stderr.startswith(
+        "The model has no chat template: it continues the text that you begin.\n"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +103,9 @@ def openai(server: ServerProcess) -> Iterator[OpenAI]:
 
 def test_openais_client(openai: OpenAI, expected: list[str]) -> None:
     greedy: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 48}
-    assert [choice.text for choice in openai.completions.create(prompt=PROMPTS[:1], **greedy).choices] == expected[:1]
+    assert [
+        choice.text for choice in openai.completions.create(prompt=PROMPTS[:1], **greedy).choices
+    ] == expected[:1]
     for prompt, text in zip(PROMPTS, expected, strict=True):
         events = openai.completions.create(prompt=prompt, stream=True, **greedy)
         assert "".join(event.choices[0].text for event in events) == text
@@ -120,13 +140,17 @@ def test_a_pydantic_class_over_http(openai: OpenAI) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_tool_calls_by_grammar(openai: OpenAI, choice: Any) -> None:
     tools: list[Any] = [pydantic_function_tool(Weather, name=name) for name in ("weather", "news")]
-    whole = openai.chat.completions.create(**CHAT, tools=tools, tool_choice=choice, parallel_tool_calls=False).choices[0]
+    whole = openai.chat.completions.create(
+        **CHAT, tools=tools, tool_choice=choice, parallel_tool_calls=False
+    ).choices[0]
     assert whole.finish_reason == "tool_calls" and not whole.message.content
     [call] = whole.message.tool_calls or []
     assert isinstance(call, ChatCompletionMessageFunctionToolCall)
     assert Weather.model_validate_json(call.function.arguments) and call.function.name in ("weather", "news")
     arguments = ""
-    for event in openai.chat.completions.create(**CHAT, tools=tools, tool_choice=choice, parallel_tool_calls=False, stream=True):
+    for event in openai.chat.completions.create(
+        **CHAT, tools=tools, tool_choice=choice, parallel_tool_calls=False, stream=True
+    ):
         for delta in event.choices[0].delta.tool_calls or []:
             assert delta.function is not None
             arguments += delta.function.arguments or ""
@@ -135,12 +159,17 @@ def test_tool_calls_by_grammar(openai: OpenAI, choice: Any) -> None:
 
 def random_requests(count: int) -> list[tuple[list[int], int]]:
     rng = random.Random(0)
-    return [([rng.randrange(3, 3000) for _ in range(rng.randint(1, 80))], rng.randint(1, 12)) for _ in range(count)]
+    return [
+        ([rng.randrange(3, 3000) for _ in range(rng.randint(1, 80))], rng.randint(1, 12))
+        for _ in range(count)
+    ]
 
 
 def over_http(openai: OpenAI, prompt: list[int], most: int) -> list[int]:
     more = {"return_token_ids": True, "ignore_eos": True}
-    answer = openai.completions.create(model="demo", prompt=prompt, max_tokens=most, temperature=0, extra_body=more)
+    answer = openai.completions.create(
+        model="demo", prompt=prompt, max_tokens=most, temperature=0, extra_body=more
+    )
     ids: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
     return ids
 
@@ -149,12 +178,18 @@ def greedy(most: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
 
 
-def test_http_grpc_and_the_library_give_the_same_tokens(server: ServerProcess, openai: OpenAI, llm: LLM) -> None:
+def test_http_grpc_and_the_library_give_the_same_tokens(
+    server: ServerProcess, openai: OpenAI, llm: LLM
+) -> None:
     """One request after the other, as for `expected`."""
     with Client(server.address) as client:
         for prompt, most in random_requests(20):
             tokens = llm.generate([prompt], greedy(most), use_tqdm=False)[0].outputs[0].token_ids
-            assert over_http(openai, prompt, most) == client.generate(prompt, greedy(most)).outputs[0].token_ids == tokens
+            assert (
+                over_http(openai, prompt, most)
+                == client.generate(prompt, greedy(most)).outputs[0].token_ids
+                == tokens
+            )
 
 
 @pytest.mark.full
@@ -162,15 +197,25 @@ def test_1000_requests_at_once_give_the_same_tokens() -> None:
     """In float32, other requests in the batch do not change tokens."""
     requests = random_requests(1000)
     with LLM("demo", dtype="float32", progress=False) as llm:
-        outputs = llm.generate([prompt for prompt, _ in requests], [greedy(most) for _, most in requests], use_tqdm=False)
+        outputs = llm.generate(
+            [prompt for prompt, _ in requests], [greedy(most) for _, most in requests], use_tqdm=False
+        )
     expected = [output.outputs[0].token_ids for output in outputs]
     flags = ["--port=0", "--http-port=0", "--dtype=float32", "--max-waiting=2000"]
-    with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server, ThreadPoolExecutor(64) as threads:
+    with (
+        process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server,
+        ThreadPoolExecutor(64) as threads,
+    ):
         server.wait_until_ready()
-        with Client(server.address) as client, OpenAI(base_url=server.http, api_key="none", timeout=300) as openai:
+        with (
+            Client(server.address) as client,
+            OpenAI(base_url=server.http, api_key="none", timeout=300) as openai,
+        ):
             http = threads.map(lambda request: over_http(openai, *request), requests)
             assert list(http) == expected
-            grpc = threads.map(lambda request: client.generate(request[0], greedy(request[1])).outputs[0].token_ids, requests)
+            grpc = threads.map(
+                lambda request: client.generate(request[0], greedy(request[1])).outputs[0].token_ids, requests
+            )
             assert list(grpc) == expected
 
 
@@ -187,7 +232,9 @@ def test_killed_and_drained(server: ServerProcess, expected: list[str]) -> None:
         with pytest.raises(ServerError) as lost:
             list(stream)
         assert lost.value.code is grpc.StatusCode.UNAVAILABLE and lost.value.retry_seconds
-        assert client.generate(PROMPTS[0], GREEDY).outputs[0].text == expected[0], "by the engine that took its place"
+        assert client.generate(PROMPTS[0], GREEDY).outputs[0].text == expected[0], (
+            "by the engine that took its place"
+        )
         watch.wait_for("SERVING", "NOT_SERVING", "SERVING")
         metrics = urllib.request.urlopen(server.metrics, timeout=20).read().decode()
         assert 'jengine:compiles_since_start_total{model_name="demo"} 0.0' in metrics

@@ -37,7 +37,10 @@ LINKS = {
 
 def test_service_links_are_ignored() -> None:
     given = {"JENGINE_MODEL": "demo", "JENGINE_MAX_WAITING": "3", **LINKS}
-    assert resolve_config({}, given) == (ServerConfig(max_waiting=3), EngineConfig(model="demo", **SERVE_DEFAULTS))
+    assert resolve_config({}, given) == (
+        ServerConfig(max_waiting=3),
+        EngineConfig(model="demo", **SERVE_DEFAULTS),
+    )
     assert service_links({"PATH": "/bin", "REDIS_SERVICE_HOST": "10.0.0.1", **given}, PREFIX) == sorted(LINKS)
 
 
@@ -71,6 +74,8 @@ def test_a_real_port_is_still_an_option() -> None:
 
 def test_the_log_names_those_that_were_ignored() -> None:
     arguments = json.dumps([{"port": 0}, "tests.serving.faulty_engines:exits", {"code": 3}])
-    with process(["env", "JENGINE_PORT=tcp://10.96.12.7:50051", sys.executable, "-c", CODE, arguments]) as server:
+    with process(
+        ["env", "JENGINE_PORT=tcp://10.96.12.7:50051", sys.executable, "-c", CODE, arguments]
+    ) as server:
         assert server.wait()[0] == 1
         assert "service links, not options, and are ignored: JENGINE_PORT\n" in server.log

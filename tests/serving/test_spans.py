@@ -24,7 +24,9 @@ def spans_of(*metadata: tuple[str, str], fails: Exception | None = None) -> list
     exporter = export.InMemorySpanExporter()
     tracker = RequestTracker(Metrics(), None, spans := Spans("tiny", exporter, at_once=True))
     call: Any = SimpleNamespace(invocation_metadata=lambda: metadata, time_remaining=lambda: None)
-    output = RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1] * 4, outputs=[CompletionOutput(token_ids=[5, 6])])
+    output = RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=[1] * 4, outputs=[CompletionOutput(token_ids=[5, 6])]
+    )
     now = time.monotonic()
     output.num_cached_tokens = 2
     output.metrics.arrival, output.metrics.scheduled = now - 1.0, now - 0.75
@@ -43,20 +45,35 @@ def spans_of(*metadata: tuple[str, str], fails: Exception | None = None) -> list
 
 def test_a_request_below_its_client() -> None:
     *parts, whole = spans_of(("user-agent", "x"), ("traceparent", PARENT))
-    assert whole.name == "llm_request" and f"{whole.parent.trace_id:032x}-{whole.parent.span_id:016x}" == PARENT[3:-3]
+    assert (
+        whole.name == "llm_request"
+        and f"{whole.parent.trace_id:032x}-{whole.parent.span_id:016x}" == PARENT[3:-3]
+    )
     attributes = {name.removeprefix("gen_ai."): value for name, value in whole.attributes.items()}
-    assert (attributes["usage.prompt_tokens"], attributes["usage.completion_tokens"], attributes["usage.cached_prompt_tokens"]) == (4, 2, 2)
+    assert (
+        attributes["usage.prompt_tokens"],
+        attributes["usage.completion_tokens"],
+        attributes["usage.cached_prompt_tokens"],
+    ) == (4, 2, 2)
     assert (attributes["request.id"], attributes["response.model"]) == ("mine", "tiny")
-    assert attributes["latency.time_in_queue"] == pytest.approx(0.25) and attributes["latency.time_to_first_token"] == pytest.approx(0.5)
+    assert attributes["latency.time_in_queue"] == pytest.approx(0.25) and attributes[
+        "latency.time_to_first_token"
+    ] == pytest.approx(0.5)
     assert abs(whole.end_time - time.time_ns()) < 60e9 and whole.status.is_unset
     assert [part.name for part in parts] == ["queue", "prefill", "decode"]
     assert {part.parent.span_id for part in parts} == {whole.context.span_id}
-    assert [(part.end_time - part.start_time) / 1e9 for part in parts] == pytest.approx([0.25, 0.25, 0.5], abs=1e-3)
+    assert [(part.end_time - part.start_time) / 1e9 for part in parts] == pytest.approx(
+        [0.25, 0.25, 0.5], abs=1e-3
+    )
 
 
 def test_a_request_that_failed() -> None:
     [span] = spans_of(fails=InvalidArgument("n", 0, "at least 1"))
-    assert span.parent is None and not span.status.is_ok and span.attributes["rpc.grpc.status"] == "INVALID_ARGUMENT"
+    assert (
+        span.parent is None
+        and not span.status.is_ok
+        and span.attributes["rpc.grpc.status"] == "INVALID_ARGUMENT"
+    )
     assert span.attributes["gen_ai.usage.prompt_tokens"] == 0
 
 
@@ -64,7 +81,10 @@ def test_over_http_too() -> None:
     from jengine.serving.http.calls import HttpCall
 
     async def main() -> HttpCall:
-        scope: Any = {"headers": [(b"traceparent", PARENT.encode()), (b"cookie", b"secret")], "client": ("127.0.0.1", 5)}
+        scope: Any = {
+            "headers": [(b"traceparent", PARENT.encode()), (b"cookie", b"secret")],
+            "client": ("127.0.0.1", 5),
+        }
         return HttpCall(scope, None, None)  # type: ignore[arg-type]
 
     assert asyncio.run(main()).invocation_metadata() == [("traceparent", PARENT)]

@@ -31,7 +31,10 @@ def test_reflection(channel: grpc.Channel) -> None:
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
-    for module, service in ((pb, "jengine.v1.GenerateService"), (grpc_service_pb2, "inference.GRPCInferenceService")):
+    for module, service in (
+        (pb, "jengine.v1.GenerateService"),
+        (grpc_service_pb2, "inference.GRPCInferenceService"),
+    ):
         file = database.FindFileContainingSymbol(service)
         assert file.SerializeToString() == module.DESCRIPTOR.serialized_pb
 
@@ -39,7 +42,10 @@ def test_reflection(channel: grpc.Channel) -> None:
 def test_health(channel: grpc.Channel) -> None:
     stub = HealthStub(channel)
     for service in ("", *SERVICES):
-        assert stub.Check(health_pb2.HealthCheckRequest(service=service)).status == health_pb2.HealthCheckResponse.SERVING
+        assert (
+            stub.Check(health_pb2.HealthCheckRequest(service=service)).status
+            == health_pb2.HealthCheckResponse.SERVING
+        )
     with pytest.raises(grpc.RpcError) as unknown:
         stub.Check(health_pb2.HealthCheckRequest(service="other"))
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
@@ -50,7 +56,10 @@ def test_a_new_server_is_not_yet_serving(mock_server: MockServer) -> None:
         built = await build_server(ServerConfig(port=0), FixedModel(mock_server.llm, None))  # type: ignore[arg-type]
         await built.server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{built.port}") as channel:
-            checks = [await HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service)) for service in ("", *SERVICES)]
+            checks = [
+                await HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+                for service in ("", *SERVICES)
+            ]
         await built.server.stop(None)
         return [check.status for check in checks]
 
@@ -74,7 +83,9 @@ def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
 
 
 def test_pings_are_welcome(mock_server: MockServer) -> None:
-    """A client may ping as often as it likes: gRPC's own limits would close its connection after three, as a nuisance."""
+    """A client may ping as often as it likes: gRPC's own limits would close its connection after three, as a
+    nuisance.
+    """
     settings, ping, goaway, ack = 4, 6, 7, 1
     host, port = mock_server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -118,7 +129,9 @@ def test_what_is_no_message(channel: grpc.Channel, caplog: pytest.LogCaptureFixt
         with pytest.raises(grpc.RpcError) as wrong:
             call(b"\xff\xff\xff\xff")
         assert wrong.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "parsed" in wrong.value.details()
-    [response] = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b"\xff\xff\xff\xff"]))
+    [response] = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(
+        iter([b"\xff\xff\xff\xff"])
+    )
     assert b"parsed" in response
     with pytest.raises(grpc.RpcError) as wrong:
         channel.unary_unary("/jengine.v1.GenerateService/Nothing")(b"")

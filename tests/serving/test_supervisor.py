@@ -26,11 +26,15 @@ LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 class Watched:
     """A supervisor, and its state reports."""
 
-    def __init__(self, folder: Path, engine: str = MOCK, back_off: BackOff | None = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, engine: str = MOCK, back_off: BackOff | None = None, **options: Any
+    ) -> None:
         self.engines: list[EngineProcess] = []
         self.states: list[bool] = []
         self.engine, self.options = engine, {"tokenizer_folder": str(folder), **options}
-        self.supervisor = Supervisor("mock", self._make, on_state=self.states.append, back_off=back_off or BackOff(first=0.01))
+        self.supervisor = Supervisor(
+            "mock", self._make, on_state=self.states.append, back_off=back_off or BackOff(first=0.01)
+        )
 
     def _make(self, on_end: OnEnd) -> EngineProcess:
         self.engines.append(EngineProcess(self.engine, self.options, on_end))
@@ -45,7 +49,9 @@ class Watched:
                 await asyncio.sleep(0.002)
 
     async def ask(self, params: SamplingParams = SHORT) -> RequestOutput:
-        return [output async for output in self.supervisor.llm.generate(PROMPT, params, output_kind="final")][-1]
+        return [output async for output in self.supervisor.llm.generate(PROMPT, params, output_kind="final")][
+            -1
+        ]
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -65,7 +71,9 @@ def test_when_to_come_again_follows_the_back_off(tokenizer_folder: Path) -> None
 
     async def main() -> None:
         await supervisor.start()
-        assert 1000 < supervisor.retry_seconds < 1100, "as it would be if the engine died now: its streams end before the supervisor knows"
+        assert 1000 < supervisor.retry_seconds < 1100, (
+            "as it would be if the engine died now: its streams end before the supervisor knows"
+        )
         watched.kill()
         await watched.until_state(False)
         assert 900 < supervisor.retry_seconds < 1100
@@ -187,7 +195,9 @@ def test_the_first_engine_must_start(tokenizer_folder: Path) -> None:
     assert watched.states == []
 
 
-def test_restarts_are_tried_again_ever_more_slowly(tokenizer_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_restarts_are_tried_again_ever_more_slowly(
+    tokenizer_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     mark = tmp_path / "started"
     waits: list[float] = []
 
@@ -198,7 +208,9 @@ def test_restarts_are_tried_again_ever_more_slowly(tokenizer_folder: Path, tmp_p
                 mark.unlink()  # what prevented the start has gone
             return waits[-1]
 
-    watched = Watched(tokenizer_folder, FAULTY + "starts_once", Recorded(first=0.01, longest=0.04), mark=str(mark))
+    watched = Watched(
+        tokenizer_folder, FAULTY + "starts_once", Recorded(first=0.01, longest=0.04), mark=str(mark)
+    )
 
     async def main() -> None:
         await watched.supervisor.start()
@@ -210,10 +222,14 @@ def test_restarts_are_tried_again_ever_more_slowly(tokenizer_folder: Path, tmp_p
 
     run(main)
     assert waits == [0.01, 0.02, 0.04, 0.04] and watched.supervisor.restarts == 1
-    assert "signal 9" in caplog.messages[0] and all("the device is not free yet" in message for message in caplog.messages[1:])
+    assert "signal 9" in caplog.messages[0] and all(
+        "the device is not free yet" in message for message in caplog.messages[1:]
+    )
 
 
-def test_a_fault_in_making_text_brings_another_engine(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_making_text_brings_another_engine(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Watched(tokenizer_folder)
 
     async def main() -> None:

@@ -1,4 +1,6 @@
-"""Tool calls whose parameters are tags, whole and in arbitrary pieces, and the JSON values that they become."""
+"""Tool calls whose parameters are tags, whole and in arbitrary pieces, and the JSON values that they
+become.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from jengine.serving.parsers.values import argument, declared_types
 from tests.serving.test_parsers import TOOLS, cut, format_of, parsed
 from tests.text.conftest import byte_level, write
 
-SCHEMAS = {"f": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "m": {"type": ["string", "null"]}}, "g": {}}
+SCHEMAS = {
+    "f": {
+        "s": {"type": "string"},
+        "n": {"type": "integer"},
+        "o": {"type": "object"},
+        "m": {"type": ["string", "null"]},
+    },
+    "g": {},
+}
 PARSERS: dict[str, Callable[[], Parser]] = {
     "glm45": lambda: TaggedCalls(GLM, SCHEMAS),
     "glm45 thinking": lambda: Reasons(TaggedCalls(GLM, SCHEMAS), inside=False),
@@ -29,17 +39,28 @@ PARSERS: dict[str, Callable[[], Parser]] = {
 CASES: list[tuple[str, str, list[Event]]] = [
     (
         "glm45",
-        'Well\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a "b"\n</arg></arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n'
-        "</tool_call>\n<tool_call>g\n</tool_call> so",
+        (
+            "Well\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>a"
+            ' "b"\n</arg></arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n'
+            "</tool_call>\n<tool_call>g\n</tool_call> so"
+        ),
         [
-            *(Content("Well"), Call(0, "f"), Arguments(0, '{"s": "a \\"b\\"\\n</arg>", "n": 3}'), Call(1, "g"), Arguments(1, "{}")),
+            *(
+                Content("Well"),
+                Call(0, "f"),
+                Arguments(0, '{"s": "a \\"b\\"\\n</arg>", "n": 3}'),
+                Call(1, "g"),
+                Arguments(1, "{}"),
+            ),
             Content("so"),
         ],
     ),
     (
         "glm45",  # 4.7's, without newlines
-        '<tool_call>f<arg_key>o</arg_key><arg_value>{"a": [true, null]}</arg_value>'
-        "<arg_key>s</arg_key><arg_value>5</arg_value></tool_call>",
+        (
+            '<tool_call>f<arg_key>o</arg_key><arg_value>{"a": [true, null]}</arg_value>'
+            "<arg_key>s</arg_key><arg_value>5</arg_value></tool_call>"
+        ),
         [Call(0, "f"), Arguments(0, '{"o": {"a": [true, null]}, "s": "5"}')],
     ),
     ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>ab", [Call(0, "f"), Arguments(0, '{"s": "ab')]),
@@ -50,7 +71,11 @@ CASES: list[tuple[str, str, list[Event]]] = [
         [Call(0, "f"), Arguments(0, "{}"), Call(1, "g"), Arguments(1, "{}")],
     ),
     ("glm45", "a <tool_call>f</b> c", [Content("a <tool_call>f</b> c")]),
-    ("glm45", 'a <tool_call>\n{"name": "f"}</tool_call>', [Content('a <tool_call>\n{"name": "f"}</tool_call>')]),
+    (
+        "glm45",
+        'a <tool_call>\n{"name": "f"}</tool_call>',
+        [Content('a <tool_call>\n{"name": "f"}</tool_call>')],
+    ),
     ("glm45", "a <tool_call></tool_call>", [Content("a <tool_call></tool_call>")]),
     ("glm45", "a <tool_call>f<arg", [Content("a <tool_call>f<arg")]),
     (
@@ -60,19 +85,39 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ),
     (
         "minimax_m2",
-        'Well\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"a": "</x>"}</parameter>\n<parameter name="s">1\n</parameter>\n'
-        '</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
-        [Content("Well"), Call(0, "f"), Arguments(0, '{"o": {"a": "</x>"}, "s": "1\\n"}'), Call(1, "g"), Arguments(1, "{}")],
+        (
+            'Well\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"a":'
+            ' "</x>"}</parameter>\n<parameter name="s">1\n</parameter>\n</invoke>\n<invoke'
+            ' name="g">\n</invoke>\n</minimax:tool_call>'
+        ),
+        [
+            Content("Well"),
+            Call(0, "f"),
+            Arguments(0, '{"o": {"a": "</x>"}, "s": "1\\n"}'),
+            Call(1, "g"),
+            Arguments(1, "{}"),
+        ],
     ),
     (
         "minimax_m2",  # the end of the first call is missing
-        '<minimax:tool_call><invoke name="f"><parameter name="n">1</parameter><invoke name="g"></minimax:tool_call>so',
+        (
+            '<minimax:tool_call><invoke name="f"><parameter name="n">1</parameter><invoke'
+            ' name="g"></minimax:tool_call>so'
+        ),
         [Call(0, "f"), Arguments(0, '{"n": 1}'), Call(1, "g"), Arguments(1, "{}"), Content("so")],
     ),
     ("minimax_m2", 'a <minimax:tool_call> <invoke name="f">', [Content("a"), Call(0, "f")]),
     ("minimax_m2", "a <minimax:tool_call> b", [Content("a <minimax:tool_call> b")]),
-    ("minimax_m2", 'a <minimax:tool_call><invoke name="f g">', [Content('a <minimax:tool_call><invoke name="f g">')]),
-    ("minimax_m2", "a <minimax:tool_call>\n</minimax:tool_call>", [Content("a <minimax:tool_call>\n</minimax:tool_call>")]),
+    (
+        "minimax_m2",
+        'a <minimax:tool_call><invoke name="f g">',
+        [Content('a <minimax:tool_call><invoke name="f g">')],
+    ),
+    (
+        "minimax_m2",
+        "a <minimax:tool_call>\n</minimax:tool_call>",
+        [Content("a <minimax:tool_call>\n</minimax:tool_call>")],
+    ),
     (
         "minimax_m2 thinking",
         'hm\n</think>\n\n<minimax:tool_call><invoke name="g"></invoke>',
@@ -80,12 +125,27 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ),
     (
         "qwen3_coder",
-        "<tool_call>\n<function=f>\n<parameter=s>\nline\n\nline\n</parameter>\n<parameter=n>\n7\n</parameter>\n<parameter=m>\n7\n</parameter>\n"
-        "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
-        [Call(0, "f"), Arguments(0, '{"s": "line\\n\\nline", "n": 7, "m": "7"}'), Call(1, "g"), Arguments(1, "{}")],
+        (
+            "<tool_call>\n<function=f>\n<parameter=s>\nline\n\nline\n</parameter>\n<parameter=n>\n7\n</parameter>\n<parameter=m>\n7\n</parameter>\n"
+            "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>"
+        ),
+        [
+            Call(0, "f"),
+            Arguments(0, '{"s": "line\\n\\nline", "n": 7, "m": "7"}'),
+            Call(1, "g"),
+            Arguments(1, "{}"),
+        ],
     ),
-    ("qwen3_coder", "<tool_call><function=f><parameter=s>\n\n</parameter>", [Call(0, "f"), Arguments(0, '{"s": ""')]),
-    ("qwen3_coder", '<tool_call>\n{"name": "f"}\n</tool_call>', [Content('<tool_call>\n{"name": "f"}\n</tool_call>')]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=s>\n\n</parameter>",
+        [Call(0, "f"), Arguments(0, '{"s": ""')],
+    ),
+    (
+        "qwen3_coder",
+        '<tool_call>\n{"name": "f"}\n</tool_call>',
+        [Content('<tool_call>\n{"name": "f"}\n</tool_call>')],
+    ),
 ]
 
 
@@ -95,8 +155,15 @@ def test_whole(name: str, text: str, events: list[Event]) -> None:
     assert parsed(PARSERS[name](), *text) == events, "character by character"
 
 
-TAGS = {tag for tags in (GLM, MINIMAX, QWEN_CODER) for tag in dataclasses.astuple(tags) if isinstance(tag, str) and tag}
-FRAGMENTS = st.sampled_from([*sorted(TAGS), *sorted(TAGS), *"fgsno", "<", ">", '"', " ", "\n", "{", "1", "<think>", "</think>"])
+TAGS = {
+    tag
+    for tags in (GLM, MINIMAX, QWEN_CODER)
+    for tag in dataclasses.astuple(tags)
+    if isinstance(tag, str) and tag
+}
+FRAGMENTS = st.sampled_from(
+    [*sorted(TAGS), *sorted(TAGS), *"fgsno", "<", ">", '"', " ", "\n", "{", "1", "<think>", "</think>"]
+)
 TEXTS = st.lists(FRAGMENTS, max_size=16).map("".join)
 
 
@@ -106,7 +173,9 @@ def test_cuts_change_nothing(name: str, text: str, places: list[int]) -> None:
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 250), max_size=12))
-def test_cuts_of_what_models_write_change_nothing(case: tuple[str, str, list[Event]], places: list[int]) -> None:
+def test_cuts_of_what_models_write_change_nothing(
+    case: tuple[str, str, list[Event]], places: list[int]
+) -> None:
     name, text, events = case
     assert parsed(PARSERS[name](), *cut(text, places)) == events
 
@@ -120,14 +189,26 @@ def test_no_text_is_lost_where_there_is_no_call(name: str, text: str) -> None:
 
 def test_strings_come_before_their_end() -> None:
     parser = TaggedCalls(GLM, SCHEMAS)
-    assert parser.push("<tool_call>f<arg_key>s</arg_key><arg_value>a\tb</") == [Call(0, "f"), Arguments(0, '{"s": "a\\tb')]
+    assert parser.push("<tool_call>f<arg_key>s</arg_key><arg_value>a\tb</") == [
+        Call(0, "f"),
+        Arguments(0, '{"s": "a\\tb'),
+    ]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["s", "n", "o", "m", "x"]), st.text('ab<>/"\\\n5e{}[]:, nulltrue', max_size=12)), max_size=4))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["s", "n", "o", "m", "x"]), st.text('ab<>/"\\\n5e{}[]:, nulltrue', max_size=12)
+        ),
+        max_size=4,
+    )
+)
 def test_what_tags_become_is_json(parameters: list[tuple[str, str]]) -> None:
     """Whatever a value's text, arguments are JSON, and strings are the text."""
     text = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in parameters)
-    _, *rest = parsed(TaggedCalls(QWEN_CODER, SCHEMAS), f"<tool_call><function=f>{text}</function></tool_call>")
+    _, *rest = parsed(
+        TaggedCalls(QWEN_CODER, SCHEMAS), f"<tool_call><function=f>{text}</function></tool_call>"
+    )
     [arguments] = [event for event in rest if isinstance(event, Arguments)]
     found = json.loads(arguments.text, object_pairs_hook=list)
     assert [key for key, _ in found] == [key for key, _ in parameters]
@@ -136,7 +217,9 @@ def test_what_tags_become_is_json(parameters: list[tuple[str, str]]) -> None:
 
 def test_types_of_values() -> None:
     every = {"type": ["integer", "null"], "anyOf": [{"type": "string"}, {"enum": [True, 1.5]}, 3]}
-    assert declared_types(every) == {"integer", "null", "string", "boolean", "number"} and not declared_types({"$ref": "#"})
+    assert declared_types(every) == {"integer", "null", "string", "boolean", "number"} and not declared_types(
+        {"$ref": "#"}
+    )
     assert declared_types({"enum": ["a", "b"]}) == {"string"} and not declared_types(True)
     for text, types, expected in (
         ("5", {"number"}, "5"),
@@ -152,10 +235,24 @@ def test_types_of_values() -> None:
 
 
 def test_values_have_the_types_of_the_tools_schema(tmp_path: Path) -> None:
-    form = format_of(write(byte_level(), tmp_path), "{# <arg_key> </think> #}{{ enable_thinking }}{{ tools }}")
+    form = format_of(
+        write(byte_level(), tmp_path), "{# <arg_key> </think> #}{{ enable_thinking }}{{ tools }}"
+    )
     text = "<think>hm</think>\n<tool_call>f<arg_key>n</arg_key><arg_value>3</arg_value></tool_call>"
-    untyped = [{"type": "function", "function": {"name": "f", "parameters": None}}, {"type": "function", "function": {"name": "g"}}]
-    string = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "string"}}}}}]
+    untyped = [
+        {"type": "function", "function": {"name": "f", "parameters": None}},
+        {"type": "function", "function": {"name": "g"}},
+    ]
+    string = [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"properties": {"n": {"type": "string"}}}},
+        }
+    ]
     for tools, value in ((TOOLS, "3"), (untyped, "3"), (string, '"3"')):
-        assert form.read(text, "<|assistant|>", tools) == [Reasoning("hm"), Call(0, "f"), Arguments(0, f'{{"n": {value}}}')]
+        assert form.read(text, "<|assistant|>", tools) == [
+            Reasoning("hm"),
+            Call(0, "f"),
+            Arguments(0, f'{{"n": {value}}}'),
+        ]
     assert form.read("so", "<|assistant|>\n<think></think>", TOOLS) == [Content("so")], "thinking is off"

@@ -41,7 +41,9 @@ def test_targets_and_the_keys_name_reach_the_engine(make_server: MakeServer, tmp
         client.generate([1, 2], max_tokens=1, ttft_ms=250.0)
         client.chat([{"role": "user", "content": "hi"}], max_tokens=1, tpot_ms=20)
         with grpc.insecure_channel(server.address) as channel:
-            GRPCInferenceServiceStub(with_key(channel, ANNA)).ModelInfer(kserve_request(max_tokens=1, ttft_ms=5.5, tpot_ms=6.5))
+            GRPCInferenceServiceStub(with_key(channel, ANNA)).ModelInfer(
+                kserve_request(max_tokens=1, ttft_ms=5.5, tpot_ms=6.5)
+            )
         assert seen == [(250.0, None, "key anna"), (None, 20.0, "key anna"), (5.5, 6.5, "key anna")]
         server.wait_until_idle()
 
@@ -67,7 +69,9 @@ def test_the_strategy_can_be_changed_while_requests_run(make_server: MakeServer)
                 await other.set_strategy("memory")
 
         asyncio.run(main())
-        with pytest.raises(InvalidArgument, match="strategy='speed': must be one of throughput, latency, memory, auto"):
+        with pytest.raises(
+            InvalidArgument, match="strategy='speed': must be one of throughput, latency, memory, auto"
+        ):
             client.set_strategy("speed")
         client.generate([1, 2], max_tokens=2)
         assert client.load().strategy == "memory"

@@ -61,7 +61,11 @@ def test_clients_take_turns() -> None:
         assert len(jobs.begun) == THREADS, "no more at once"
         for _ in range(7):
             jobs.release.release()
-        assert [await task for task in (*many, one, third)] == [*(f"many {i}" for i in range(5)), "one", "third"]
+        assert [await task for task in (*many, one, third)] == [
+            *(f"many {i}" for i in range(5)),
+            "one",
+            "third",
+        ]
         assert jobs.begun.index("third") < jobs.begun.index("many 3")
         assert not work._clients and not work._bytes
 
@@ -109,9 +113,18 @@ def test_too_much_text() -> None:
 
 def test_statuses() -> None:
     full = refusal(Busy("full", 1.5, "text_work"))
-    assert (full.code, full.message, full.cause, full.retry_seconds) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "text_work", 1.5)
+    assert (full.code, full.message, full.cause, full.retry_seconds) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "full",
+        "text_work",
+        1.5,
+    )
     slow = refusal(SlowReader("not read"))
-    assert (slow.code, slow.cause, slow.retry_seconds) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", None), "not to be tried again"
+    assert (slow.code, slow.cause, slow.retry_seconds) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "slow_reader",
+        None,
+    ), "not to be tried again"
 
 
 def test_errors_are_the_callers() -> None:

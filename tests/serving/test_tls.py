@@ -34,7 +34,10 @@ def config_of(pair: Pair, **options: object) -> ServerConfig:
 
 
 def test_a_certificate_that_is_not_valid_now_is_an_error(ours: Authority) -> None:
-    for begins, ends, limit in ((-2 * DAY, -DAY, "the certificate of CN=old expired on 20"), (DAY, 2 * DAY, "is not valid before 20")):
+    for begins, ends, limit in (
+        (-2 * DAY, -DAY, "the certificate of CN=old expired on 20"),
+        (DAY, 2 * DAY, "is not valid before 20"),
+    ):
         with pytest.raises(InvalidArgument, match=limit) as refused:
             Tls(config_of(ours.sign("old", begins=begins, ends=ends)))
         assert refused.value.field == "tls_cert"
@@ -43,7 +46,9 @@ def test_a_certificate_that_is_not_valid_now_is_an_error(ours: Authority) -> Non
         Tls(config_of(ours.sign("server"), tls_client_ca=old.cert))
 
 
-def test_an_expired_authority_beside_a_valid_one_is_warned_of(ours: Authority, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_expired_authority_beside_a_valid_one_is_warned_of(
+    ours: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
     pair, bundle = ours.sign("server", ends=30 * DAY), ours.folder / "bundle.pem"
     valid, old = ours.sign("valid", ends=30 * DAY), ours.sign("old", begins=-2 * DAY, ends=-DAY)
     bundle.write_bytes(old.cert.read_bytes() + valid.cert.read_bytes())
@@ -120,7 +125,9 @@ def test_certificates_are_replaced(ours: Authority, caplog: pytest.LogCaptureFix
 
 def channel_to(address: str, authority: Authority) -> grpc.aio.Channel:
     options = [("grpc.use_local_subchannel_pool", 1)]
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(authority.cert.read_bytes()), options)
+    return grpc.aio.secure_channel(
+        address, grpc.ssl_channel_credentials(authority.cert.read_bytes()), options
+    )
 
 
 def seen(address: str) -> bytes:
@@ -131,7 +138,10 @@ def seen(address: str) -> bytes:
     context.set_alpn_protocols(["h2"])
     import socket
 
-    with socket.create_connection((host, int(port)), timeout=20) as plain, context.wrap_socket(plain) as connection:
+    with (
+        socket.create_connection((host, int(port)), timeout=20) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
         return connection.getpeercert(binary_form=True) or b""
 
 
@@ -141,7 +151,10 @@ def test_keys_are_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     access = Access(ServerConfig(api_keys=file), Metrics())
 
     async def run() -> None:
-        async with serving(interceptors=access.interceptors) as address, grpc.aio.insecure_channel(address) as channel:
+        async with (
+            serving(interceptors=access.interceptors) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
 
             async def answers() -> list[str]:
                 return [await ask(channel, WHO, ("authorization", f"Bearer {key}")) for key in (KEY, OTHER)]
@@ -161,7 +174,10 @@ def test_keys_are_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, "jengine.serving"):
         asyncio.run(run())
     reloads = [record.getMessage() for record in caplog.records if "reload" in record.getMessage()]
-    assert reloads[0] == "reloaded 1 API keys" and [line.startswith("reload failed") for line in reloads[1:]] == [True] * 3
+    assert (
+        reloads[0] == "reloaded 1 API keys"
+        and [line.startswith("reload failed") for line in reloads[1:]] == [True] * 3
+    )
     assert "cannot be read: No such file" in reloads[-1]
 
 

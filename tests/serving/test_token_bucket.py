@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from jengine.serving.guards.token_bucket import ROUNDING, TokenBucket
 
-EVENTS = st.lists(st.tuples(st.floats(0, 300), st.integers(0, 500)), max_size=40)  # seconds since the last one, tokens
+# seconds since the last one, tokens
+EVENTS = st.lists(st.tuples(st.floats(0, 300), st.integers(0, 500)), max_size=40)
 
 
 @given(st.integers(1, 10_000), EVENTS)
@@ -25,7 +26,9 @@ def test_no_more_than_what_flows_in(per_minute: int, events: list[tuple[float, i
 
 
 @given(st.integers(1, 10_000), EVENTS)
-def test_who_comes_when_told_may_start_and_not_before(per_minute: int, events: list[tuple[float, int]]) -> None:
+def test_who_comes_when_told_may_start_and_not_before(
+    per_minute: int, events: list[tuple[float, int]]
+) -> None:
     bucket, now = TokenBucket(per_minute, 0.0), 0.0
     for seconds, tokens in events:
         now += seconds
@@ -41,7 +44,9 @@ def test_who_comes_when_told_may_start_and_not_before(per_minute: int, events: l
 def test_idle_time_is_not_saved_up(per_minute: int, idle: float) -> None:
     bucket = TokenBucket(per_minute, 0.0)
     bucket.charge(per_minute, idle)
-    assert bucket.seconds_until_ready(idle) == pytest.approx(60.0 / per_minute), "a minute's tokens are gone, however long it was idle"
+    assert bucket.seconds_until_ready(idle) == pytest.approx(60.0 / per_minute), (
+        "a minute's tokens are gone, however long it was idle"
+    )
 
 
 def test_a_new_limit_keeps_the_debt() -> None:

@@ -36,7 +36,9 @@ def test_over_grpc(mock_server: MockServer) -> None:
         assert asyncio.run(main()).facts == trace.facts
 
 
-def test_only_admins_may_ask(make_server: MakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_admins_may_ask(
+    make_server: MakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("\n".join((hash_line(ANNA, "anna"), hash_line(ADMIN, "root", "admin=1"))))
     (tmp_path / "anna").write_text(ANNA)
@@ -56,13 +58,30 @@ def test_only_admins_may_ask(make_server: MakeServer, tmp_path: Path, capsys: py
 def test_commands(mock_server: MockServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "of the server.json"
     assert cli.main(["trace", mock_server.address, "--output", str(file), "--seconds", "5"]) == 0
-    assert "https://ui.perfetto.dev" in capsys.readouterr().err and "traceEvents" in json.loads(file.read_text())
+    assert "https://ui.perfetto.dev" in capsys.readouterr().err and "traceEvents" in json.loads(
+        file.read_text()
+    )
     assert cli.main(["explain", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"bound": "idle", "seconds": 0, "steps": 0, "shares": {}, "findings": []}
+    assert json.loads(capsys.readouterr().out) == {
+        "bound": "idle",
+        "seconds": 0,
+        "steps": 0,
+        "shares": {},
+        "findings": [],
+    }
     for arguments, message in (
         (["trace", mock_server.address, "--seconds", "0"], "seconds=0.0: must be a finite number above 0"),
-        (["trace", mock_server.address, "--output", str(tmp_path / "none" / "x")], "cannot be written: No such file"),
-        (["trace", "nofile.json"], "server='nofile.json': must be HOST:PORT of a running server; `jengine explain` reads saved traces"),
+        (
+            ["trace", mock_server.address, "--output", str(tmp_path / "none" / "x")],
+            "cannot be written: No such file",
+        ),
+        (
+            ["trace", "nofile.json"],
+            (
+                "server='nofile.json': must be HOST:PORT of a running server; `jengine explain` reads saved"
+                " traces"
+            ),
+        ),
         (["trace", str(file)], "must be HOST:PORT of a running server"),
         (["explain", str(tmp_path / "anna")], "jengine: error: "),
         (["explain", __file__], "was not saved by `jengine trace` or Trace.save"),
@@ -78,7 +97,10 @@ def test_clients_that_do_not_read(make_server: MakeServer) -> None:
             next(stream)
             wait_until(lambda: client.trace().readers.waiting == 1)  # type: ignore[union-attr]
             [finding] = explain(client.trace()).findings
-            assert finding.name == "slow_readers" and finding.summary == "1 of 1 streams wait for their clients to read"
+            assert (
+                finding.name == "slow_readers"
+                and finding.summary == "1 of 1 streams wait for their clients to read"
+            )
             stream.cancel()
         wait_until(lambda: client.trace().readers.streams == 0)  # type: ignore[union-attr]
         server.wait_until_idle()

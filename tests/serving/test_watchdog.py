@@ -45,16 +45,29 @@ def test_silence() -> None:
     assert verdicts((60, None), (0.1, None)) == [False, True]
     for phase in (IDLE, WORKING):
         assert verdicts((1, Beat(phase, 1, 0.0)), (10, None), (0.1, None)) == [False, False, True]
-        assert verdicts((1, Beat(phase, 1, 0.0)), (10, None), (0.1, Beat(phase, 2, 0.0)), (10, None)) == [False] * 4
+        assert (
+            verdicts((1, Beat(phase, 1, 0.0)), (10, None), (0.1, Beat(phase, 2, 0.0)), (10, None))
+            == [False] * 4
+        )
 
 
 def test_a_loop_without_turns() -> None:
     working = Beat(WORKING, 7, 0.0)
     assert verdicts((1, working), (10, working), (0.1, working)) == [False, False, True]
-    assert verdicts((1, working), (10, working), (0.1, Beat(WORKING, 8, 0.0)), (10, Beat(WORKING, 8, 0.0))) == [False] * 4
-    assert verdicts((1, working), (9, None), (1, working), (0.1, working)) == [False, False, False, True], "some beats come late"
+    assert (
+        verdicts((1, working), (10, working), (0.1, Beat(WORKING, 8, 0.0)), (10, Beat(WORKING, 8, 0.0)))
+        == [False] * 4
+    )
+    assert verdicts((1, working), (9, None), (1, working), (0.1, working)) == [
+        False,
+        False,
+        False,
+        True,
+    ], "some beats come late"
     for phase in (STARTING, IDLE):
-        assert verdicts(*[(100, Beat(phase, 7, 0.0))] * 3) == [False] * 3, "it has nothing to do, or is not there yet"
+        assert verdicts(*[(100, Beat(phase, 7, 0.0))] * 3) == [False] * 3, (
+            "it has nothing to do, or is not there yet"
+        )
 
 
 def test_long_steps_have_time() -> None:
@@ -86,7 +99,9 @@ def test_a_heartbeat_knows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def watched(limit: float = 1.5, engine: str = MOCK, **options: Any) -> Iterator[tuple[EngineProcess, list[Any], list[Any]]]:
+def watched(
+    limit: float = 1.5, engine: str = MOCK, **options: Any
+) -> Iterator[tuple[EngineProcess, list[Any], list[Any]]]:
     """A running engine process, the errors of its callers, and its ends."""
     deaths: list[Any] = []
     ends: list[Any] = []
@@ -108,7 +123,9 @@ def test_a_stopped_process_is_given_up(busy: bool) -> None:
             wait_until(lambda: process.load.running == 1)
         os.kill(process.pid or 0, signal.SIGSTOP)
         wait_until(lambda: bool(ends))
-        assert deaths == ends and isinstance(deaths[0], EngineDead) and "has not answered for" in str(deaths[0])
+        assert (
+            deaths == ends and isinstance(deaths[0], EngineDead) and "has not answered for" in str(deaths[0])
+        )
         wait_until(lambda: not alive(process.pid or 0))
 
 
@@ -166,7 +183,9 @@ def test_without_a_watchdog_it_may_stand_still() -> None:
         assert not deaths
 
 
-def test_callers_do_not_wait_for_one_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_callers_do_not_wait_for_one_that_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its end never comes, as where a driver holds it."""
     order: list[str] = []
 
@@ -212,7 +231,9 @@ def metrics_of(server: ServerProcess) -> str:
 
 def test_a_server_replaces_an_engine_that_is_stopped(tokenizer_folder: Path) -> None:
     options = {"metrics_port": 0, "watchdog_seconds": 1.5}
-    with mock_process(tokenizer_folder, seconds=0.02, max_model_len=10**6, pages=10**6, server=options) as server:
+    with mock_process(
+        tokenizer_folder, seconds=0.02, max_model_len=10**6, pages=10**6, server=options
+    ) as server:
         server.wait_until_ready()
         with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
             watch = HealthWatch(channel)
@@ -282,8 +303,11 @@ def test_a_stopped_engine_does_not_outlive_its_server(tokenizer_folder: Path) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_parent_that_died_before_the_call() -> None:
     code = (
-        "import sys\nfrom jengine.serving.processes.parent_death import die_with_parent\ndie_with_parent(int(sys.argv[1]))\nprint('alive')"
+        "import sys\nfrom jengine.serving.processes.parent_death import"
+        " die_with_parent\ndie_with_parent(int(sys.argv[1]))\nprint('alive')"
     )
     for parent, printed in ((os.getpid(), "alive\n"), (1 if os.getpid() != 1 else 2, "")):
-        done = subprocess.run([sys.executable, "-c", code, str(parent)], stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(parent)], stdout=subprocess.PIPE, text=True, check=False
+        )
         assert (done.stdout, done.returncode) == (printed, 0 if printed else 1)

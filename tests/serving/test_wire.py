@@ -94,13 +94,23 @@ ID, TOKEN = st.text(st.characters(codec="utf-8")), st.integers(0, 2**31)
 REASONS = st.none() | st.sampled_from(("stop", "length", "abort", "error"))
 COUNT = st.integers(0, 2**40)
 UPDATES = st.builds(
-    TokenUpdate, ID, TOKEN, REASONS, st.none() | TOKEN | ID, st.none() | LOGPROBS, st.integers(0, 9), st.floats(0, 1e9), COUNT
+    TokenUpdate,
+    ID,
+    TOKEN,
+    REASONS,
+    st.none() | TOKEN | ID,
+    st.none() | LOGPROBS,
+    st.integers(0, 9),
+    st.floats(0, 1e9),
+    COUNT,
 )
 DECISIONS = st.lists(st.tuples(ID, COUNT), max_size=2).map(tuple)
 GROUPS = st.lists(ID, max_size=2).map(tuple)
 SCORES = st.builds(PromptScores, ID, TOKEN, st.lists(TOKEN), st.lists(LOGPROBS, max_size=3))
 FOUND = st.none() | st.lists(st.builds(ScoredToken, TOKEN, LOGPROBS), max_size=2)
-BEAMS = st.lists(st.builds(Beam, st.lists(TOKEN), st.floats(-1e9, 0), REASONS.filter(bool), FOUND), max_size=3)
+BEAMS = st.lists(
+    st.builds(Beam, st.lists(TOKEN), st.floats(-1e9, 0), REASONS.filter(bool), FOUND), max_size=3
+)
 THREE = st.tuples(COUNT, COUNT, COUNT)
 HOST = {name: COUNT for name in Load._fields if name.startswith("host_")}
 BATCHES = st.builds(
@@ -135,7 +145,10 @@ def send(messages: Sequence[Message], kind: Any, cuts: list[int]) -> list[Any]:
 
 
 POOLINGS = st.builds(
-    PoolingParams, pooling=st.sampled_from(("last", "mean")), normalize=st.booleans(), dimensions=st.none() | COUNT.filter(bool)
+    PoolingParams,
+    pooling=st.sampled_from(("last", "mean")),
+    normalize=st.booleans(),
+    dimensions=st.none() | COUNT.filter(bool),
 )
 SEARCHES = st.builds(
     BeamSearchParams,
@@ -182,7 +195,10 @@ def test_requests(
         for i, params in enumerate(each)
         for j in range(2)
     ]
-    got = [requests_of(order, None) for order in send([add_order(tuple(requests)) for requests in given], Order, cuts)]
+    got = [
+        requests_of(order, None)
+        for order in send([add_order(tuple(requests)) for requests in given], Order, cuts)
+    ]
     plain = {name: getattr(SamplingParams(), name) for name in TEXT_FIELDS}
     for requests in given:
         for request in requests:
@@ -204,12 +220,18 @@ OPERATIONS = (
     | st.builds(GetTrace, st.none() | st.floats(allow_nan=False, allow_infinity=False))
     | st.builds(WriteProfile, st.builds(ProfileOptions, rate=st.integers(1, 1000)), ID, COUNT)
 )
-ERRORS = st.builds(InvalidArgument, ID, ID | COUNT, ID) | st.builds(ModelError, ID) | st.builds(ZeroDivisionError, ID)
+ERRORS = (
+    st.builds(InvalidArgument, ID, ID | COUNT, ID)
+    | st.builds(ModelError, ID)
+    | st.builds(ZeroDivisionError, ID)
+)
 
 
 @given(st.lists(OPERATIONS, max_size=5), st.lists(st.integers(0, 10**6), max_size=9))
 def test_operations(operations: list[Operation[Any]], cuts: list[int]) -> None:
-    orders = [Do(number, type(one).__name__, msgspec.json.encode(one)) for number, one in enumerate(operations)]
+    orders = [
+        Do(number, type(one).__name__, msgspec.json.encode(one)) for number, one in enumerate(operations)
+    ]
     got = send(orders, Order, cuts)
     assert [order.number for order in got] == list(range(len(operations)))
     assert [decode_operation(order.operation, order.arguments) for order in got] == operations
@@ -230,19 +252,31 @@ def test_answers(number: int, answer: bool | Exception, cuts: list[int]) -> None
     assert (got.number, ResetPrefixCache().answer_of(got.answer)) == (number, answer is True)
     if isinstance(answer, Exception):
         told = error_of(got.error, JengineError)
-        assert type(told) is (type(answer) if isinstance(answer, JengineError) else JengineError) and str(answer) in str(told)
+        assert type(told) is (type(answer) if isinstance(answer, JengineError) else JengineError) and str(
+            answer
+        ) in str(told)
 
 
 def test_samples_share_their_prompt() -> None:
-    requests = [Request(request_id=str(i), prompt_token_ids=list(range(1000)), params=SamplingParams(), sample_index=i) for i in range(64)]
+    requests = [
+        Request(
+            request_id=str(i), prompt_token_ids=list(range(1000)), params=SamplingParams(), sample_index=i
+        )
+        for i in range(64)
+    ]
     one, all_of_them = len(frame(add_order((requests[0],)))), len(frame(add_order(tuple(requests))))
     assert all_of_them < 2 * one
 
 
 def test_samples_share_their_parameters() -> None:
     """On either side, only the first sample has the prompt's log probabilities."""
-    first, others = params_of_samples(SamplingParams(n=64, stop_token_ids=[7], allowed_token_ids=list(range(10_000)), prompt_logprobs=2))
-    requests = [Request(request_id=str(i), prompt_token_ids=[5], params=others if i else first, sample_index=i) for i in range(64)]
+    first, others = params_of_samples(
+        SamplingParams(n=64, stop_token_ids=[7], allowed_token_ids=list(range(10_000)), prompt_logprobs=2)
+    )
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=[5], params=others if i else first, sample_index=i)
+        for i in range(64)
+    ]
     one, all_of_them = len(frame(add_order((requests[0],)))), len(frame(add_order(tuple(requests))))
     assert all_of_them < 1.1 * one
     assert requests_of(send([add_order(tuple(requests))], Order, [])[0], None) == requests
@@ -286,7 +320,12 @@ def test_an_order_is_no_report() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidArgument("seed", [1, "x"], "too odd"), ModelError("no weights", file="a.safetensors", tensor="x"), OutOfMemory("no")]
+    "error",
+    [
+        InvalidArgument("seed", [1, "x"], "too odd"),
+        ModelError("no weights", file="a.safetensors", tensor="x"),
+        OutOfMemory("no"),
+    ],
 )
 def test_errors_of_users_are_what_they_were(error: Exception) -> None:
     got = error_of(failed(error))

@@ -1,5 +1,6 @@
-"""A user's program with tritonclient, in a separate process, since its descriptors have the same names as ours.
-Prints JSON."""
+"""A user's program with tritonclient, in a separate process, since its descriptors have the same names as
+ours. Prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from tritonclient.utils import InferenceServerException  # noqa: E402
 
 
 def tensor(name: str, value: Any, datatype: str) -> triton.InferInput:
-    array = np.array([value.encode()], dtype=np.object_) if datatype == "BYTES" else np.array([value], triton.triton_to_np_dtype(datatype))
+    array = (
+        np.array([value.encode()], dtype=np.object_)
+        if datatype == "BYTES"
+        else np.array([value], triton.triton_to_np_dtype(datatype))
+    )
     tensor = triton.InferInput(name, [1], datatype)
     tensor.set_data_from_numpy(array)
     return tensor
@@ -60,21 +65,34 @@ def main(address: str) -> None:
         "metadata": client.get_model_metadata("mock", as_json=True),
     }
     text = tensor("text_input", "The quick brown fox", "BYTES")
-    whole = client.infer("mock", [text, tensor("max_tokens", 9, "INT32"), tensor("temperature", 0.0, "FP32")], request_id="7")
+    whole = client.infer(
+        "mock", [text, tensor("max_tokens", 9, "INT32"), tensor("temperature", 0.0, "FP32")], request_id="7"
+    )
     got["whole"] = [element.decode() for element in whole.as_numpy("text_output")]
     got["id"] = whole.get_response().id
-    many = client.infer("mock", [text], outputs=[triton.InferRequestedOutput("text_output")], parameters={"n": 3, "max_tokens": 9})
+    many = client.infer(
+        "mock",
+        [text],
+        outputs=[triton.InferRequestedOutput("text_output")],
+        parameters={"n": 3, "max_tokens": 9},
+    )
     got["many"] = [element.decode() for element in many.as_numpy("text_output")]
     got["outputs"] = [output.name for output in many.get_response().outputs]
     try:
         client.infer("mock", [text], parameters={"temperature": -1.0})
     except InferenceServerException as error:
         got["error"] = [error.status(), error.message()]
-    got["stream"] = streamed(client, [{"inputs": [text], "request_id": "a", "parameters": {"max_tokens": 40}}])
+    got["stream"] = streamed(
+        client, [{"inputs": [text], "request_id": "a", "parameters": {"max_tokens": 40}}]
+    )
     got["mixed"] = streamed(
         client,
         [
-            {"inputs": [text], "request_id": "a", "parameters": {"max_tokens": 40, "sampling_parameters": '{"stop": ["quick"]}'}},
+            {
+                "inputs": [text],
+                "request_id": "a",
+                "parameters": {"max_tokens": 40, "sampling_parameters": '{"stop": ["quick"]}'},
+            },
             {"inputs": [text], "request_id": "b", "parameters": {"max_tokens": 40, "warmth": 1.0}},
             {"inputs": [text], "request_id": "c", "parameters": {"max_tokens": 5}},
         ],

@@ -18,7 +18,10 @@ def make_costs(table: ProgramTable, base: float = 1e-3, token: float = 1e-5, hos
     """Linear in a step's tokens, padding included; the host needs the same time before and after a step."""
     costs = StepCosts(
         table,
-        {**{key: base + token * table.tokens(key) for key in table.trunks()}, **{key: 1e-6 * key.rows for key in table.samplers()}},
+        {
+            **{key: base + token * table.tokens(key) for key in table.trunks()},
+            **{key: 1e-6 * key.rows for key in table.samplers()},
+        },
         slopes=Slopes(context=1e-7, longest=1e-8, attended=1e-8),
     )
     for _ in range(100):
@@ -46,7 +49,9 @@ def make_shape(
     tokens = max_num_seqs + tiles * tile_size
     steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
     limits = {"max_num_seqs": max_num_seqs, "tile_size": tile_size}
-    table = ProgramTable.build(max_num_batched_tokens=tokens, page_buckets=page_buckets, steps=steps, **limits)
+    table = ProgramTable.build(
+        max_num_batched_tokens=tokens, page_buckets=page_buckets, steps=steps, **limits
+    )
     if options.get("batch_invariant"):
         table = ProgramTable.build_batch_invariant(tiles=tiles, **limits)
     return EngineShape(
@@ -68,7 +73,13 @@ def make_shape(
     )
 
 
-def poisson(seed: int, requests: int, rate: float, prompt: tuple[int, int] = (1, 60), output: tuple[int, int] = (1, 60)) -> Trace:
+def poisson(
+    seed: int,
+    requests: int,
+    rate: float,
+    prompt: tuple[int, int] = (1, 60),
+    output: tuple[int, int] = (1, 60),
+) -> Trace:
     """Requests that come at random, so many a second, with evenly drawn lengths."""
     draw, now, rows = random.Random(seed), 0.0, []
     for _ in range(requests):

@@ -49,17 +49,50 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
 
 def test_simulate_prints_percentiles(trace, capsys, no_model):
-    assert cli.main(["simulate", "demo", trace, "--max-num-seqs", "2", "--target-ttft-ms", "100", "--quiet"]) == 0
+    assert (
+        cli.main(["simulate", "demo", trace, "--max-num-seqs", "2", "--target-ttft-ms", "100", "--quiet"])
+        == 0
+    )
     text = capsys.readouterr().out
     assert no_model[0].max_num_seqs == 2
-    assert all(word in text for word in ("60 requests", "p95", "first token, ms", "goodput", "device busy", "preemption", "running"))
+    assert all(
+        word in text
+        for word in (
+            "60 requests",
+            "p95",
+            "first token, ms",
+            "goodput",
+            "device busy",
+            "preemption",
+            "running",
+        )
+    )
 
 
 def test_simulate_as_json_and_in_part(trace, capsys, tmp_path):
     plot = tmp_path / "plot.png"
-    assert cli.main(["simulate", "demo", trace, "--requests", "10", "--rate-scale", "0.5", "--json", "--quiet", "--plot", str(plot)]) == 0
+    assert (
+        cli.main(
+            [
+                "simulate",
+                "demo",
+                trace,
+                "--requests",
+                "10",
+                "--rate-scale",
+                "0.5",
+                "--json",
+                "--quiet",
+                "--plot",
+                str(plot),
+            ]
+        )
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
-    assert facts["requests"] == 10 and facts["in_target"] is None and facts["total"]["50"] > 0 and plot.exists()
+    assert (
+        facts["requests"] == 10 and facts["in_target"] is None and facts["total"]["50"] > 0 and plot.exists()
+    )
 
 
 def test_simulate_finds_the_engines_needed(trace, capsys):
@@ -91,7 +124,23 @@ def test_bad_arguments_are_named(trace, capsys, arguments, says):
 
 def test_tune_writes_options_that_engines_take(trace, capsys, tmp_path):
     out = tmp_path / "options.toml"
-    assert cli.main(["tune", "demo", trace, "--max-model-len", "128", "--objective", "throughput", "--out", str(out), "--quiet"]) == 0
+    assert (
+        cli.main(
+            [
+                "tune",
+                "demo",
+                trace,
+                "--max-model-len",
+                "128",
+                "--objective",
+                "throughput",
+                "--out",
+                str(out),
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     text = out.read_text()
     options = tomllib.loads(text)
     assert options["max_model_len"] == 128 and options["max_num_seqs"] > 4
@@ -121,6 +170,8 @@ def test_a_search_keeps_what_cannot_be_improved():
         tried.append(changes)
         return make_shape(max_num_seqs=changes.get("max_num_seqs", 16), num_pages=4000)
 
-    tuned = Search(shape_of, {"max_num_seqs": (1, 2, 16)}, poisson(1, 40, 1e3), Targets(), objective="throughput").run()
+    tuned = Search(
+        shape_of, {"max_num_seqs": (1, 2, 16)}, poisson(1, 40, 1e3), Targets(), objective="throughput"
+    ).run()
     assert shape.max_num_seqs == 16 and tuned.changes == {}
     assert tuned.before == tuned.after and tuned.tried == len(tried) == 4

@@ -27,10 +27,18 @@ def both(shape: EngineShape, trace: Trace) -> tuple[dict, dict]:
 TARGETS = st.sampled_from([np.nan, 1.0, 5.0, 50.0])
 SCHEDULING = st.one_of(
     st.fixed_dictionaries(
-        {"policy": st.sampled_from(["fcfs", "priority", "fair"]), "strategy": st.sampled_from(["throughput", "memory", "auto"])}
+        {
+            "policy": st.sampled_from(["fcfs", "priority", "fair"]),
+            "strategy": st.sampled_from(["throughput", "memory", "auto"]),
+        }
     ),
     st.fixed_dictionaries({"strategy": st.just("latency"), "on_late": st.sampled_from(["serve", "reject"])}),
-    st.fixed_dictionaries({"batching": st.sampled_from(["dynamic", "static"]), "batch_wait_ms": st.sampled_from([0.0, 3.0, 30.0])}),
+    st.fixed_dictionaries(
+        {
+            "batching": st.sampled_from(["dynamic", "static"]),
+            "batch_wait_ms": st.sampled_from([0.0, 3.0, 30.0]),
+        }
+    ),
 )
 
 
@@ -55,7 +63,8 @@ def test_fast_forward_changes_nothing(requests, blocks, priorities, clients, tar
         now += gap
         rows.append((now, prompt, output))
     ttft, tpot = np.array(targets[:count]).T
-    trace = make_trace(rows, prefixes=[tuple(ids) for ids in blocks[:count]], block=4, priorities=np.array(priorities[:count]),
+    trace = make_trace(rows, prefixes=[tuple(ids) for ids in blocks[:count]], block=4,
+        priorities=np.array(priorities[:count]),
                        clients=clients[:count], ttft_ms=ttft, tpot_ms=tpot)  # fmt: skip
     slow, fast = both(make_shape(**scheduling, **options), trace)
     np.testing.assert_equal(fast, slow)
@@ -65,7 +74,9 @@ def test_it_skips_most_calls_of_the_scheduler(monkeypatch):
     shape, trace = make_shape(), poisson(0, 20, rate=5.0, output=(40, 60))
     calls = []
     schedule = type(shape.scheduler()).schedule
-    monkeypatch.setattr("jengine.scheduling.scheduler.Scheduler.schedule", lambda self: calls.append(1) or schedule(self))
+    monkeypatch.setattr(
+        "jengine.scheduling.scheduler.Scheduler.schedule", lambda self: calls.append(1) or schedule(self)
+    )
     slow, fast = both(shape, trace)
     np.testing.assert_equal(fast, slow)
     one_by_one = slow["steps"]
@@ -79,13 +90,21 @@ def test_the_scheduler_itself_decides_the_same(monkeypatch, policy):
     trace = dataclasses.replace(trace, clients=["a", "b", "b"] * 20)
     quick = replay(shape, trace, fast_forward=False)
     monkeypatch.delattr("jengine.capacity.simulation.fast_forward.ConstantPredictor.seconds")
-    monkeypatch.setattr("jengine.capacity.simulation.fast_forward.FastForward.collect", lambda self, *step: self._scheduler.collect(*step))
-    np.testing.assert_equal(dataclasses.asdict(replay(shape, trace, fast_forward=False)), dataclasses.asdict(quick))
+    monkeypatch.setattr(
+        "jengine.capacity.simulation.fast_forward.FastForward.collect",
+        lambda self, *step: self._scheduler.collect(*step),
+    )
+    np.testing.assert_equal(
+        dataclasses.asdict(replay(shape, trace, fast_forward=False)), dataclasses.asdict(quick)
+    )
 
 
 @pytest.mark.parametrize("num_pages", [26, 200])
 def test_pages_that_nobody_can_find_are_not_kept_unless_a_sequence_comes_back(num_pages):
-    shape, trace = make_shape(num_pages=num_pages), poisson(0, 30, rate=200.0, prompt=(20, 30), output=(40, 60))
+    shape, trace = (
+        make_shape(num_pages=num_pages),
+        poisson(0, 30, rate=200.0, prompt=(20, 30), output=(40, 60)),
+    )
     slow, fast = both(shape, trace)
     np.testing.assert_equal(fast, slow)
     assert (slow["preemptions"].sum() > 0) == (num_pages == 26)

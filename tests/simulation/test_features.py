@@ -35,7 +35,9 @@ def conversations(requests: int, shared: int = 6) -> Trace:
     return make_trace(rows, prefixes=prefixes, block=4)
 
 
-def run(shape: EngineShape, trace: Trace, monkeypatch: pytest.MonkeyPatch) -> tuple[Outcome, list[Any], list[Scheduler]]:
+def run(
+    shape: EngineShape, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Outcome, list[Any], list[Scheduler]]:
     """The outcome, all plans, and the schedulers."""
     plans, schedulers, schedule = [], {}, Scheduler.schedule
 
@@ -71,7 +73,9 @@ def test_bursts_take_fewer_steps_and_less_of_the_host():
 
 def test_batch_invariant_steps_have_rows_or_tiles(monkeypatch):
     _, plans, _ = run(make_shape(batch_invariant=True, num_pages=60), poisson(1, 40, rate=300.0), monkeypatch)
-    assert not any(plan.trunk.rows and plan.trunk.tiles for plan in plans) and any(plan.trunk.tiles for plan in plans)
+    assert not any(plan.trunk.rows and plan.trunk.tiles for plan in plans) and any(
+        plan.trunk.tiles for plan in plans
+    )
 
 
 def test_pages_come_back_from_the_host(monkeypatch):

@@ -54,7 +54,11 @@ def test_azure(read):
 
 def test_burst_gpt_without_failed_requests(read):
     trace = read(BURST_GPT)
-    assert trace.arrivals.tolist() == [0, 40, 114.5] and trace.outputs.tolist() == [18, 230, 276] and trace.left_out == 1
+    assert (
+        trace.arrivals.tolist() == [0, 40, 114.5]
+        and trace.outputs.tolist() == [18, 230, 276]
+        and trace.left_out == 1
+    )
 
 
 def test_mooncakes_equal_ids_are_equal_tokens(read):
@@ -102,7 +106,10 @@ def test_rates_and_subsets(read):
         ("", "must have a first line of"),
         ('{"jengine_trace": 2}\n', "jengine_trace=2: must be 1"),
         ('{"jengine_trace": 1}\n{"arrival": 0, "prompt_tokens": 1}\n', "output_tokens.*is missing.*line 2"),
-        ('{"jengine_trace": 1}\n{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1, "prompt": "x"}\n', "no such field.*line 2"),
+        (
+            '{"jengine_trace": 1}\n{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1, "prompt": "x"}\n',
+            "no such field.*line 2",
+        ),
         ('{"jengine_trace": 1}\n', "at least one request"),
         (MOONCAKE + "{", "cannot be read.*line 3"),
         (MOONCAKE + "[]", "must be a JSON object.*line 3"),

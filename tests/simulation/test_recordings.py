@@ -39,7 +39,13 @@ def recorded(tmp_path):
         recorder = TraceRecorder(tmp_path / "trace")
         model: Any = SimpleNamespace(vocab_size=100_000, eos_token_ids=())
         table = ProgramTable.build(max_num_seqs=4, max_num_batched_tokens=36, tile_size=8)
-        limits = {"page_size": 4, "num_pages": 200, "max_num_seqs": 4, "max_num_batched_tokens": 36, "max_model_len": 512}
+        limits = {
+            "page_size": 4,
+            "num_pages": 200,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 36,
+            "max_model_len": 512,
+        }
         engine = Engine(model, NoModel(), Scheduler(table, **limits), recorder=recorder)  # type: ignore[arg-type]
         engine.add(*requests[:1])
         for request in requests[1:]:
@@ -79,7 +85,9 @@ def test_lengths_times_and_targets(recorded, tmp_path):
 
 def test_salts_keep_prefixes_apart(recorded):
     now = time.monotonic()
-    a, b, c = recorded(*[request(salt + str(i), SECRET, 2, arrival=now + i, cache_salt=salt) for i, salt in enumerate("xyx")]).prefixes
+    a, b, c = recorded(
+        *[request(salt + str(i), SECRET, 2, arrival=now + i, cache_salt=salt) for i, salt in enumerate("xyx")]
+    ).prefixes
     assert a == c and not {*a} & {*b}
 
 
@@ -88,7 +96,8 @@ def test_an_engine_that_starts_again_goes_on(recorded, tmp_path):
     trace = recorded(request("b", SECRET, 3, arrival=time.monotonic()))
     assert sorted(trace.outputs.tolist()) == [2, 3]
     lines = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
-    assert len(lines) == 3 and lines[1]["prefix"] != lines[2]["prefix"]  # the key of the hashes is another one
+    # the key of the hashes is another one
+    assert len(lines) == 3 and lines[1]["prefix"] != lines[2]["prefix"]
 
 
 @pytest.mark.parametrize("before", ["something else\n", '{"no": "trace"}\n'])

@@ -20,11 +20,16 @@ from tests.simulation.shapes import make_shape, poisson
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_alone_takes_what_its_steps_take(overlap):
-    """A prompt of 10 tokens in two tiles, and four rows. With overlap, the host's work hides behind the device's, but at both ends."""
+    """A prompt of 10 tokens in two tiles, and four rows. With overlap, the host's work hides behind the
+    device's, but at both ends.
+    """
     shape = make_shape(overlap=overlap)
     costs, table = shape.costs, shape.table
     outcome = replay(shape, make_trace([(5.0, 10, 5)]))
-    steps = [(TrunkKey(8, 2), Work(attended=55)), *[(TrunkKey(8, 0), Work(length, length)) for length in (11, 12, 13, 14)]]
+    steps = [
+        (TrunkKey(8, 2), Work(attended=55)),
+        *[(TrunkKey(8, 0), Work(length, length)) for length in (11, 12, 13, 14)],
+    ]
     device = [costs.seconds(trunk, table.sampler(trunk, "greedy"), work) for trunk, work in steps]
     prompt, row = costs.host_seconds(1, 2), costs.host_seconds(1, 0)
     assert (outcome.steps, outcome.refused) == (5, 0)
@@ -95,10 +100,13 @@ def test_targets_of_the_trace_come_before_the_others():
     trace = make_trace([(0.0, 10, 1), (1.0, 10, 1), (2.0, 10, 1)], ttft_ms=np.array([0.01, np.nan, np.nan]))
     outcome = replay(make_shape(), trace)
     assert in_target(outcome, trace, Targets(ttft_ms=100.0)).tolist() == [False, True, True]
-    assert in_target(outcome, trace, Targets(tpot_ms=0.01)).tolist() == [False, True, True]  # a single token has no gap
+    # a single token has no gap
+    assert in_target(outcome, trace, Targets(tpot_ms=0.01)).tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize(("fields", "names"), [({"ttft_ms": 0.0}, "target_ttft_ms"), ({"share": 1.5}, "target_share")])
+@pytest.mark.parametrize(
+    ("fields", "names"), [({"ttft_ms": 0.0}, "target_ttft_ms"), ({"share": 1.5}, "target_share")]
+)
 def test_bad_targets_are_named(fields, names):
     with pytest.raises(InvalidArgument, match=names):
         Targets(**fields)
@@ -113,7 +121,10 @@ def test_a_summary_says_what_the_columns_say():
     assert summary.output_tokens_per_second == pytest.approx(trace.outputs.sum() / outcome.end)
     assert summary.goodput == pytest.approx(in_target(outcome, trace, targets).sum() / outcome.end)
     text = report(summary, trace, targets, outcome)
-    assert f"{1e3 * np.median(first):,.1f}" in text and "within 20 ms to the first token and 2 ms per output token" in text
+    assert (
+        f"{1e3 * np.median(first):,.1f}" in text
+        and "within 20 ms to the first token and 2 ms per output token" in text
+    )
 
 
 def test_bars_show_where_values_are():
@@ -131,6 +142,10 @@ def test_a_plot_is_a_picture(tmp_path):
 
 def test_costlier_samplers_take_longer():
     shape, trace = make_shape(), poisson(5, 10, rate=10.0)
-    shape.costs.known.update({key: Cost(5e-3) for key in shape.table.samplers() if key.variant == "truncated"})
-    greedy, truncated = (replay(shape, trace, params=params) for params in (None, SamplingParams(top_p=0.9, ignore_eos=True)))
+    shape.costs.known.update(
+        {key: Cost(5e-3) for key in shape.table.samplers() if key.variant == "truncated"}
+    )
+    greedy, truncated = (
+        replay(shape, trace, params=params) for params in (None, SamplingParams(top_p=0.9, ignore_eos=True))
+    )
     assert truncated.device_seconds > 2 * greedy.device_seconds

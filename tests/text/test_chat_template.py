@@ -21,8 +21,14 @@ from tests.text.conftest import byte_level, write
 USER = {"role": "user", "content": '  Wie heißt <du> & "warum"? 🙂\n'}
 ANSWER = {"role": "assistant", "content": "<think>hm\n</think>\n\nIch heiße {{ 7 * 7 }} {% if %}.  "}
 SYSTEM = {"role": "system", "content": "Be brief.\nBe kind. "}
-TOOLS = [{"type": "function", "function": {"name": "größe", "parameters": {"b": ["<x>", 1.5, None], "a": {}}}}]
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "größe", "arguments": {"q": [1]}}}]}
+TOOLS = [
+    {"type": "function", "function": {"name": "größe", "parameters": {"b": ["<x>", 1.5, None], "a": {}}}}
+]
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "größe", "arguments": {"q": [1]}}}],
+}
 CONVERSATIONS = {
     "question": [USER],
     "system": [SYSTEM, USER],
@@ -64,8 +70,14 @@ def test_equals_transformers(folder: Path) -> None:
             known = ours.chat_templates["default"].names
             if "tools" in options and "tools" not in known:
                 continue
-            variables = {key: value for key, value in options.items() if key in ("enable_thinking", "date_string") and key in known}
-            plain = {key: value for key, value in options.items() if key not in ("enable_thinking", "date_string")}
+            variables = {
+                key: value
+                for key, value in options.items()
+                if key in ("enable_thinking", "date_string") and key in known
+            }
+            plain = {
+                key: value for key, value in options.items() if key not in ("enable_thinking", "date_string")
+            }
             try:
                 expected = theirs.apply_chat_template(messages, tokenize=False, **plain, **variables)
             except Exception:
@@ -91,7 +103,12 @@ def test_continues_inside_the_last_message(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="excludes continue_final_message"):
         chat_prompt(tokenizer, [USER, half], continue_final_message=True, add_generation_prompt=True)
     with pytest.raises(InvalidArgument, match="hides the last message"):
-        chat_prompt(tokenizer, [USER, half], continue_final_message=True, chat_template="{% set messages = 0 %}{{ bos_token }}")
+        chat_prompt(
+            tokenizer,
+            [USER, half],
+            continue_final_message=True,
+            chat_template="{% set messages = 0 %}{{ bos_token }}",
+        )
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
@@ -113,14 +130,19 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 
 
 def test_tools_take_the_template_made_for_them(tmp_path: Path) -> None:
-    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    several = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length }} tools"},
+    ]
     tokenizer = Tokenizer.load(folder_with(tmp_path, several))
     assert chat_prompt(tokenizer, [USER])["prompt"] == "plain"
     assert chat_prompt(tokenizer, [USER], tools=TOOLS)["prompt"] == "1 tools"
     assert chat_prompt(tokenizer, [USER], chat_template="{{ messages[0].role }}")["prompt"] == "user"
 
 
-@pytest.mark.parametrize("template", ["{% for %}", 7, [{"name": "default"}], ["default"], [{"name": "default", "template": 5}]])
+@pytest.mark.parametrize(
+    "template", ["{% for %}", 7, [{"name": "default"}], ["default"], [{"name": "default", "template": 5}]]
+)
 def test_a_template_that_cannot_be_read(template: Any, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(folder_with(tmp_path, template))
     with pytest.raises(ModelError, match=r"tokenizer_config.json"):
@@ -128,7 +150,10 @@ def test_a_template_that_cannot_be_read(template: Any, tmp_path: Path) -> None:
 
 
 def test_without_a_template(byte_level_folder: Path) -> None:
-    with pytest.raises(ModelError, match="the model has no chat template; generate continues plain text, or pass chat_template"):
+    with pytest.raises(
+        ModelError,
+        match="the model has no chat template; generate continues plain text, or pass chat_template",
+    ):
         chat_prompt(Tokenizer.load(byte_level_folder), [USER])
 
 
@@ -139,13 +164,25 @@ def test_without_a_template(byte_level_folder: Path) -> None:
         ("hello", "messages", "must be a list"),
         (["hello"], "messages[0]", 'must be a dict such as {"role"'),
         ([{3: "x"}], "messages[0]", "must be a dict"),
-        ([USER, {"role": "usr", "content": "x"}], "messages[1].role", "must be one of system, developer, user, assistant, tool"),
+        (
+            [USER, {"role": "usr", "content": "x"}],
+            "messages[1].role",
+            "must be one of system, developer, user, assistant, tool",
+        ),
         ([{"content": "x"}], "messages[0].role", "must be one of"),
         ([{"role": ["user"], "content": "x"}], "messages[0].role", "must be one of"),
         ([{"role": "user"}], "messages[0].content", "is missing"),
-        ([{"role": "assistant", "content": None}], "messages[0].content", "is missing; only an assistant's message with tool_calls"),
+        (
+            [{"role": "assistant", "content": None}],
+            "messages[0].content",
+            "is missing; only an assistant's message with tool_calls",
+        ),
         ([{"role": "user", "content": 5}], "messages[0].content", "must be text, or a list"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]", "only text is supported"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content[0]",
+            "only text is supported",
+        ),
         ([{"role": "user", "content": "x", "extra": object()}], "messages[0]", "must be plain JSON"),
         ([{"role": "assistant", "content": "x"}], "messages", "roles must alternate"),
         ([{"role": "tool", "content": "x", "tool_calls": 3}], "messages", "roles must alternate"),
@@ -172,11 +209,17 @@ def test_options_that_are_refused(options: dict[str, Any], message: str, byte_le
 def test_variables_that_a_template_lacks_are_ignored(byte_level_folder: Path) -> None:
     tokenizer = Tokenizer.load(byte_level_folder)
     plain = chat_prompt(tokenizer, [USER], chat_template=CHATML)
-    assert chat_prompt(tokenizer, [USER], chat_template=CHATML, chat_template_kwargs={"enable_thinking": False}) == plain
+    assert (
+        chat_prompt(tokenizer, [USER], chat_template=CHATML, chat_template_kwargs={"enable_thinking": False})
+        == plain
+    )
 
 
 def test_arguments_of_tool_calls_are_parsed(byte_level_folder: Path) -> None:
-    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }};{% endfor %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }};{% endfor %}{%"
+        " endfor %}"
+    )
 
     def shown(arguments: object) -> str:
         call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
@@ -185,7 +228,9 @@ def test_arguments_of_tool_calls_are_parsed(byte_level_folder: Path) -> None:
 
     assert shown('{"a": 1}') == shown({"a": 1}) == '{"a": 1};'
     assert shown("") == shown(None) == "{};"
-    with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_calls\[0\].function.arguments='\{a': must be JSON"):
+    with pytest.raises(
+        InvalidArgument, match=r"messages\[1\].tool_calls\[0\].function.arguments='\{a': must be JSON"
+    ):
         shown("{a")
 
 
@@ -197,7 +242,10 @@ def test_parts_of_a_text_are_joined(byte_level_folder: Path) -> None:
 
 
 def test_one_conversation_or_many() -> None:
-    assert conversations([USER]) == [[USER]] and conversations([[USER], [SYSTEM, USER]]) == [[USER], [SYSTEM, USER]]
+    assert conversations([USER]) == [[USER]] and conversations([[USER], [SYSTEM, USER]]) == [
+        [USER],
+        [SYSTEM, USER],
+    ]
     assert conversations([]) == [[]]
 
 
@@ -219,10 +267,10 @@ def test_the_sandbox(template: str) -> None:
 def test_only_those_who_chat_import_jinja(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, LLAMA_3)
     code = (
-        "import sys; from pathlib import Path; import jengine.api.llm; from jengine.api.chat import chat_prompt\n"
-        "from jengine.text.tokenizer import Tokenizer; tokenizer = Tokenizer.load(Path(sys.argv[1]))\n"
-        "assert 'jinja2' not in sys.modules\n"
-        "chat_prompt(tokenizer, [{'role': 'user', 'content': 'x'}])\n"
-        "assert 'jinja2' in sys.modules and 'transformers' not in sys.modules"
+        "import sys; from pathlib import Path; import jengine.api.llm; from jengine.api.chat import"
+        " chat_prompt\nfrom jengine.text.tokenizer import Tokenizer; tokenizer ="
+        " Tokenizer.load(Path(sys.argv[1]))\nassert 'jinja2' not in sys.modules\nchat_prompt(tokenizer,"
+        " [{'role': 'user', 'content': 'x'}])\nassert 'jinja2' in sys.modules and 'transformers' not in"
+        " sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)

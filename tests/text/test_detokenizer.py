@@ -14,7 +14,9 @@ from jengine.text.tokenizer import Tokenizer
 
 HARD = ["👩‍👩‍👧 é e\u0301", "你好，世界", "  two  spaces ", "\ufffd\ufffd", "🙂" * 20, "<tool> <s>"]
 # A real U+FFFD looks like a broken character, so many in a row outlast MAX_HELD.
-texts = (st.text(max_size=40) | st.text(alphabet="aé你🙂\u0301\ufffd \n<s>▁", max_size=40)).filter(lambda text: "\ufffd\ufffd" not in text)
+texts = (st.text(max_size=40) | st.text(alphabet="aé你🙂\u0301\ufffd \n<s>▁", max_size=40)).filter(
+    lambda text: "\ufffd\ufffd" not in text
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +63,16 @@ def test_joined_deltas_are_the_text(kind: str, request: pytest.FixtureRequest) -
 
 
 def test_byte_level_is_exact_for_any_ids(byte_level: Tokenizer) -> None:
-    """A model with random weights may generate anything: broken UTF-8, special ids, ids beyond the tokenizer's vocabulary."""
+    """A model with random weights may generate anything: broken UTF-8, special ids, ids beyond the
+    tokenizer's vocabulary.
+    """
 
-    @given(st.lists(st.integers(0, byte_level.vocab_size + 20) | st.sampled_from(single_bytes(byte_level, "🙂é")), max_size=60))
+    @given(
+        st.lists(
+            st.integers(0, byte_level.vocab_size + 20) | st.sampled_from(single_bytes(byte_level, "🙂é")),
+            max_size=60,
+        )
+    )
     def check(ids: list[int]) -> None:
         assert "".join(deltas(byte_level, ids)) == byte_level.decode(ids)
 
@@ -71,7 +80,9 @@ def test_byte_level_is_exact_for_any_ids(byte_level: Tokenizer) -> None:
 
 
 def test_byte_fallback_survives_any_ids(byte_fallback: Tokenizer) -> None:
-    """Broken bytes become U+FFFD, possibly fewer than when decoded at once. Other characters are kept, and all text is emitted."""
+    """Broken bytes become U+FFFD, possibly fewer than when decoded at once. Other characters are kept, and
+    all text is emitted.
+    """
 
     @given(st.lists(st.integers(0, byte_fallback.vocab_size + 20), max_size=60))
     def check(ids: list[int]) -> None:

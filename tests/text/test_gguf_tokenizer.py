@@ -33,11 +33,18 @@ def described(tokenizer: Tokenizer, kind: str, **fields: Any) -> dict[str, Any]:
     added = {token["content"]: 3 if token["special"] else 4 for token in spec["added_tokens"]}
     merges = [" ".join(merge) for merge in spec["model"]["merges"]]
     first = next(name for name in ("<s>",) if name in vocabulary)
-    known = {"ggml.model": kind, "ggml.tokens": tokens, "ggml.token_type": [added.get(token, 1) for token in tokens]}
+    known = {
+        "ggml.model": kind,
+        "ggml.tokens": tokens,
+        "ggml.token_type": [added.get(token, 1) for token in tokens],
+    }
     if kind == "gpt2":
         known["ggml.merges"] = merges
     else:  # a merge's rank is its result's score
-        ranks = {left + right: -float(rank) for rank, (left, right) in reversed([*enumerate(spec["model"]["merges"])])}
+        ranks = {
+            left + right: -float(rank)
+            for rank, (left, right) in reversed([*enumerate(spec["model"]["merges"])])
+        }
         known["ggml.scores"] = [ranks.get(token, 0.0) for token in tokens]
     ids = {"ggml.bos_token_id": vocabulary[first], "ggml.eos_token_id": vocabulary["</s>"]}
     return {**known, **ids, "ggml.add_bos_token": True, **fields}
@@ -66,7 +73,10 @@ def test_sentence_piece(tmp_path: Path) -> None:
     for text in TEXTS[:2]:
         ids = wanted.encode(text).ids
         assert found.encode(text) == ids and found.decode(ids) == wanted.decode(ids) == text
-    closed = loaded(tmp_path / "n.gguf", described(wanted, "llama", **{"ggml.add_space_prefix": False, "ggml.add_eos_token": True}))
+    closed = loaded(
+        tmp_path / "n.gguf",
+        described(wanted, "llama", **{"ggml.add_space_prefix": False, "ggml.add_eos_token": True}),
+    )
     assert closed.encode("the")[-1] == closed.eos_token_id and closed.decode(closed.encode("the")) == "the"
     assert "\u2581" not in closed.backend.encode("the").tokens[1]
 
@@ -85,12 +95,23 @@ def test_rules_cut_as_their_models_do() -> None:
 
 def test_digits_stand_alone(tmp_path: Path) -> None:
     found = loaded(tmp_path / "m.gguf", described(byte_level(), "gpt2", **{"ggml.pre": "smollm"}))
-    assert [piece for piece, _ in found.backend.pre_tokenizer.pre_tokenize_str("a 12b")] == ["a", "Ġ", "1", "2", "b"]
+    assert [piece for piece, _ in found.backend.pre_tokenizer.pre_tokenize_str("a 12b")] == [
+        "a",
+        "Ġ",
+        "1",
+        "2",
+        "b",
+    ]
 
 
 def test_chat_templates(tmp_path: Path) -> None:
-    templates = {"chat_template": "{{ bos_token }}{{ messages[0].content }}", "chat_template.tool_use": "tools: {{ tools }}"}
-    found = loaded(tmp_path / "m.gguf", {**described(byte_level(), "gpt2", **{"ggml.pre": "gpt-2"}), **templates})
+    templates = {
+        "chat_template": "{{ bos_token }}{{ messages[0].content }}",
+        "chat_template.tool_use": "tools: {{ tools }}",
+    }
+    found = loaded(
+        tmp_path / "m.gguf", {**described(byte_level(), "gpt2", **{"ggml.pre": "gpt-2"}), **templates}
+    )
     assert sorted(found.chat_templates) == ["default", "tool_use"]
     messages = [{"role": "user", "content": "Hi"}]
     assert found.chat_templates["default"].render(messages, add_generation_prompt=True) == "<s>Hi"
@@ -104,7 +125,10 @@ def test_chat_templates(tmp_path: Path) -> None:
         ({"ggml.model": "bert"}, r"tokenizer\.ggml\.model='bert' is not supported; gpt2 and llama are"),
         ({"ggml.pre": "unheard-of"}, r"tokenizer\.ggml\.pre='unheard-of' is not supported; "),
         ({}, r"tokenizer\.ggml\.pre='default' is not supported"),
-        ({"ggml.pre": "gpt-2", "ggml.merges": ["unheard of"]}, r"m\.gguf: the tokenizer is inconsistent: .*`unheard` out of vocabulary"),
+        (
+            {"ggml.pre": "gpt-2", "ggml.merges": ["unheard of"]},
+            r"m\.gguf: the tokenizer is inconsistent: .*`unheard` out of vocabulary",
+        ),
         ({"ggml.model": "llama", "ggml.scores": [0.0]}, r"m\.gguf: the tokenizer is inconsistent"),
     ],
 )

@@ -15,7 +15,14 @@ from jengine.api.prompts import make_requests
 from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.request import SamplingParams, StructuredOutputs
 from jengine.text import grammars, masks
-from jengine.text.grammars import MAX_CHARACTERS, MAX_REFS, MAX_RULES, check_structure, compile_structure, probe_structure
+from jengine.text.grammars import (
+    MAX_CHARACTERS,
+    MAX_REFS,
+    MAX_RULES,
+    check_structure,
+    compile_structure,
+    probe_structure,
+)
 from jengine.text.tokenizer import Tokenizer
 from tests.text.conftest import byte_level
 
@@ -28,15 +35,20 @@ def tokenizer() -> Tokenizer:
 def schema(refs: int) -> StructuredOutputs:
     """A chain."""
     defs: dict[str, Any] = {
-        f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["x"]} for i in range(refs)
+        f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["x"]}
+        for i in range(refs)
     }
-    return StructuredOutputs(json=json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{refs}": {"type": "integer"}}}))
+    return StructuredOutputs(
+        json=json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{refs}": {"type": "integer"}}})
+    )
 
 
 def short_schema(refs: int) -> StructuredOutputs:
     """A schema with the fewest possible characters per level."""
     defs: dict[str, Any] = {f"{i:x}": {"items": {"$ref": f"#/d/{i + 1:x}"}} for i in range(refs)}
-    return StructuredOutputs(json=json.dumps({"$ref": "#/d/0", "d": {**defs, f"{refs:x}": {}}}, separators=(",", ":")))
+    return StructuredOutputs(
+        json=json.dumps({"$ref": "#/d/0", "d": {**defs, f"{refs:x}": {}}}, separators=(",", ":"))
+    )
 
 
 def lark(rules: int) -> StructuredOutputs:
@@ -44,15 +56,25 @@ def lark(rules: int) -> StructuredOutputs:
     return StructuredOutputs(grammar=f'start: r0\n{chain}\nr{rules - 2}: "b"')
 
 
-@pytest.mark.parametrize("what", [schema(MAX_REFS - 10), short_schema(MAX_REFS - 10), lark(MAX_RULES)], ids=["json", "short", "lark"])
-def test_the_deepest_that_pass_the_limits_do_not_overflow_the_stack(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [schema(MAX_REFS - 10), short_schema(MAX_REFS - 10), lark(MAX_RULES)],
+    ids=["json", "short", "lark"],
+)
+def test_the_deepest_that_pass_the_limits_do_not_overflow_the_stack(
+    what: StructuredOutputs, tokenizer: Tokenizer
+) -> None:
     """These ended the process, which is what this test does when it fails."""
     assert not compile_structure(what, tokenizer, grammars.STACK // 4).is_error()
 
 
 def test_what_the_limits_do_not_see_does_not_overflow_the_stack(tokenizer: Tokenizer) -> None:
-    """The limits read text, not JSON, so an escape hides a name from them. Then only the size bounds the depth."""
-    deepest = next(what for refs in range(4_000, 0, -100) if len(str((what := hidden(refs)).json)) <= MAX_CHARACTERS)
+    """The limits read text, not JSON, so an escape hides a name from them. Then only the size bounds the
+    depth.
+    """
+    deepest = next(
+        what for refs in range(4_000, 0, -100) if len(str((what := hidden(refs)).json)) <= MAX_CHARACTERS
+    )
     assert not compile_structure(deepest, tokenizer).is_error()
 
 
@@ -66,7 +88,10 @@ def hidden(refs: int) -> StructuredOutputs:
         (schema(MAX_REFS + 1), f"at most {MAX_REFS}"),
         (lark(MAX_RULES + 1), f"at most {MAX_RULES}"),
         (StructuredOutputs(regex="x" * (MAX_CHARACTERS + 1)), f"at most {MAX_CHARACTERS}"),
-        (StructuredOutputs(choice=["x" * (MAX_CHARACTERS // 2), "y" * (MAX_CHARACTERS // 2 + 1)]), f"at most {MAX_CHARACTERS}"),
+        (
+            StructuredOutputs(choice=["x" * (MAX_CHARACTERS // 2), "y" * (MAX_CHARACTERS // 2 + 1)]),
+            f"at most {MAX_CHARACTERS}",
+        ),
         (StructuredOutputs(json={"const": "x" * MAX_CHARACTERS}), f"at most {MAX_CHARACTERS}"),
     ],
     ids=["refs", "rules", "regex", "choice", "json"],
@@ -81,7 +106,10 @@ def test_limits(what: StructuredOutputs, limit: str, tokenizer: Tokenizer) -> No
 def test_a_tokenizer_that_llguidance_cannot_read() -> None:
     backend = byte_level()
     backend.decoder = decoders.Fuse()
-    with pytest.raises(InvalidArgument, match=r"^structured_outputs=.*: llguidance cannot read this model's tokenizer: .*decoder"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"^structured_outputs=.*: llguidance cannot read this model's tokenizer: .*decoder",
+    ):
         compile_structure(StructuredOutputs(choice=["a"]), Tokenizer(backend, {"eos_token": "</s>"}))
 
 
@@ -144,7 +172,8 @@ def test_samples_share_what_is_compiled(tokenizer: Tokenizer, monkeypatch: pytes
 def test_a_copy_does_not_wait_for_a_call_that_was_given_up(tokenizer: Tokenizer) -> None:
     first = masks.Grammar(StructuredOutputs(regex="a*"), tokenizer)
     second = first.copy()
-    with first._busy, pytest.raises(JengineError, match="another sample"):  # as in a thread that is still at work
+    # as in a thread that is still at work
+    with first._busy, pytest.raises(JengineError, match="another sample"):
         second.fill(np.zeros(-(-tokenizer.vocab_size // 32), np.uint32))
 
 
@@ -154,7 +183,9 @@ def test_a_choice_may_have_thousands_of_texts(tokenizer: Tokenizer) -> None:
     assert matcher.consume_tokens(tokenizer.encode("x1234", False)) and matcher.is_accepting()
 
 
-def test_a_first_mask_that_takes_too_long_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_mask_that_takes_too_long_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probe_structure(StructuredOutputs(regex="a*"), tokenizer)
     monkeypatch.setattr(grammars, "MASK_SECONDS", 0.0)
     with pytest.raises(InvalidArgument, match="a mask takes"):
@@ -164,17 +195,30 @@ def test_a_first_mask_that_takes_too_long_is_refused(tokenizer: Tokenizer, monke
 @pytest.mark.parametrize(("blanks", "taken"), [(0, True), (100, True), (101, False)])
 def test_whitespace_in_json_is_bounded(blanks: int, taken: bool, tokenizer: Tokenizer) -> None:
     """An uncertain model could otherwise generate whitespace up to max_tokens. A schema may allow more."""
-    ids = tokenizer.encode("{" + " " * (blanks // 2) + "\n" * (blanks - blanks // 2) + '"a": 1}', add_special_tokens=False)
+    ids = tokenizer.encode(
+        "{" + " " * (blanks // 2) + "\n" * (blanks - blanks // 2) + '"a": 1}', add_special_tokens=False
+    )
     what: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     matcher = compile_structure(StructuredOutputs(json=what), tokenizer)
     assert (matcher.try_consume_tokens(ids) == len(ids)) is taken
-    more = compile_structure(StructuredOutputs(json={**what, "x-guidance": {"whitespace_pattern": "[ \n]+"}}), tokenizer)
+    more = compile_structure(
+        StructuredOutputs(json={**what, "x-guidance": {"whitespace_pattern": "[ \n]+"}}), tokenizer
+    )
     assert more.try_consume_tokens(ids) == len(ids)
-    none = compile_structure(StructuredOutputs(json={**what, "x-guidance": {"whitespace_flexible": False}}), tokenizer)
+    none = compile_structure(
+        StructuredOutputs(json={**what, "x-guidance": {"whitespace_flexible": False}}), tokenizer
+    )
     compact = tokenizer.encode('{"a":1}', add_special_tokens=False)
-    assert none.try_consume_tokens(ids) < len(ids) and none.reset() and none.try_consume_tokens(compact) == len(compact)
+    assert (
+        none.try_consume_tokens(ids) < len(ids)
+        and none.reset()
+        and none.try_consume_tokens(compact) == len(compact)
+    )
 
 
-@pytest.mark.parametrize("schema", ["[]", "{", '{"x-guidance": 1}', '{"properties": {"x-guidance": {"whitespace_flexible": false}}}'])
+@pytest.mark.parametrize(
+    "schema",
+    ["[]", "{", '{"x-guidance": 1}', '{"properties": {"x-guidance": {"whitespace_flexible": false}}}'],
+)
 def test_schemas_that_do_not_forbid_whitespace(schema: str) -> None:
     assert not grammars._forbids_whitespace(schema)

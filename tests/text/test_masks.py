@@ -58,7 +58,9 @@ def test_bad_words_are_found_with_and_without_a_space(tokenizer: Tokenizer) -> N
 
 
 def test_masks_are_joined(tokenizer: Tokenizer) -> None:
-    params = SamplingParams(allowed_token_ids=[10, 11, tokenizer.encode("self", False)[0]], bad_words=["self"])
+    params = SamplingParams(
+        allowed_token_ids=[10, 11, tokenizer.encode("self", False)[0]], bad_words=["self"]
+    )
     assert allowed(make_mask(params, tokenizer), tokenizer.vocab_size) == {10, 11}
     assert make_mask(SamplingParams(), tokenizer) is None
     assert allowed(AllowedTokens([0, 63]), 64) == {0, 63}
@@ -72,7 +74,10 @@ def test_regex(tokenizer: Tokenizer, seed: int) -> None:
 
 
 def test_choice_and_grammar(tokenizer: Tokenizer) -> None:
-    for what in (StructuredOutputs(choice=['a "b"', "ünïcode", "a"]), StructuredOutputs(grammar='start: "x" /[0-9]/ ("," /[0-9]/)~0..2')):
+    for what in (
+        StructuredOutputs(choice=['a "b"', "ünïcode", "a"]),
+        StructuredOutputs(grammar='start: "x" /[0-9]/ ("," /[0-9]/)~0..2'),
+    ):
         for seed in range(5):
             text = walk(make_mask(SamplingParams(structured_outputs=what), tokenizer), tokenizer, seed)
             assert text in (what.choice or ()) or re.fullmatch(r"x[0-9](,[0-9]){0,2}", text)
@@ -93,7 +98,15 @@ def test_json_schema(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"choice": [""]}, {"choice": "a"}, {"regex": 3}, {"json": 3}],
+    [
+        {},
+        {"regex": "a", "choice": ["b"]},
+        {"choice": []},
+        {"choice": [""]},
+        {"choice": "a"},
+        {"regex": 3},
+        {"json": 3},
+    ],
 )
 def test_what_is_no_structure_is_refused(bad: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match="structured_outputs"):

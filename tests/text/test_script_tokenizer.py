@@ -40,11 +40,17 @@ def test_text_to_tokens(ours: ScriptTokenizer, theirs: Any) -> None:
         assert ours.encode(text) == theirs.encode(text)
         assert ours.tokenize(text) == theirs.tokenize(text)
         for special in (True, False):
-            assert dict(ours(text, add_special_tokens=special)) == dict(theirs(text, add_special_tokens=special))
+            assert dict(ours(text, add_special_tokens=special)) == dict(
+                theirs(text, add_special_tokens=special)
+            )
             for side in ("right", "left"):
                 ours.truncation_side = theirs.truncation_side = side
                 for most in (1, 3, 6):
-                    how: dict[str, Any] = {"truncation": True, "max_length": most, "add_special_tokens": special}
+                    how: dict[str, Any] = {
+                        "truncation": True,
+                        "max_length": most,
+                        "add_special_tokens": special,
+                    }
                     assert ours(text, **how).input_ids == theirs(text, **how).input_ids
     theirs.truncation_side = "right"
     assert dict(ours(TEXTS)) == dict(theirs(TEXTS))
@@ -55,7 +61,10 @@ def test_padding(side: str, ours: ScriptTokenizer, theirs: Any) -> None:
     ours.padding_side = theirs.padding_side = side
     for how in ({"padding": True}, {"padding": "longest"}, {"padding": "max_length", "max_length": 30}):
         assert dict(ours(TEXTS, **how)) == dict(theirs(TEXTS, **how))  # type: ignore[arg-type]
-    arrays, wanted = ours(TEXTS, padding=True, return_tensors="np"), theirs(TEXTS, padding=True, return_tensors="np")
+    arrays, wanted = (
+        ours(TEXTS, padding=True, return_tensors="np"),
+        theirs(TEXTS, padding=True, return_tensors="np"),
+    )
     for name in ("input_ids", "attention_mask"):
         np.testing.assert_array_equal(arrays[name], wanted[name])
     assert dict(ours.pad(ours(TEXTS))) == dict(ours(TEXTS, padding=True))
@@ -64,14 +73,22 @@ def test_padding(side: str, ours: ScriptTokenizer, theirs: Any) -> None:
 def test_tokens_to_text(ours: ScriptTokenizer, theirs: Any) -> None:
     rows = [theirs.encode(text) for text in TEXTS]
     for skip in (False, True):
-        assert ours.batch_decode(rows, skip_special_tokens=skip) == theirs.batch_decode(rows, skip_special_tokens=skip)
-        assert ours.decode(np.array(rows[0]), skip_special_tokens=skip) == theirs.decode(rows[0], skip_special_tokens=skip)
-        both = [tokenizer.convert_ids_to_tokens(rows[3], skip_special_tokens=skip) for tokenizer in (ours, theirs)]
+        assert ours.batch_decode(rows, skip_special_tokens=skip) == theirs.batch_decode(
+            rows, skip_special_tokens=skip
+        )
+        assert ours.decode(np.array(rows[0]), skip_special_tokens=skip) == theirs.decode(
+            rows[0], skip_special_tokens=skip
+        )
+        both = [
+            tokenizer.convert_ids_to_tokens(rows[3], skip_special_tokens=skip) for tokenizer in (ours, theirs)
+        ]
         assert both[0] == both[1]
     assert ours.decode(rows[0][1]) == theirs.decode(rows[0][1])
     assert ours.convert_ids_to_tokens(5) == theirs.convert_ids_to_tokens(5)
     tokens = theirs.convert_ids_to_tokens(rows[0])
-    assert ours.convert_tokens_to_ids(tokens) == rows[0] and ours.convert_tokens_to_ids(tokens[0]) == rows[0][0]
+    assert (
+        ours.convert_tokens_to_ids(tokens) == rows[0] and ours.convert_tokens_to_ids(tokens[0]) == rows[0][0]
+    )
     assert ours.convert_tokens_to_string(tokens) == theirs.convert_tokens_to_string(tokens)
 
 
@@ -91,10 +108,21 @@ def test_vocabulary(ours: ScriptTokenizer, theirs: Any) -> None:
 
 
 def test_chat_template(ours: ScriptTokenizer, theirs: Any) -> None:
-    cases: list[dict[str, Any]] = [{}, {"add_generation_prompt": True}, {"enable_thinking": True}, {"continue_final_message": True}]
-    cases += [{"tools": [{"type": "function", "function": {"name": "f"}}]}, {"chat_template": "{{ messages[0].content }}"}]
+    cases: list[dict[str, Any]] = [
+        {},
+        {"add_generation_prompt": True},
+        {"enable_thinking": True},
+        {"continue_final_message": True},
+    ]
+    cases += [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"chat_template": "{{ messages[0].content }}"},
+    ]
     for options in cases:
-        for conversation in (MESSAGES, [MESSAGES, MESSAGES[:1]] if "continue_final_message" not in options else MESSAGES):
+        for conversation in (
+            MESSAGES,
+            [MESSAGES, MESSAGES[:1]] if "continue_final_message" not in options else MESSAGES,
+        ):
             text = theirs.apply_chat_template(conversation, tokenize=False, **options)
             assert ours.apply_chat_template(conversation, tokenize=False, **options) == text
             wanted = theirs.apply_chat_template(conversation, tokenize=True, return_dict=True, **options)
@@ -112,11 +140,22 @@ def test_chat_template(ours: ScriptTokenizer, theirs: Any) -> None:
         (lambda t: t(["a", 5]), "text=5: must be text"),
         (lambda t: t("a", return_tensors="pt"), "return_tensors='pt': must be None or np"),
         (lambda t: t("a", padding="widest"), "padding='widest': must be True"),
-        (lambda t: t(["a", "a b c"], return_tensors="np"), "must be True for an array of texts of different lengths"),
+        (
+            lambda t: t(["a", "a b c"], return_tensors="np"),
+            "must be True for an array of texts of different lengths",
+        ),
         (lambda t: t("a", nonsense=1), "nonsense=1: there is no such argument"),
-        (lambda t: t.decode([1], clean_up_tokenization_spaces=True), "clean_up_tokenization_spaces=True: must be None or False"),
+        (
+            lambda t: t.decode([1], clean_up_tokenization_spaces=True),
+            "clean_up_tokenization_spaces=True: must be None or False",
+        ),
         (lambda t: t.apply_chat_template(MESSAGES, tools=[print]), "tools="),
-        (lambda t: t.apply_chat_template(MESSAGES, add_generation_prompt=True, continue_final_message=True), "excludes"),
+        (
+            lambda t: t.apply_chat_template(
+                MESSAGES, add_generation_prompt=True, continue_final_message=True
+            ),
+            "excludes",
+        ),
     ],
 )
 def test_what_is_refused(call: Any, says: str, ours: ScriptTokenizer) -> None:

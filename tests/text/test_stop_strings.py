@@ -31,7 +31,11 @@ def cut(text: str, places: list[int]) -> list[str]:
 few_letters = st.text(alphabet="ab🙂\n", max_size=30)
 
 
-@given(few_letters, st.lists(st.text(alphabet="ab🙂\n", min_size=1, max_size=5), max_size=4), st.lists(st.integers(0, 30)))
+@given(
+    few_letters,
+    st.lists(st.text(alphabet="ab🙂\n", min_size=1, max_size=5), max_size=4),
+    st.lists(st.integers(0, 30)),
+)
 @example("aabaabaaab", ["aabaaab", "baab"], [1, 2, 3, 4, 5, 6, 7, 8, 9])
 @example("abcab", ["abcd", "c"], [])
 @example("xyz", ["yz", "xyz", "z"], [2])

@@ -19,7 +19,27 @@ from jengine.text.tekken import UNLISTED, read_tekken
 from jengine.text.tokenizer import Tokenizer
 
 PATTERN = r" ?[A-Za-z]+|[0-9]|\s+|[^A-Za-z0-9\s]+"
-WORDS = ["th", "he", "in", " t", "the", " th", " the", "an", "and", "ing", " a", " an", " and", "ther", "her", " hea", "==", "\n\n", "é"]
+WORDS = [
+    "th",
+    "he",
+    "in",
+    " t",
+    "the",
+    " th",
+    " the",
+    "an",
+    "and",
+    "ing",
+    " a",
+    " an",
+    " and",
+    "ther",
+    "her",
+    " hea",
+    "==",
+    "\n\n",
+    "é",
+]
 RANKED = [bytes([i]) for i in range(256)] + [word.encode() for word in WORDS] + [b"never a token"]
 LISTED = [
     {"rank": 2, "token_str": "</s>", "is_control": True},
@@ -30,9 +50,17 @@ LISTED = [
 
 
 def write(folder: Path, listed: list[dict[str, Any]] | None = LISTED, special: int = 6) -> Path:
-    vocab = [{"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None} for rank, token in enumerate(RANKED)]
+    vocab = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(RANKED)
+    ]
     size = special + len(RANKED) - 1  # the last one is there, and not used
-    config = {"pattern": PATTERN, "num_vocab_tokens": len(RANKED), "default_vocab_size": size, "default_num_special_tokens": special}
+    config = {
+        "pattern": PATTERN,
+        "num_vocab_tokens": len(RANKED),
+        "default_vocab_size": size,
+        "default_num_special_tokens": special,
+    }
     content = {"config": config, "vocab": vocab} | ({} if listed is None else {"special_tokens": listed})
     (folder / "tekken.json").write_text(json.dumps(content))
     return folder
@@ -101,7 +129,10 @@ def test_template_of_the_folder_or_of_mistral_common(tmp_path: Path, monkeypatch
     [
         ("{}", "is not a tokenizer in Mistral's tekken format"),
         ('{"config": {"pattern": "("}, "vocab": []}', "is not a tokenizer"),
-        (json.dumps({"config": {}, "vocab": [], "special_tokens": LISTED[:1]}), "the ranks of special_tokens have gaps"),
+        (
+            json.dumps({"config": {}, "vocab": [], "special_tokens": LISTED[:1]}),
+            "the ranks of special_tokens have gaps",
+        ),
     ],
 )
 def test_malformed_files_are_named(content: str, match: str, tmp_path: Path) -> None:

@@ -68,9 +68,15 @@ UNBOUNDED = {
     "an unknown token": tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")),
     "bytes that are not in the vocabulary": tokenizers.Tokenizer(models.BPE({"a": 0}, [])),
     "a normalizer that deletes": changed(lambda t: setattr(t, "normalizer", normalizers.Replace("a", ""))),
-    "another normalizer": changed(lambda t: setattr(t, "normalizer", normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]))),
-    "white space that is dropped": changed(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.WhitespaceSplit())),
-    "a separator that is dropped": changed(lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Split("a", "removed"))),
+    "another normalizer": changed(
+        lambda t: setattr(t, "normalizer", normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]))
+    ),
+    "white space that is dropped": changed(
+        lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.WhitespaceSplit())
+    ),
+    "a separator that is dropped": changed(
+        lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Split("a", "removed"))
+    ),
     "a token that takes white space": changed(lambda t: t.add_tokens([AddedToken("<mask>", lstrip=True)])),
     "truncation": changed(lambda t: t.enable_truncation(8)),
 }

@@ -33,7 +33,9 @@ def test_agrees_with_transformers(folder: str, request: pytest.FixtureRequest) -
         assert ids[0] == theirs.bos_token_id
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
         for skip in (True, False):
-            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids, skip) == theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
 
 
 def test_text_of_one_token_shows_special_tokens(byte_level_folder: Path) -> None:
@@ -52,7 +54,9 @@ def test_limits_of_the_file_do_not_cut_prompts(byte_level_folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "special": True}])
-def test_end_of_sequence_is_read_from_either_file(byte_level_folder: Path, tmp_path: Path, eos: object) -> None:
+def test_end_of_sequence_is_read_from_either_file(
+    byte_level_folder: Path, tmp_path: Path, eos: object
+) -> None:
     (tmp_path / "tokenizer.json").write_bytes((byte_level_folder / "tokenizer.json").read_bytes())
     assert Tokenizer.load(tmp_path).eos_token_id is None
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
@@ -65,10 +69,17 @@ def test_older_files_go_through_transformers(byte_level_folder: Path, tmp_path: 
     model = json.loads((byte_level_folder / "tokenizer.json").read_text())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
-    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "</s>"}
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        "unk_token": "</s>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     older, newer = Tokenizer.load(tmp_path), Tokenizer.load(byte_level_folder)
-    assert older.encode("def naïve", add_special_tokens=False) == newer.encode("def naïve", add_special_tokens=False)
+    assert older.encode("def naïve", add_special_tokens=False) == newer.encode(
+        "def naïve", add_special_tokens=False
+    )
     assert older.eos_token_id == 1
 
 
@@ -82,8 +93,9 @@ def test_unreadable_folders_are_named(tmp_path: Path) -> None:
 
 def test_loading_imports_neither_transformers_nor_jax(byte_level_folder: Path) -> None:
     code = (
-        "import sys, pathlib; from jengine.text.tokenizer import Tokenizer; Tokenizer.load(pathlib.Path(sys.argv[1]));"
-        "sys.exit(bool({'transformers', 'jax'} & set(sys.modules)))"
+        "import sys, pathlib; from jengine.text.tokenizer import Tokenizer;"
+        " Tokenizer.load(pathlib.Path(sys.argv[1]));sys.exit(bool({'transformers', 'jax'} &"
+        " set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code, str(byte_level_folder)], check=True)
 
@@ -95,7 +107,9 @@ def test_text_that_is_no_unicode_is_refused(byte_level_folder: Path) -> None:
 
 def with_tokens(source: Path, folder: Path, tokens: dict[str, object]) -> Path:
     (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "added_tokens_decoder": tokens}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "added_tokens_decoder": tokens})
+    )
     return folder
 
 
@@ -118,23 +132,32 @@ def test_tokens_that_only_the_configuration_has_are_added(byte_level_folder: Pat
     ("tokens", "match"),
     [
         ({"5": {"content": "<end>"}}, r"has '<end>' at id 5, but in tokenizer.json it is '"),
-        ({"99999": {"content": "<end>"}}, r"has '<end>' at id 99999, but in tokenizer.json ids end before it"),
+        (
+            {"99999": {"content": "<end>"}},
+            r"has '<end>' at id 99999, but in tokenizer.json ids end before it",
+        ),
         ({"many": {"content": "<end>"}}, "malformed"),
         ({"5": {}}, "malformed"),
         (["<end>"], "malformed"),
     ],
 )
-def test_tokens_that_cannot_be_added(tokens: Any, match: str, byte_level_folder: Path, tmp_path: Path) -> None:
+def test_tokens_that_cannot_be_added(
+    tokens: Any, match: str, byte_level_folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=rf"tokenizer_config\.json: .*{match}"):
         Tokenizer.load(with_tokens(byte_level_folder, tmp_path, tokens))
 
 
 @pytest.mark.parametrize("folder", ["byte_level_folder", "byte_fallback_folder"])
 @given(
-    text=st.text(max_size=80) | st.lists(st.sampled_from(["<s>", "</s>", "<tool>", " The", "é", "\n"])).map("".join), special=st.booleans()
+    text=st.text(max_size=80)
+    | st.lists(st.sampled_from(["<s>", "</s>", "<tool>", " The", "é", "\n"])).map("".join),
+    special=st.booleans(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_unlocked_calls_give_the_same(request: pytest.FixtureRequest, folder: str, text: str, special: bool) -> None:
+def test_unlocked_calls_give_the_same(
+    request: pytest.FixtureRequest, folder: str, text: str, special: bool
+) -> None:
     """Token ids of the library's `encode`, and the text of its `decode`."""
     tokenizer = Tokenizer.load(request.getfixturevalue(folder))
     ids = tokenizer.backend.encode(text, add_special_tokens=special).ids

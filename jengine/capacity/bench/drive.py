@@ -13,16 +13,23 @@ from jengine.capacity.bench.endpoints import Endpoint
 from jengine.capacity.bench.result import ClientRecord
 from jengine.capacity.bench.workload import BenchRequest
 
-ERRORS = (JengineError, OSError, ValueError, KeyError)  # if a server cannot be reached, rejects requests, or sends invalid responses
+# if a server cannot be reached, rejects requests, or sends invalid responses
+ERRORS = (JengineError, OSError, ValueError, KeyError)
 
 
 async def drive(
-    endpoint: Endpoint, requests: list[BenchRequest], *, max_concurrency: int | None = None, done: Callable[[], object] = lambda: None
+    endpoint: Endpoint,
+    requests: list[BenchRequest],
+    *,
+    max_concurrency: int | None = None,
+    done: Callable[[], object] = lambda: None,
 ) -> tuple[list[ClientRecord], float]:
-    """Sends all requests. Returns the answers in the order of the requests, and the seconds to the last token.
+    """Sends all requests. Returns the answers in the order of the requests, and the seconds to the last
+    token.
 
     Args:
-        max_concurrency: maximum number of concurrent requests; the others wait, which counts as part of their latency.
+        max_concurrency: maximum number of concurrent requests; the others wait, which counts as part of their
+            latency.
         done: called when a request ends.
     """
     places = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
@@ -57,5 +64,7 @@ async def drive(
                 group.create_task(one(request, answered))
     finally:
         gc.unfreeze()
-    last = max([answered.times[-1] for answered in answers if answered.times], default=time.perf_counter() - start)
+    last = max(
+        [answered.times[-1] for answered in answers if answered.times], default=time.perf_counter() - start
+    )
     return answers, last

@@ -36,8 +36,8 @@ class Endpoint(Protocol):
 
 
 class OpenAIEndpoint:
-    """OpenAI's API. Opens a connection per request on plain sockets, since an HTTP library would need more time
-    than a small model.
+    """OpenAI's API. Opens a connection per request on plain sockets, since an HTTP library would need more
+    time than a small model.
 
     Args:
         base_url: http://host:port or https://..., without the path.
@@ -48,7 +48,15 @@ class OpenAIEndpoint:
         InvalidArgument: the URL is invalid.
     """
 
-    def __init__(self, base_url: str, endpoint: str, model: str | None, *, api_key: str | None = None, ignore_eos: bool = True) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        endpoint: str,
+        model: str | None,
+        *,
+        api_key: str | None = None,
+        ignore_eos: bool = True,
+    ) -> None:
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise InvalidArgument("base_url", base_url, "must be http://HOST:PORT or https://HOST:PORT")
@@ -62,10 +70,18 @@ class OpenAIEndpoint:
         writer.close()
 
     async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
-        body: dict[str, Any] = {"model": await self._name(), "temperature": 0.0, "stream": True, "max_tokens": request.output}
+        body: dict[str, Any] = {
+            "model": await self._name(),
+            "temperature": 0.0,
+            "stream": True,
+            "max_tokens": request.output,
+        }
         body["stream_options"] = {"include_usage": True}
         if self._ignore_eos:  # extensions of vLLM and jengine
-            body |= {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+            body |= {
+                "ignore_eos": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
         if self._chat:
             if not isinstance(request.prompt, str):
                 request = BenchRequest(" ".join(f"w{token}" for token in request.prompt), request.output)
@@ -80,7 +96,10 @@ class OpenAIEndpoint:
             if "error" in event:
                 raise JengineError(str(event["error"]))
             usage = event.get("usage") or {}
-            text = any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in event.get("choices", ()))
+            text = any(
+                choice.get("text") or (choice.get("delta") or {}).get("content")
+                for choice in event.get("choices", ())
+            )
             total = usage.get("completion_tokens", seen + 1 if text else seen)
             if total > seen:
                 yield total - seen, usage.get("prompt_tokens", 0)
@@ -101,20 +120,31 @@ class OpenAIEndpoint:
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return json.loads(b"".join([line async for line in self._lines(method, path, body)]))
 
-    async def _lines(self, method: str, path: str, body: dict[str, Any] | None = None) -> AsyncIterator[bytes]:
+    async def _lines(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> AsyncIterator[bytes]:
         """Lines of a response body."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=HEAD)
         try:
             data = b"" if body is None else json.dumps(body).encode()
-            lines = [f"{method} {path} HTTP/1.1", f"Host: {self._host}:{self._port}", "Connection: close", f"Content-Length: {len(data)}"]
-            lines += ["Content-Type: application/json"] + ([] if self._key is None else [f"Authorization: Bearer {self._key}"])
+            lines = [
+                f"{method} {path} HTTP/1.1",
+                f"Host: {self._host}:{self._port}",
+                "Connection: close",
+                f"Content-Length: {len(data)}",
+            ]
+            lines += ["Content-Type: application/json"] + (
+                [] if self._key is None else [f"Authorization: Bearer {self._key}"]
+            )
             writer.write("\r\n".join([*lines, "", ""]).encode() + data)
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
             chunked = any(line.startswith("transfer-encoding:") and "chunked" in line for line in head)
             rest = b""
             parts = _chunks(reader) if chunked else _whole(reader)
             if " 200 " not in f"{head[0]} ":
-                raise JengineError(f"{head[0]}: {b''.join([part async for part in parts])[:500].decode('utf-8', 'replace')}")
+                raise JengineError(
+                    f"{head[0]}: {b''.join([part async for part in parts])[:500].decode('utf-8', 'replace')}"
+                )
             async for part in parts:
                 *complete, rest = (rest + part).split(b"\n")
                 for line in complete:
@@ -154,7 +184,9 @@ class JengineEndpoint:
         await self._client.model()
 
     async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
-        news = self._client.stream(request.prompt, temperature=0.0, max_tokens=request.output, ignore_eos=self._ignore_eos)
+        news = self._client.stream(
+            request.prompt, temperature=0.0, max_tokens=request.output, ignore_eos=self._ignore_eos
+        )
         async for output in news:
             prompt = 0 if output.usage is None else output.usage.prompt_tokens
             yield sum(len(completion.token_ids) for completion in output.outputs), prompt

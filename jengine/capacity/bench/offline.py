@@ -15,9 +15,14 @@ from jengine.core.request import SamplingParams
 RANKS = (10, 25, 50, 75, 90, 99)
 
 
-def throughput(llm: LLM, requests: list[BenchRequest], *, n: int = 1, progress: bool = True) -> dict[str, Any]:
+def throughput(
+    llm: LLM, requests: list[BenchRequest], *, n: int = 1, progress: bool = True
+) -> dict[str, Any]:
     """Runs all requests at the same time. Names as in `vllm bench throughput --output-json`."""
-    params = [SamplingParams(n=n, temperature=1.0, max_tokens=request.output, ignore_eos=True) for request in requests]
+    params = [
+        SamplingParams(n=n, temperature=1.0, max_tokens=request.output, ignore_eos=True)
+        for request in requests
+    ]
     start = time.perf_counter()
     outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=progress)
     seconds = time.perf_counter() - start
@@ -34,14 +39,19 @@ def throughput(llm: LLM, requests: list[BenchRequest], *, n: int = 1, progress: 
     }
 
 
-def latency(llm: LLM, requests: list[BenchRequest], rounds: Iterable[object], *, warm_up: int, n: int = 1) -> dict[str, Any]:
+def latency(
+    llm: LLM, requests: list[BenchRequest], rounds: Iterable[object], *, warm_up: int, n: int = 1
+) -> dict[str, Any]:
     """Runs a batch repeatedly, without using cached pages. Names as in `vllm bench latency --output-json`.
 
     Args:
         rounds: one item for each measured run; may be a progress bar.
         warm_up: number of runs before them.
     """
-    params = [SamplingParams(n=n, temperature=1.0, max_tokens=request.output, ignore_eos=True) for request in requests]
+    params = [
+        SamplingParams(n=n, temperature=1.0, max_tokens=request.output, ignore_eos=True)
+        for request in requests
+    ]
 
     def once() -> float:
         llm.reset_prefix_cache()

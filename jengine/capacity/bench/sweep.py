@@ -40,7 +40,9 @@ def read_params(name: str, path: Path | None) -> list[Options]:
 
 
 def command_with(command: str, options: Options) -> list[str]:
-    """Appends options to a command: {"max_num_seqs": 8, "overlap": False} as --max-num-seqs 8 --no-overlap."""
+    """Appends options to a command: {"max_num_seqs": 8, "overlap": False} as --max-num-seqs 8
+    --no-overlap.
+    """
     words = shlex.split(command)
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -51,7 +53,9 @@ def command_with(command: str, options: Options) -> list[str]:
     return words
 
 
-def sweep(serve: str, bench: str, servers: list[Options], clients: list[Options], *, runs: int, ready_url: str) -> Iterator[Options]:
+def sweep(
+    serve: str, bench: str, servers: list[Options], clients: list[Options], *, runs: int, ready_url: str
+) -> Iterator[Options]:
     """Yields a line for each run, with its options and the output of `bench`.
 
     Args:
@@ -71,7 +75,9 @@ def sweep(serve: str, bench: str, servers: list[Options], clients: list[Options]
 def _measured(command: list[str]) -> Options:
     """The last line printed by a benchmark."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, check=True)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, check=True
+        )
         measured: Options = json.loads(done.stdout.strip().rpartition("\n")[2])
         return measured
     except (OSError, subprocess.CalledProcessError, ValueError) as error:

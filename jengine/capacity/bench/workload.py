@@ -32,7 +32,13 @@ class BenchRequest:
 
 
 def random_requests(
-    count: int, *, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0, seed: int = 0
+    count: int,
+    *,
+    input_len: int,
+    output_len: int,
+    range_ratio: float = 0.0,
+    prefix_len: int = 0,
+    seed: int = 0,
 ) -> list[BenchRequest]:
     """Random token ids.
 
@@ -45,7 +51,11 @@ def random_requests(
     """
     if not 0.0 <= range_ratio < 1.0:
         raise InvalidArgument("random_range_ratio", range_ratio, "must be in [0, 1)")
-    for name, length, least in (("input_len", input_len, 1), ("output_len", output_len, 1), ("random_prefix_len", prefix_len, 0)):
+    for name, length, least in (
+        ("input_len", input_len, 1),
+        ("output_len", output_len, 1),
+        ("random_prefix_len", prefix_len, 0),
+    ):
         if length < least:
             raise InvalidArgument(name, length, f"must be at least {least}")
     rng = np.random.default_rng(seed)
@@ -92,28 +102,39 @@ def sharegpt_requests(
         if SHORTEST <= tokens(prompt) <= LONGEST and output >= (SHORTEST if output_len is None else 1):
             requests.append(BenchRequest(prompt, output))
     if not requests:
-        raise InvalidArgument("dataset_path", "no conversation", f"must have some whose prompts have {SHORTEST} to {LONGEST} tokens")
+        raise InvalidArgument(
+            "dataset_path",
+            "no conversation",
+            f"must have some whose prompts have {SHORTEST} to {LONGEST} tokens",
+        )
     return [requests[i % len(requests)] for i in range(count)]
 
 
 def trace_requests(path: Path, count: int, seed: int = 0) -> list[BenchRequest]:
-    """The first `count` requests of a trace (see `jengine simulate`), with its arrivals and lengths, and random
-    token ids.
+    """The first `count` requests of a trace (see `jengine simulate`), with its arrivals and lengths, and
+    random token ids.
 
     Raises:
         InvalidArgument: as simulation.formats.read_trace.
     """
     trace, rng = read_trace(path), np.random.default_rng(seed)
-    rows = list(zip(trace.arrivals.tolist(), trace.prompts.tolist(), trace.outputs.tolist(), strict=True))[:count]
-    return [BenchRequest(rng.integers(*VOCABULARY, prompt).tolist(), output, at) for at, prompt, output in rows]
+    rows = list(zip(trace.arrivals.tolist(), trace.prompts.tolist(), trace.outputs.tolist(), strict=True))[
+        :count
+    ]
+    return [
+        BenchRequest(rng.integers(*VOCABULARY, prompt).tolist(), output, at) for at, prompt, output in rows
+    ]
 
 
-def with_arrivals(requests: list[BenchRequest], rate: float, burstiness: float = 1.0, seed: int = 0) -> list[BenchRequest]:
+def with_arrivals(
+    requests: list[BenchRequest], rate: float, burstiness: float = 1.0, seed: int = 0
+) -> list[BenchRequest]:
     """The same requests with random arrival times.
 
     Args:
         rate: requests a second; inf: all at once.
-        burstiness: shape of the gamma distribution of intervals: 1 is Poisson; less is burstier, more is more even.
+        burstiness: shape of the gamma distribution of intervals: 1 is Poisson; less is burstier, more is more
+            even.
 
     Raises:
         InvalidArgument: a value is not above 0.

@@ -1,4 +1,6 @@
-"""Compiles the table without an engine, from a model's configuration alone, for the local device or for absent GPUs."""
+"""Compiles the table without an engine, from a model's configuration alone, for the local device or for
+absent GPUs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ from jengine.engine.model_source import ModelSource
 from jengine.engine.shapes import describe
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kinds import KINDS, Key
-from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
+from jengine.execution.memory import (
+    PAGE_GRID,
+    DeviceMemory,
+    ProgramMemory,
+    claim_gpu_memory,
+    pages_beside,
+    pages_that_fit,
+)
 from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.program_store import ProgramStore
 from jengine.execution.programs import (
@@ -65,7 +74,8 @@ class Compiled:
 
 
 def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
-    """Everything except the number of pages, for the target's devices or, without a target, for the local ones.
+    """Everything except the number of pages, for the target's devices or, without a target, for the local
+    ones.
 
     Raises:
         InvalidArgument: unknown target, or a missing package that it needs; or see `shapes.describe`.
@@ -82,7 +92,9 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
 
 
 def _devices(config: EngineConfig, target: str) -> list[jax.Device]:
-    return ahead_of_time.devices(target, config.tensor_parallel_size, device_limit(config, device_spec(target)))
+    return ahead_of_time.devices(
+        target, config.tensor_parallel_size, device_limit(config, device_spec(target))
+    )
 
 
 def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
@@ -104,7 +116,11 @@ def check_target(target: str) -> None:
     """
     known = ahead_of_time.targets()
     if target not in known:
-        raise InvalidArgument("target", target, f"must be one of {', '.join(known)}, for which programs can be compiled without the device")
+        raise InvalidArgument(
+            "target",
+            target,
+            f"must be one of {', '.join(known)}, for which programs can be compiled without the device",
+        )
 
 
 def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) -> int:
@@ -125,7 +141,12 @@ def largest(spec: ExecutionSpec) -> list[Key]:
 
 
 def compile_table(
-    config: EngineConfig, out: Path, *, target: str | None = None, autotune: Path | None = None, progress: bool = True
+    config: EngineConfig,
+    out: Path,
+    *,
+    target: str | None = None,
+    autotune: Path | None = None,
+    progress: bool = True,
 ) -> Compiled:
     """Compiles every program and writes them to a folder, for `EngineConfig.programs`.
 
@@ -153,7 +174,8 @@ def compile_table(
     used: dict[Key, ProgramMemory] = {}
     provisional: list[Built] = []
     first = [] if device.platform == "cpu" else largest(spec)
-    own = [key for key in first if not isinstance(key, TrunkKey)]  # the others do not have the cache's shape, and are compiled again
+    # the others do not have the cache's shape, and are compiled again
+    own = [key for key in first if not isinstance(key, TrunkKey)]
     missing = [key for key in program_keys(spec) if key not in own]
     with progress_log(len(first) + len(missing), doing="compiling", unit="program", show=progress) as count:
         if device.platform == "cpu":
@@ -162,7 +184,9 @@ def compile_table(
             for built in compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*first], **how):
                 provisional.append(built)
                 count()
-            memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional])
+            memory = DeviceMemory.of(
+                memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional]
+            )
             spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
         done = [built for built in provisional if built.key in own]
         for built in chain(done, compile_all(spec, missing, **how)):
@@ -183,7 +207,10 @@ def _check(spec: ExecutionSpec, memory: DeviceMemory) -> None:
     """Checks that there is room with all programs, since the number of pages was derived from only a few."""
     need = spec.num_pages * memory.page + memory.beside
     if need > memory.limit:
-        sizes = f"{spec.num_pages} pages, weights and programs need {need / 2**30:.1f} GiB of {memory.limit / 2**30:.1f} GiB"
+        sizes = (
+            f"{spec.num_pages} pages, weights and programs need {need / 2**30:.1f} GiB of"
+            f" {memory.limit / 2**30:.1f} GiB"
+        )
         raise OutOfMemory(f"no room for the KV cache: {sizes}")
 
 
@@ -198,7 +225,9 @@ def _compiler_options(device: jax.Device, target: str | None, results: Path | No
     try:
         _compile_little(device, options)  # here rather than in the pool's threads, to report errors
     except jax.errors.JaxRuntimeError as error:
-        raise InvalidArgument("autotune", str(results), f"cannot be read: {str(error).splitlines()[0]}") from None
+        raise InvalidArgument(
+            "autotune", str(results), f"cannot be read: {str(error).splitlines()[0]}"
+        ) from None
     return options
 
 

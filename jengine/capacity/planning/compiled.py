@@ -40,8 +40,14 @@ class Compiled:
         return self.key.rows if isinstance(self.key, TrunkKey | SamplerKey) else 0
 
     def estimate(self, spec: ExecutionSpec, device: DeviceSpec, step: Step) -> Estimate:
-        """Estimates this step. Padding rows are equal, so together they meet the experts of a single token."""
-        tokens = spec.table.tokens(self.key) - max(0, self.rows - step.rows - 1) if isinstance(self.key, TrunkKey) else 0
+        """Estimates this step. Padding rows are equal, so together they meet the experts of a single
+        token.
+        """
+        tokens = (
+            spec.table.tokens(self.key) - max(0, self.rows - step.rows - 1)
+            if isinstance(self.key, TrunkKey)
+            else 0
+        )
         met = experts_met(spec.model.config, tokens)
         return estimate(self.program, step, device, launches=self.launches, met=met, devices=spec.mesh.size)
 
@@ -56,5 +62,7 @@ def compiled(spec: ExecutionSpec, keys: list[Key], *, threads: int, progress: bo
     found = []
     for one in built:
         program = parse(one.program.as_text())
-        found.append(Compiled(one.key, one.seconds, memory_of(one.program), program, len(thunks[program.name])))
+        found.append(
+            Compiled(one.key, one.seconds, memory_of(one.program), program, len(thunks[program.name]))
+        )
     return found

@@ -1,7 +1,7 @@
 """Estimates a step's duration from the compiled programs: bytes, operations and launches of each kernel.
 
-The estimate depends on `Assumptions`, which have not been confirmed on a GPU. `roofline` gives bounds. Kernels
-run one after the other. Each takes its launch plus the slower of its bytes and its operations.
+The estimate depends on `Assumptions`, which have not been confirmed on a GPU. `roofline` gives bounds.
+Kernels run one after the other. Each takes its launch plus the slower of its bytes and its operations.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ class Assumptions:
     Attributes:
         bandwidth: achieved share of the data sheet's bandwidth if the whole chip is busy.
         products: achieved share of the data sheet's operations.
-        block_bandwidth: bytes a second of one thread block with 64 KB in flight, at a latency of 0.8 microseconds.
+        block_bandwidth: bytes a second of one thread block with 64 KB in flight, at a latency of 0.8
+            microseconds.
         join: seconds by which decode attention ends later because it joins parts.
         fill: seconds of a prefill kernel's first loads and last stores, during which nothing is multiplied.
         kernel: seconds between two kernels of a command buffer.
         launch: seconds to launch a single kernel, or a command buffer, from the host.
         turn: seconds for which a loop iteration waits for the host.
-        unpacked: four-bit numbers a second that a multiprocessor multiplies, from a count of the kernel's instructions.
+        unpacked: four-bit numbers a second that a multiprocessor multiplies, from a count of the kernel's
+            instructions.
         exchange: seconds of a collective of a few bytes.
     """
 
@@ -77,7 +79,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Work of a program in a step: rows without padding, and the tokens that each row and each tile attends to."""
+    """Work of a program in a step: rows without padding, and the tokens that each row and each tile attends
+    to.
+    """
 
     rows: int
     context: int
@@ -129,7 +133,12 @@ def together(estimates: Iterable[Estimate]) -> Estimate:
     """Sum for programs that run one after the other."""
     all_of = list(estimates)
     seconds = {cause: sum(one.seconds[cause] for one in all_of) for cause in CAUSES}
-    return Estimate(sum(e.kernels for e in all_of), seconds, sum(e.bytes for e in all_of), sum(e.operations for e in all_of))
+    return Estimate(
+        sum(e.kernels for e in all_of),
+        seconds,
+        sum(e.bytes for e in all_of),
+        sum(e.operations for e in all_of),
+    )
 
 
 def longer(one: Estimate, two: Estimate, layers: int) -> Estimate:
@@ -139,12 +148,19 @@ def longer(one: Estimate, two: Estimate, layers: int) -> Estimate:
         return a + (layers - 1) * (b - a)
 
     seconds = {cause: grown(one.seconds[cause], two.seconds[cause]) for cause in CAUSES}
-    return Estimate(round(grown(one.kernels, two.kernels)), seconds, grown(one.bytes, two.bytes), grown(one.operations, two.operations))
+    return Estimate(
+        round(grown(one.kernels, two.kernels)),
+        seconds,
+        grown(one.bytes, two.bytes),
+        grown(one.operations, two.operations),
+    )
 
 
 def _turns(program: Program) -> int:
     """Loop iterations outside command buffers."""
-    return sum(one.trips or 1 for one in program.computations[program.entry].values() if one.opcode == "while")
+    return sum(
+        one.trips or 1 for one in program.computations[program.entry].values() if one.opcode == "while"
+    )
 
 
 def _work(
@@ -164,7 +180,12 @@ def _work(
     if "cublas" in one.target or one.opcode in ("dot", "ragged-dot"):
         left, right, out = (instruction.results[0] for instruction in (*operands[:2], one))
         size = left.bytes + right.bytes + out.bytes
-        return _Work("weights", size, 2 * math.sqrt(left.size * right.size * out.size), DTYPES.get(left.dtype, "bfloat16"))
+        return _Work(
+            "weights",
+            size,
+            2 * math.sqrt(left.size * right.size * out.size),
+            DTYPES.get(left.dtype, "bfloat16"),
+        )
     if one.target.startswith(xqa.NAME):
         return _xqa([operand.results[0] for operand in operands], step, device, assumed)
     if "mosaic" in one.target:
@@ -174,7 +195,13 @@ def _work(
 
 
 def _mosaic(
-    kernel: str, one: Instruction, operands: list[Array], step: Step, device: DeviceSpec, met: float, assumed: Assumptions
+    kernel: str,
+    one: Instruction,
+    operands: list[Array],
+    step: Step,
+    device: DeviceSpec,
+    met: float,
+    assumed: Assumptions,
 ) -> _Work:
     """Work of one of our kernels, by its name."""
     slots = 2 * device.cores  # thread blocks that run at the same time
@@ -188,23 +215,35 @@ def _mosaic(
         size = queries.shape[0] * step.context * _token_bytes(operands) + 2 * queries.bytes
         return _Work("cache", size, 4.0 * queries.size * seen, DTYPES[queries.dtype], more=assumed.fill)
     if kernel == "kv_write":
-        return _Work("cache", 2 * sum(array.bytes for array in operands if array.shape[:1] != operands[0].shape[:1]))
+        return _Work(
+            "cache", 2 * sum(array.bytes for array in operands if array.shape[:1] != operands[0].shape[:1])
+        )
     if kernel == "grouped_product":
         x, weight = operands[:2]
         share = _share(met, weight.shape[0])
         read = share * weight.bytes
-        scales = sum(array.bytes for array in operands if array.dtype == "f32" and len(array.shape) == 3) * share
+        scales = (
+            sum(array.bytes for array in operands if array.dtype == "f32" and len(array.shape) == 3) * share
+        )
         outs = out_per_block(next(array for array in operands if array.dtype == "s32").size, weight.shape[1])
         blocks = max(1.0, share * weight.shape[0]) * (weight.shape[1] // outs)
         drawn = min(blocks, slots) * assumed.block_bandwidth
-        return _Work("weights", x.bytes + read + scales + one.bytes, 2.0 * x.size * weight.shape[1], DTYPES[x.dtype], drawn)
+        return _Work(
+            "weights",
+            x.bytes + read + scales + one.bytes,
+            2.0 * x.size * weight.shape[1],
+            DTYPES[x.dtype],
+            drawn,
+        )
     if kernel == "int4_product":
         return _four_bits(operands, one.results[0], device, met, assumed)
     return _Work("activations", one.bytes + sum(array.bytes for array in operands))
 
 
 def _xqa(operands: list[Array], step: Step, device: DeviceSpec, assumed: Assumptions) -> _Work:
-    """Of FlashInfer's decode kernel: each row's parts are as many as those of all rows, padding included, have blocks for."""
+    """Of FlashInfer's decode kernel: each row's parts are as many as those of all rows, padding included,
+    have blocks for.
+    """
     queries, pages, tables = operands[0], operands[1], operands[3]
     (rows, _, _), (_, kv_heads, page_size, _) = queries.shape, pages.shape
     live = min(step.rows, rows)
@@ -223,7 +262,8 @@ def _decode(operands: list[Array], step: Step, assumed: Assumptions) -> _Work:
     tiles = max(1, pairs * math.ceil(step.context / TILE))
     busy = min(max(tiles // LEAST, 1), blocks)
     share = min(step.rows, rows) / rows
-    cut = (busy - 1 + min(busy - 1, pairs)) * 4 * queries.size // (rows * keys.shape[1])  # bytes of parts' results
+    # bytes of parts' results
+    cut = (busy - 1 + min(busy - 1, pairs)) * 4 * queries.size // (rows * keys.shape[1])
     size = min(step.rows, rows) * step.context * _token_bytes(operands) + 2 * share * queries.bytes + 2 * cut
     drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
     operations = 4.0 * queries.size * share * step.context
@@ -239,17 +279,24 @@ def _latent_decode(operands: list[Array], results: list[Array], step: Step, assu
     tiles = max(1, pairs * math.ceil(step.context / TILE))
     busy = min(max(tiles // LEAST, 1), blocks)
     cut = (busy - 1 + min(busy - 1, pairs)) * 4 * group * rank
-    size = live * step.context * key_dim * pages.bytes // pages.size + live * (queries.bytes + out.bytes) / rows + 2 * cut
+    size = (
+        live * step.context * key_dim * pages.bytes // pages.size
+        + live * (queries.bytes + out.bytes) / rows
+        + 2 * cut
+    )
     operations = 2.0 * TENSOR_ROWS * pairs * step.context * (key_dim + rank)
     drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
     return _Work("cache", size, operations, DTYPES[queries.dtype], drawn, assumed.join if cut else 0.0)
 
 
-def _four_bits(operands: list[Array], out: Array, device: DeviceSpec, met: float, assumed: Assumptions) -> _Work:
+def _four_bits(
+    operands: list[Array], out: Array, device: DeviceSpec, met: float, assumed: Assumptions
+) -> _Work:
     """Work of a product with four-bit weights: each block of rows unpacks them again."""
     x, weight, scale, groups = operands[:4]
     experts, outs, words = weight.shape
-    share, rows = _share(met, experts), groups.size if experts == 1 else 1  # blocks of rows that read the same weights
+    # blocks of rows that read the same weights
+    share, rows = _share(met, experts), groups.size if experts == 1 else 1
     read = share * (weight.bytes + sum(array.bytes for array in operands if array.shape == scale.shape))
     blocks = max(rows, share * experts) * -(-outs // OUTPUTS) * out.shape[0]
     unpacked = assumed.unpacked / (1 if 8 * words > 64 * scale.shape[2] else SMALL_GROUPS)

@@ -38,15 +38,21 @@ class Fitting:
         given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
         without = "".join(f"no {flag}" for flag, value in flags.items() if value is None)
         where = " on each device" if "tensor_parallel_size" in self.options else ""
-        return f"{given or without} ({self.room.cache / 2**30:.1f} GiB of cache{where}, {self.room.tokens:,} tokens)"
+        return (
+            f"{given or without} ({self.room.cache / 2**30:.1f} GiB of cache{where}, {self.room.tokens:,}"
+            " tokens)"
+        )
 
 
-def what_fits(config: EngineConfig, room: Callable[[EngineConfig], Room], *, most_tokens: int, weights_fit: bool) -> list[Fitting]:
-    """The cheapest settings of each kind that make the model fit: fewer tokens a step, then also fewer sequences and more memory;
-    shorter sequences; quantized weights; more devices. Empty if none does.
+def what_fits(
+    config: EngineConfig, room: Callable[[EngineConfig], Room], *, most_tokens: int, weights_fit: bool
+) -> list[Fitting]:
+    """The cheapest settings of each kind that make the model fit: fewer tokens a step, then also fewer
+    sequences and more memory; shorter sequences; quantized weights; more devices. Empty if none does.
 
     Args:
-        room: the cache that a configuration leaves; raises JengineError where the model or the device does not support it.
+        room: the cache that a configuration leaves; raises JengineError where the model or the device does
+            not support it.
         most_tokens: max_model_len.
         weights_fit: whether the weights alone fit; if not, no smaller step helps.
     """
@@ -76,7 +82,9 @@ def _smaller(config: EngineConfig) -> Iterator[dict[str, Any]]:
     for budget in budgets:
         if budget >= rows + config.tile_size:
             yield {"max_num_batched_tokens": budget}
-    few: dict[str, Any] = {"max_num_batched_tokens": BUDGETS[-1]} | ({"max_num_seqs": FEW_SEQUENCES} if rows > FEW_SEQUENCES else {})
+    few: dict[str, Any] = {"max_num_batched_tokens": BUDGETS[-1]} | (
+        {"max_num_seqs": FEW_SEQUENCES} if rows > FEW_SEQUENCES else {}
+    )
     yield few
     if config.gpu_memory_utilization < MORE_MEMORY:
         yield few | {"gpu_memory_utilization": MORE_MEMORY}

@@ -60,19 +60,26 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Computations by name. Each maps names to instructions, in order. Called computations are separate entries."""
+    """Computations by name. Each maps names to instructions, in order. Called computations are separate
+    entries.
+    """
 
     name: str
     entry: str
     computations: dict[str, dict[str, Instruction]]
 
-    def kernels(self, computation: str | None = None) -> list[tuple[Instruction, int, dict[str, Instruction]]]:
+    def kernels(
+        self, computation: str | None = None
+    ) -> list[tuple[Instruction, int, dict[str, Instruction]]]:
         """Everything that runs on the device: (instruction, number of runs, its computation)."""
         found: list[tuple[Instruction, int, dict[str, Instruction]]] = []
         inside = self.computations[computation or self.entry]
         for one in inside.values():
             if one.opcode in ("while", "call", "async-start"):
-                found += [(inner, (one.trips or 1) * times, where) for inner, times, where in self.kernels(one.called)]
+                found += [
+                    (inner, (one.trips or 1) * times, where)
+                    for inner, times, where in self.kernels(one.called)
+                ]
             elif wrapped := self._wrapped(one):
                 found.append((wrapped, 1, self.computations[one.called]))
             elif one.opcode not in FREE and not one.opcode.endswith(("-done", "-update")):
@@ -100,7 +107,9 @@ class Program:
         in_place = [inner for inner in body.values() if inner.opcode in UPDATES]
         for parameter in parameters:
             uses = [inner for inner in body.values() if parameter.name in inner.operands]
-            first = [use for use in uses if use.opcode in (*SLICES, *UPDATES) and use.operands[0] == parameter.name]
+            first = [
+                use for use in uses if use.opcode in (*SLICES, *UPDATES) and use.operands[0] == parameter.name
+            ]
             sliced = sum(use.bytes for use in first if use.opcode in SLICES)
             read += min(parameter.bytes, sliced) if len(first) == len(uses) else parameter.bytes
         kept = {update.results[0] for update in in_place}
@@ -118,7 +127,9 @@ def parse(text: str) -> Program:
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             inside = computations[head[2]] = {}
             entry = head[2] if head[1] else entry
-        elif (match := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$", line)) and (one := _instruction(match[1], match[2])):
+        elif (match := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)$", line)) and (
+            one := _instruction(match[1], match[2])
+        ):
             inside[one.name] = one
     return Program(name[1] if name else "", entry, computations)
 
@@ -136,7 +147,10 @@ def _instruction(name: str, rest: str) -> Instruction | None:
     return Instruction(
         name,
         match[1],
-        tuple(Array(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in ARRAY.findall(kind)),
+        tuple(
+            Array(dtype, tuple(map(int, filter(None, shape.split(",")))))
+            for dtype, shape in ARRAY.findall(kind)
+        ),
         tuple(re.findall(r"%([\w.\-]+)", operands)),
         called[1] if called else "",
         target[1] if target else "",

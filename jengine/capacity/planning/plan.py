@@ -13,7 +13,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jengine.base.errors import OutOfMemory
-from jengine.capacity.planning.ahead_of_time import check_target, describe_for, describe_on, device_limit, largest
+from jengine.capacity.planning.ahead_of_time import (
+    check_target,
+    describe_for,
+    describe_on,
+    device_limit,
+    largest,
+)
 from jengine.capacity.planning.compiled import Compiled, compiled
 from jengine.capacity.planning.estimate import Step
 from jengine.capacity.planning.fitting import MORE_MEMORY, Fitting, Room, what_fits
@@ -48,13 +54,15 @@ class TargetDevice:
     process_index: int = 0
 
 
-def make_plan(config: EngineConfig, target: str | DeviceSpec, *, exact: bool = False, progress: bool = True) -> Plan:
+def make_plan(
+    config: EngineConfig, target: str | DeviceSpec, *, exact: bool = False, progress: bool = True
+) -> Plan:
     """Computes a plan from the model's configuration and the device's data sheet.
 
     Args:
         target: the name of a device, see `device_spec`, or its data sheet.
-        exact: compile the programs that need the most memory, and the decode steps with the most and the fewest
-            rows, and use the sizes of temporaries that XLA reports. Needs the extra `aot`.
+        exact: compile the programs that need the most memory, and the decode steps with the most and the
+            fewest rows, and use the sizes of temporaries that XLA reports. Needs the extra `aot`.
 
     Raises:
         InvalidArgument: the model or target does not support an option.
@@ -89,9 +97,14 @@ def make_plan(config: EngineConfig, target: str | DeviceSpec, *, exact: bool = F
             for n in batches
             for c in contexts
         ],
-        prefill=[Rate(n, c, bound(prefill(model, formats, n, c), formats, device)) for n in steps for c in contexts],
+        prefill=[
+            Rate(n, c, bound(prefill(model, formats, n, c), formats, device)) for n in steps for c in contexts
+        ],
         contexts=contexts,
-        estimates={one.key: [one.estimate(spec, device, Step(one.rows, context)) for context in contexts] for one in built},
+        estimates={
+            one.key: [one.estimate(spec, device, Step(one.rows, context)) for context in contexts]
+            for one in built
+        },
         without_kernels=kernels_refused(spec),
         fitting=[] if pages else _what_fits(config, device, spec, memory),
     )
@@ -101,7 +114,9 @@ def _describe(config: EngineConfig, device: DeviceSpec) -> ExecutionSpec:
     return describe_on(config, _mesh(device, config.tensor_parallel_size))
 
 
-def _room(config: EngineConfig, spec: ExecutionSpec, device: DeviceSpec, programs: dict[Key, ProgramMemory]) -> tuple[DeviceMemory, int]:
+def _room(
+    config: EngineConfig, spec: ExecutionSpec, device: DeviceSpec, programs: dict[Key, ProgramMemory]
+) -> tuple[DeviceMemory, int]:
     """The use of memory, and the number of pages; 0 if there is no room."""
     memory = DeviceMemory.of(device_limit(config, device), spec, programs.values())
     try:
@@ -112,7 +127,9 @@ def _room(config: EngineConfig, spec: ExecutionSpec, device: DeviceSpec, program
     return memory, pages if fits else 0
 
 
-def _what_fits(config: EngineConfig, device: DeviceSpec, spec: ExecutionSpec, memory: DeviceMemory) -> list[Fitting]:
+def _what_fits(
+    config: EngineConfig, device: DeviceSpec, spec: ExecutionSpec, memory: DeviceMemory
+) -> list[Fitting]:
     def room(changed: EngineConfig) -> Room:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the plan has already shown them
@@ -120,7 +137,9 @@ def _what_fits(config: EngineConfig, device: DeviceSpec, spec: ExecutionSpec, me
         memory, pages = _room(changed, spec, device, _estimated(spec))
         return Room(pages * memory.page, max(pages - 1, 0) * spec.page_size)
 
-    return what_fits(config, room, most_tokens=spec.max_model_len, weights_fit=memory.weights < device.memory * MORE_MEMORY)
+    return what_fits(
+        config, room, most_tokens=spec.max_model_len, weights_fit=memory.weights < device.memory * MORE_MEMORY
+    )
 
 
 def _mesh(device: DeviceSpec, count: int) -> Mesh:
@@ -136,7 +155,9 @@ def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list
 
 
 def _estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:
-    return {key: ProgramMemory(0, 0, 0, kind_of(key).temporaries(spec, key) + WORKSPACE) for key in largest(spec)}
+    return {
+        key: ProgramMemory(0, 0, 0, kind_of(key).temporaries(spec, key) + WORKSPACE) for key in largest(spec)
+    }
 
 
 def formats_of(spec: ExecutionSpec) -> Formats:
@@ -146,7 +167,8 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     kind, inputs = QUANTIZATIONS.get(model.quantization or "", (str(dtype), False))
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if len(leaf.shape) > 1]
     width = jnp.dtype(kind).itemsize
-    if model.quantization in FOUR_BITS or model.config.stored is not None:  # formats vary between weights, and scales count
+    # formats vary between weights, and scales count
+    if model.quantization in FOUR_BITS or model.config.stored is not None:
         width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
     row = model.config.head_dim if model.config.latent is None else model.config.latent.cached_dim
     scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head

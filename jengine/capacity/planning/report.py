@@ -47,7 +47,8 @@ class Plan:
     Attributes:
         pages: number of pages in the cache, the null page included; 0 if there is no room.
         total_programs: number of programs in the whole table.
-        programs: memory of the largest programs, reported by XLA if they were compiled, otherwise an upper bound.
+        programs: memory of the largest programs, reported by XLA if they were compiled, otherwise an upper
+            bound.
         seconds: compilation time of each program; empty if none was compiled.
         estimates: of the compiled programs, for full rows at each of `contexts` tokens.
         without_kernels: why attention is XLA's, or None.
@@ -98,7 +99,9 @@ def report(name: str, plan: Plan) -> str:
     Args:
         name: the model's name.
     """
-    return "\n\n".join([f"{name} on {setting(plan)}", *[_text(*table) for table in tables(plan)], "\n".join(verdict(plan))])
+    return "\n\n".join(
+        [f"{name} on {setting(plan)}", *[_text(*table) for table in tables(plan)], "\n".join(verdict(plan))]
+    )
 
 
 def setting(plan: Plan) -> str:
@@ -123,13 +126,23 @@ def tables(plan: Plan) -> list[Table]:
         ("temporaries", memory.working, f"of {largest}, {how}"),
         ("slots and counts", memory.state, f"for {spec.max_slots} sequences"),
         *(
-            [("staging", memory.staging, f"{2 * spec.staged} pages in transfer to and from {spec.host_pages:,} host pages")]
+            [
+                (
+                    "staging",
+                    memory.staging,
+                    f"{2 * spec.staged} pages in transfer to and from {spec.host_pages:,} host pages",
+                )
+            ]
             if spec.host_pages
             else []
         ),
         ("margin", memory.margin, "fragmentation"),
         ("free", memory.limit - used, "" if used <= memory.limit else "negative: it does not fit"),
-        ("limit", memory.limit, f"{memory.limit / device.memory:.0%} of the device's {device.memory / GIB:.1f} GiB"),
+        (
+            "limit",
+            memory.limit,
+            f"{memory.limit / device.memory:.0%} of the device's {device.memory / GIB:.1f} GiB",
+        ),
     ]
     sizes = [(part, f"{size / GIB:.2f}", f"{size:,}", note) for part, size, note in parts]
     sections = [Table("on each device", ("GiB", "bytes", ""), [*sizes])]
@@ -140,7 +153,10 @@ def tables(plan: Plan) -> list[Table]:
     sections.append(_speeds("decode, sequences", "context", plan.decode))
     sections.append(_speeds("prefill, tokens a step", "prompts", plan.prefill))
     if plan.seconds:
-        rows = [(str(key), f"{plan.seconds[key]:.1f}", f"{used.temporaries:,}") for key, used in plan.programs.items()]
+        rows = [
+            (str(key), f"{plan.seconds[key]:.1f}", f"{used.temporaries:,}")
+            for key, used in plan.programs.items()
+        ]
         sections.append(Table("compiled for this plan", ("seconds", "bytes of temporaries"), list(rows)))
         sections.append(_estimates(plan))
     return sections
@@ -149,23 +165,47 @@ def tables(plan: Plan) -> list[Table]:
 def verdict(plan: Plan) -> tuple[str, ...]:
     """Explains the speeds, and says whether the model fits."""
     assumed = ", ".join(f"{name} {value:g}" for name, value in asdict(Assumptions()).items())
-    estimates = f"Estimates are for full rows and are unchecked on GPUs. They assume (SI units; shares of the data sheet): {assumed}."
+    estimates = (
+        "Estimates are for full rows and are unchecked on GPUs. They assume (SI units; shares of the data"
+        f" sheet): {assumed}."
+    )
     device = plan.device
-    links = f", {device.link / 1e9:.0f} GB/s to the other devices ({device.link_name})" if plan.formats.devices > 1 else ""
+    links = (
+        f", {device.link / 1e9:.0f} GB/s to the other devices ({device.link_name})"
+        if plan.formats.devices > 1
+        else ""
+    )
     rate = device.rates.get(plan.formats.product, device.rates[plan.formats.dtype])
-    sources = f"{device.bandwidth / 1e12:.2f} TB/s of memory, {rate / 1e12:,.0f} T operations/s in {plan.formats.product}{links}"
+    sources = (
+        f"{device.bandwidth / 1e12:.2f} TB/s of memory, {rate / 1e12:,.0f} T operations/s in"
+        f" {plan.formats.product}{links}"
+    )
     return (
         f"Speeds are bounds: each resource of the data sheet used fully ({sources}).",
         *([estimates] if plan.estimates else []),
-        *([f"Attention is XLA's, without jengine's kernels ({plan.without_kernels})."] if plan.without_kernels else []),
-        *([] if device.target else ["Programs cannot be compiled for it ahead of time: its first start compiles them."]),
-        f"The whole table has {plan.total_programs} programs. {'It fits.' if plan.fits else _does_not_fit(plan)}",
+        *(
+            [f"Attention is XLA's, without jengine's kernels ({plan.without_kernels})."]
+            if plan.without_kernels
+            else []
+        ),
+        *(
+            []
+            if device.target
+            else ["Programs cannot be compiled for it ahead of time: its first start compiles them."]
+        ),
+        (
+            f"The whole table has {plan.total_programs} programs."
+            f" {'It fits.' if plan.fits else _does_not_fit(plan)}"
+        ),
     )
 
 
 def _does_not_fit(plan: Plan) -> str:
     if not plan.fitting:
-        return "It does not fit: neither smaller steps, quantized weights nor up to 8 devices make room for a cache."
+        return (
+            "It does not fit: neither smaller steps, quantized weights nor up to 8 devices make room for a"
+            " cache."
+        )
     return f"It does not fit. Fits with {'; or with '.join(map(str, plan.fitting))}."
 
 
@@ -182,7 +222,14 @@ def _estimates(plan: Plan) -> Table:
     for key, estimates in plan.estimates.items():
         last = estimates[-1]
         times = [f"{1e3 * estimate.total:.2f}" for estimate in estimates]
-        rows.append((str(key), f"{last.kernels:,}", *times, *(f"{last.seconds[cause] / last.total:.0%}" for cause in CAUSES)))
+        rows.append(
+            (
+                str(key),
+                f"{last.kernels:,}",
+                *times,
+                *(f"{last.seconds[cause] / last.total:.0%}" for cause in CAUSES),
+            )
+        )
     return Table("estimates, tokens", head, rows)
 
 
@@ -194,7 +241,11 @@ def _speeds(title: str, context: str, rates: list[Rate]) -> Table:
     for count in sorted({rate.count for rate in rates}):
         row = [f"{count:,}"]
         for rate in sorted((rate for rate in rates if rate.count == count), key=lambda rate: rate.context):
-            row += [f"{rate.tokens_per_second:,.0f} tokens/s", LIMITS[rate.bound.resource]] if rate.fits else ["-", "no room in the cache"]
+            row += (
+                [f"{rate.tokens_per_second:,.0f} tokens/s", LIMITS[rate.bound.resource]]
+                if rate.fits
+                else ["-", "no room in the cache"]
+            )
         rows.append(tuple(row))
     return Table(title, head, rows)
 
@@ -204,10 +255,16 @@ def _text(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     cells = [(title, *head), *rows]
     columns = [[row[i] for row in cells] for i in range(len(cells[0]))]
     widths = [max(map(len, column)) for column in columns]
-    figures = [i > 0 and any(cell[:1].isdigit() for cell in column[1:]) and head[i - 1] != "" for i, column in enumerate(columns)]
+    figures = [
+        i > 0 and any(cell[:1].isdigit() for cell in column[1:]) and head[i - 1] != ""
+        for i, column in enumerate(columns)
+    ]
     figures[1] = True
     lines = [
-        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, figures, strict=True))
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, figures, strict=True)
+        )
         for row in cells
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))

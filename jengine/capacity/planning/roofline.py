@@ -1,8 +1,9 @@
-"""Lower bounds on a step's cost: operations, memory traffic, link traffic, and the time they take. Pure arithmetic.
+"""Lower bounds on a step's cost: operations, memory traffic, link traffic, and the time they take. Pure
+arithmetic.
 
-These are bounds, not predictions (Williams, Waterman and Patterson, "Roofline", 2009): all resources are fully
-used at the same time, and the slowest one decides. Norms, activations, sampling, launches and link latency are
-left out, because they are small or overlap.
+These are bounds, not predictions (Williams, Waterman and Patterson, "Roofline", 2009): all resources are
+fully used at the same time, and the slowest one decides. Norms, activations, sampling, launches and link
+latency are left out, because they are small or overlap.
 """
 
 from __future__ import annotations
@@ -79,15 +80,28 @@ def attention_elements(config: ModelConfig, layer: int = 0) -> int:
         return products + (2 * keys + values) * linear.taps
     if latent is None:
         own = at(config, layer)
-        return ((2 + config.attention_gate) * heads + key_value_rows(config, layer) * own.num_kv_heads) * own.head_dim * hidden
-    down, inputs = (0, hidden) if latent.query_rank is None else (hidden * latent.query_rank, latent.query_rank)
+        return (
+            ((2 + config.attention_gate) * heads + key_value_rows(config, layer) * own.num_kv_heads)
+            * own.head_dim
+            * hidden
+        )
+    down, inputs = (
+        (0, hidden) if latent.query_rank is None else (hidden * latent.query_rank, latent.query_rank)
+    )
     expanded = heads * (latent.key_dim + latent.value_dim) * latent.rank
-    return down + heads * latent.query_dim * inputs + hidden * latent.cached_dim + expanded + heads * latent.value_dim * hidden
+    return (
+        down
+        + heads * latent.query_dim * inputs
+        + hidden * latent.cached_dim
+        + expanded
+        + heads * latent.value_dim * hidden
+    )
 
 
 def state_operations(config: ModelConfig) -> int:
-    """Operations of a token's recurrences, over all layers: its key (in a delta rule), its update and its query each
-    use every state element."""
+    """Operations of a token's recurrences, over all layers: its key (in a delta rule), its update and its
+    query each use every state element.
+    """
     linear = config.linear
     each = 0 if linear is None else linear.value_heads * linear.key_dim * linear.value_dim
     return 0 if linear is None else len(linear.layers) * (6 if linear.delta else 4) * each
@@ -109,7 +123,9 @@ def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
 
 
 def attended_channels(config: ModelConfig, layer: int) -> int:
-    """Number of channels of each cached token, in keys and in values, that a token's queries in a layer use."""
+    """Number of channels of each cached token, in keys and in values, that a token's queries in a layer
+    use.
+    """
     if config.latent is not None:
         return config.num_heads * (config.latent.cached_dim + config.latent.rank)
     return 2 * config.num_heads * at(config, layer).head_dim
@@ -131,13 +147,18 @@ def _projection_elements(config: ModelConfig) -> int:
 
 def layers_elements(config: ModelConfig, experts: float) -> float:
     """Elements of all layers' matrices, with this many experts in layers that have any."""
-    more = 0  # parameters per layer of Gemma 3n and 4: per-layer embedding's gate and projections, the shortcut, stream mixing
+    # parameters per layer of Gemma 3n and 4: per-layer embedding's gate and projections, the shortcut, stream
+    # mixing
+    more = 0
     if config.layer_inputs is not None:
         more += 3 * config.layer_inputs.size * config.hidden_size
     if config.altup is not None:
         streams = config.altup.streams
         more += (2 * config.altup.laurel_rank + streams) * config.hidden_size + streams**3 + streams**2
-    layers = sum(attention_elements(config, layer) + mlp_elements(config, layer, experts) for layer in range(config.num_layers))
+    layers = sum(
+        attention_elements(config, layer) + mlp_elements(config, layer, experts)
+        for layer in range(config.num_layers)
+    )
     between = 0 if config.altup is None else 2 * (config.altup.streams - 1) * config.hidden_size**2
     return layers + config.num_layers * more + between
 
@@ -194,15 +215,18 @@ def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> W
     return Work(
         products=2 * batch * (layers + head_elements(config)) / formats.devices,
         attention=batch * (2 * _met(config, attended) + state_operations(config)) / formats.devices,
-        read=met * formats.weight_bytes / formats.devices + batch * (_read(config, formats, attended) + 2 * formats.state_bytes),
+        read=met * formats.weight_bytes / formats.devices
+        + batch * (_read(config, formats, attended) + 2 * formats.state_bytes),
         sent=_sent(config, formats, batch),
     )
 
 
 def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> Work:
-    """An average step with `tokens` tokens of prompts of `prompt` tokens each: part of one prompt, or several prompts.
+    """An average step with `tokens` tokens of prompts of `prompt` tokens each: part of one prompt, or several
+    prompts.
 
-    The cached tokens of a prompt are read once for all of its tokens in the step. Each prompt needs one row of logits.
+    The cached tokens of a prompt are read once for all of its tokens in the step. Each prompt needs one row
+    of logits.
     """
     layers = layers_elements(config, config.experts_per_token)
     met = layers_elements(config, experts_met(config, tokens)) + head_elements(config)
@@ -217,7 +241,9 @@ def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> 
 
 
 def _sent(config: ModelConfig, formats: Formats, tokens: int) -> float:
-    """Bytes sent by a step's all-reduces. In a ring, each device sends its share to every other one, and then the sum."""
+    """Bytes sent by a step's all-reduces. In a ring, each device sends its share to every other one, and then
+    the sum.
+    """
     size = tokens * config.hidden_size * formats.activation_bytes
     return ALL_REDUCES * config.num_layers * 2 * size * (formats.devices - 1) / formats.devices
 

@@ -18,7 +18,8 @@ class ConstantPredictor(StepPredictor):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._bases: dict[tuple[int, int, int, int], float] = {}  # seconds without work, by rows, tiles, page bucket and variant
+        # seconds without work, by rows, tiles, page bucket and variant
+        self._bases: dict[tuple[int, int, int, int], float] = {}
 
     def seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
         """See StepPredictor."""
@@ -73,13 +74,24 @@ class FastForward:
             ahead: number of dispatched steps that are not collected: 0 or 1.
         """
         registry, admission, rows = self._registry, self._admission, self.rows
-        if self._scheduler.table.steps > 1 or registry.blocks.states is not None or registry.blocks.tier is not None:
+        if (
+            self._scheduler.table.steps > 1
+            or registry.blocks.states is not None
+            or registry.blocks.tier is not None
+        ):
             return 0
-        if not rows or len(rows) != len(registry.running) or len(plan.samples) != len(rows) or self._scheduler.rows.sharing:
+        if (
+            not rows
+            or len(rows) != len(registry.running)
+            or len(plan.samples) != len(rows)
+            or self._scheduler.rows.sharing
+        ):
             return 0
         if len(registry.held) and registry.held.batching != "static":
             return 0
-        if registry.waiting and (admission.switches or admission.strategy == "latency" or (self._room and self._may_admit())):
+        if registry.waiting and (
+            admission.switches or admission.strategy == "latency" or (self._room and self._may_admit())
+        ):
             return 0
         return min([s.last_position - s.num_computed for s in rows]) - (1 - ahead)
 
@@ -109,7 +121,8 @@ class FastForward:
         return self._scheduler.rows.last
 
     def begin(self, now: float, entering: list[Sequence] | None, steps: int) -> bool:
-        """The first part of `schedule`. Returns False if the next step may not be steady, and `schedule` must plan it.
+        """The first part of `schedule`. Returns False if the next step may not be steady, and `schedule` must
+        plan it.
 
         Args:
             entering: rows that enter a page in this step.

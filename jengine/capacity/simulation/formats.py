@@ -20,14 +20,25 @@ MOONCAKE_BLOCK = 512  # tokens of a hash id
 AZURE = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
 BURST_GPT = {"Timestamp", "Request tokens", "Response tokens"}
 OURS, VERSION = "jengine_trace", 1
-FIELDS = {"arrival", "prompt_tokens", "output_tokens", "prompt_token_ids", "prefix", "priority", "client", "ttft_ms", "tpot_ms"}
+FIELDS = {
+    "arrival",
+    "prompt_tokens",
+    "output_tokens",
+    "prompt_token_ids",
+    "prefix",
+    "priority",
+    "client",
+    "ttft_ms",
+    "tpot_ms",
+}
 
 
 def read_trace(path: str | Path) -> Trace:
     """Reads a trace file.
 
     Raises:
-        InvalidArgument: the file cannot be read, has an unknown format, or has a bad line, which the message names.
+        InvalidArgument: the file cannot be read, has an unknown format, or has a bad line, which the message
+            names.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -50,14 +61,20 @@ def _reader(path: str | Path, first: str) -> Callable[[str, Iterator[str]], Trac
         return _azure
     if header >= BURST_GPT:
         return _burst_gpt
-    known = f"a first line of Azure's CSV, BurstGPT's CSV, Mooncake's JSONL or a recording, which begins with {{{OURS!r}: {VERSION}}}"
+    known = (
+        "a first line of Azure's CSV, BurstGPT's CSV, Mooncake's JSONL or a recording, which begins with"
+        f" {{{OURS!r}: {VERSION}}}"
+    )
     raise InvalidArgument("trace", str(path), f"must have {known}, not {first.strip()[:80]!r}")
 
 
 def _azure(path: str, lines: Iterator[str]) -> Trace:
     """Times of day, as in 2023-11-16 18:15:46.6805900."""
     rows = [
-        (_value(path, line, _day_time, row["TIMESTAMP"]), *_lengths(path, line, row, "ContextTokens", "GeneratedTokens"))
+        (
+            _value(path, line, _day_time, row["TIMESTAMP"]),
+            *_lengths(path, line, row, "ContextTokens", "GeneratedTokens"),
+        )
         for line, row in _csv(path, lines)
     ]
     return _without_empty(rows)
@@ -72,7 +89,10 @@ def _day_time(text: str) -> float:
 def _burst_gpt(path: str, lines: Iterator[str]) -> Trace:
     """Times in seconds. Failed requests have no response tokens."""
     rows = [
-        (_value(path, line, float, row["Timestamp"]), *_lengths(path, line, row, "Request tokens", "Response tokens"))
+        (
+            _value(path, line, float, row["Timestamp"]),
+            *_lengths(path, line, row, "Request tokens", "Response tokens"),
+        )
         for line, row in _csv(path, lines)
     ]
     return _without_empty(rows)
@@ -82,7 +102,10 @@ def _mooncake(path: str, lines: Iterator[str]) -> Trace:
     """Times in milliseconds. Each of `hash_ids` identifies 512 tokens and everything before them."""
     rows, prefixes, left_out = [], [], 0
     for line, fields in _json_lines(path, lines):
-        row = _value(path, line, float, fields["timestamp"]) / 1e3, *_lengths(path, line, fields, "input_length", "output_length")
+        row = (
+            _value(path, line, float, fields["timestamp"]) / 1e3,
+            *_lengths(path, line, fields, "input_length", "output_length"),
+        )
         if min(row[1:]) < 1:
             left_out += 1
             continue
@@ -118,7 +141,11 @@ def _jengine(path: str, lines: Iterator[str]) -> Trace:
 
     def column(name: str, default: Any) -> list[Any] | None:
         values = [fields.get(name) for fields in records]
-        return None if all(value is None for value in values) else [default if value is None else value for value in values]
+        return (
+            None
+            if all(value is None for value in values)
+            else [default if value is None else value for value in values]
+        )
 
     tokens, prefixes = column("prompt_token_ids", ()), column("prefix", ())
     if tokens is not None and prefixes is not None:
@@ -154,7 +181,9 @@ def _csv(path: str, lines: Iterator[str]) -> Iterator[tuple[int, dict[str, str]]
     for number, row in enumerate(rows, 2):
         if row:
             if len(row) != len(names):
-                raise InvalidArgument("trace", ",".join(row), f"must have {len(names)} columns ({path}, line {number})")
+                raise InvalidArgument(
+                    "trace", ",".join(row), f"must have {len(names)} columns ({path}, line {number})"
+                )
             yield number, dict(zip(names, row, strict=True))
 
 

@@ -23,8 +23,8 @@ class Outcome:
     """Result of a replay.
 
     Attributes:
-        first, last: float64 by row of the trace: times of the first and last token, in the trace's seconds; nan
-            if none came.
+        first, last: float64 by row of the trace: times of the first and last token, in the trace's seconds;
+            nan if none came.
         preemptions, cached: int64 by row: number of preemptions, and of prompt tokens found in the cache.
         refused: number of requests that this engine can never serve.
         rejected: by reason, number of requests that ended without all of their tokens.

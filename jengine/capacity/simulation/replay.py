@@ -69,18 +69,29 @@ def replay(
     fast_forward: bool = True,
     progress: bool = False,
 ) -> Outcome:
-    """Predicts when each request gets its tokens. Replicas take turns: request i goes to replica i modulo `replicas`.
+    """Predicts when each request gets its tokens. Replicas take turns: request i goes to replica i modulo
+    `replicas`.
 
     Args:
         only: runs only this replica, whose requests represent all.
         params: sampling parameters of all requests, except their lengths.
         fast_forward: see VirtualEngine.
     """
-    rows = [np.arange(replica, len(trace), replicas) for replica in (range(replicas) if only is None else [only])]
+    rows = [
+        np.arange(replica, len(trace), replicas) for replica in (range(replicas) if only is None else [only])
+    ]
     outcomes = []
-    with progress_bar(show=progress, total=sum(map(len, rows)), desc="simulating", unit="request") as bar, _collected_once():
+    with (
+        progress_bar(show=progress, total=sum(map(len, rows)), desc="simulating", unit="request") as bar,
+        _collected_once(),
+    ):
         for own in rows:
-            how = {"params": params, "overlap": shape.overlap, "fast_forward": fast_forward, "progress": bar.update}
+            how = {
+                "params": params,
+                "overlap": shape.overlap,
+                "fast_forward": fast_forward,
+                "progress": bar.update,
+            }
             times, done = StepTimes(shape.costs), bar.n
             if trace.prefixes is None and fast_forward:
                 # No two prompts have a common prefix, so only resumed sequences could find pages. If no

@@ -17,7 +17,12 @@ APART = 1e6  # seconds between these requests
 
 
 def replicas_needed(
-    shape: EngineShape, trace: Trace, targets: Targets, *, params: SamplingParams | None = None, progress: bool = False
+    shape: EngineShape,
+    trace: Trace,
+    targets: Targets,
+    *,
+    params: SamplingParams | None = None,
+    progress: bool = False,
 ) -> tuple[int, Outcome] | None:
     """The smallest number of engines that serves `targets.share` of the requests within targets, and the
     outcome; None: no number.

@@ -27,16 +27,28 @@ def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -
         _row("per output token, ms", summary.per_token),
         _row("total, ms", summary.total),
         "",
-        f"{summary.output_tokens_per_second:,.0f} output tokens a second; completed in {summary.seconds:.1f} s",
+        (
+            f"{summary.output_tokens_per_second:,.0f} output tokens a second; completed in"
+            f" {summary.seconds:.1f} s"
+        ),
     ]
     if summary.unanswered:
         lines.append(_unanswered(summary, outcome))
     if summary.in_target is not None:
-        lines.append(f"goodput: {summary.goodput:.3g} requests a second, {summary.in_target:.1%} of all, {_targets(targets)}")
+        lines.append(
+            f"goodput: {summary.goodput:.3g} requests a second, {summary.in_target:.1%} of all,"
+            f" {_targets(targets)}"
+        )
     lines += [
-        f"device busy {summary.device_busy:.0%}, host {summary.host_busy:.0%}; {counted(summary.steps, 'step')}; "
-        f"pages in use {summary.pages_mean:.0%} on average, {summary.pages_most:.0%} at most",
-        f"{counted(summary.preemptions, 'preemption')}; {summary.cached:.1%} of prompt tokens found in the prefix cache",
+        (
+            f"device busy {summary.device_busy:.0%}, host {summary.host_busy:.0%};"
+            f" {counted(summary.steps, 'step')}; pages in use {summary.pages_mean:.0%} on average,"
+            f" {summary.pages_most:.0%} at most"
+        ),
+        (
+            f"{counted(summary.preemptions, 'preemption')}; {summary.cached:.1%} of prompt tokens found in"
+            " the prefix cache"
+        ),
         "",
         *_timeline(outcome, trace),
     ]
@@ -81,7 +93,9 @@ def save_plot(path: Path, outcome: Outcome, trace: Trace) -> None:
 
 
 def _row(name: str, values: dict[int, float]) -> str:
-    return f"{name:24}" + "".join(f"{1e3 * values[rank]:>10,.1f}" if values else f"{'-':>10}" for rank in RANKS)
+    return f"{name:24}" + "".join(
+        f"{1e3 * values[rank]:>10,.1f}" if values else f"{'-':>10}" for rank in RANKS
+    )
 
 
 def _unanswered(summary: Summary, outcome: Outcome) -> str:

@@ -38,17 +38,22 @@ class Setup:
         """Describes a model with these options.
 
         Args:
-            costs_file: output of StepCosts.to_json(); None: costs that engines with these options have measured here.
+            costs_file: output of StepCosts.to_json(); None: costs that engines with these options have
+                measured here.
 
         Raises:
-            InvalidArgument: nothing was measured, or the file cannot be read. Other errors as in start_engine.
+            InvalidArgument: nothing was measured, or the file cannot be read. Other errors as in
+                start_engine.
         """
         claim_gpu_memory(config.gpu_memory_utilization)
         config, spec = describe_engine(config)
         if costs_file is None:
             costs = saved_costs(config, spec)
             if costs is None:
-                limit = "nothing has been measured with these options on this machine: start an engine with them once, or give --costs"
+                limit = (
+                    "nothing has been measured with these options on this machine: start an engine with them"
+                    " once, or give --costs"
+                )
                 raise InvalidArgument("costs", None, limit)
         else:
             try:
@@ -70,7 +75,9 @@ class Setup:
         platform = self.spec.mesh.devices.flat[0].platform
         chosen, buckets = sizes(config, platform), self.spec.table.page_buckets
         states = num_states(self.spec.model.config, chosen.max_num_seqs)
-        spec = dataclasses.replace(self.spec, max_slots=chosen.max_num_seqs, page_size=chosen.page_size, num_states=states)
+        spec = dataclasses.replace(
+            self.spec, max_slots=chosen.max_num_seqs, page_size=chosen.page_size, num_states=states
+        )
         if config.swap_space:
             spec = dataclasses.replace(spec, host_pages=host_pages(config, spec))
         if len(buckets) > 1:
@@ -101,6 +108,10 @@ class Setup:
 def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:
     """Number of pages of an engine whose weights are on the device."""
     pages = pages_that_fit(config, spec)
-    if spec.mesh.devices.flat[0].platform == "cpu" or config.num_pages is not None or config.kv_cache_memory is not None:
+    if (
+        spec.mesh.devices.flat[0].platform == "cpu"
+        or config.num_pages is not None
+        or config.kv_cache_memory is not None
+    ):
         return pages
     return max(pages - device_bytes(spec.params) // spec.page_bytes, 2)

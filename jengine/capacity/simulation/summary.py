@@ -84,7 +84,11 @@ class Summary:
 def summarize(outcome: Outcome, trace: Trace, targets: Targets, rows: np.ndarray | None = None) -> Summary:
     """rows: the requests that were run, if not all."""
     rows = np.arange(len(trace)) if rows is None else rows
-    first, last, outputs = outcome.first[rows] - trace.arrivals[rows], outcome.last[rows] - trace.arrivals[rows], trace.outputs[rows]
+    first, last, outputs = (
+        outcome.first[rows] - trace.arrivals[rows],
+        outcome.last[rows] - trace.arrivals[rows],
+        trace.outputs[rows],
+    )
     answered = ~np.isnan(last)
     seconds = max(outcome.end - outcome.begin, 1e-9)
     owned = np.array([sample.owned_pages for sample in outcome.samples] or [0]) / outcome.pages
@@ -132,4 +136,8 @@ def _gaps(first: np.ndarray, last: np.ndarray, outputs: np.ndarray) -> np.ndarra
 
 def _percentiles(values: np.ndarray) -> dict[int, float]:
     known = values[~np.isnan(values)]
-    return {rank: float(value) for rank, value in zip(RANKS, np.percentile(known, RANKS), strict=True)} if len(known) else {}
+    return (
+        {rank: float(value) for rank, value in zip(RANKS, np.percentile(known, RANKS), strict=True)}
+        if len(known)
+        else {}
+    )

@@ -1,4 +1,6 @@
-"""A trace: arrival times and lengths of requests. Stored in columns, so that a million requests stay small."""
+"""A trace: arrival times and lengths of requests. Stored in columns, so that a million requests stay
+small.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +65,17 @@ class Trace:
         prefixes = None if self.prefixes is None else [self.prefixes[i] for i in rows]
         clients = None if self.clients is None else [self.clients[i] for i in rows]
         columns = ("arrivals", "prompts", "outputs", "priorities", "ttft_ms", "tpot_ms")
-        taken: dict[str, Any] = {name: None if (column := getattr(self, name)) is None else column[rows] for name in columns}
+        taken: dict[str, Any] = {
+            name: None if (column := getattr(self, name)) is None else column[rows] for name in columns
+        }
         return replace(self, prefixes=prefixes, clients=clients, **taken)
 
     def prompt_token_ids(self, row: int) -> list[int]:
-        """Artificial tokens for a request's prompt: equal to another prompt's exactly where their prefixes are equal.
+        """Artificial tokens for a request's prompt: equal to another prompt's exactly where their prefixes
+        are equal.
 
-        Tokens of blocks are numbers from 0 on; the tokens after them are negative numbers unique to this request.
+        Tokens of blocks are numbers from 0 on; the tokens after them are negative numbers unique to this
+        request.
         """
         length, own = int(self.prompts[row]), -2 - row
         if self.prefixes is None:
@@ -80,7 +86,8 @@ class Trace:
 
 
 def make_trace(rows: Sequence[tuple[float, int, int]], *, left_out: int = 0, **columns: object) -> Trace:
-    """A trace of (arrival, prompt tokens, output tokens) rows in any order. Other columns must have the same length.
+    """A trace of (arrival, prompt tokens, output tokens) rows in any order. Other columns must have the same
+    length.
 
     Raises:
         InvalidArgument: there are no rows.

@@ -40,10 +40,12 @@ class Tuned:
 
 
 class Search:
-    """Coordinate search: sets one option after the other to its best value, until no option improves the result.
+    """Coordinate search: sets one option after the other to its best value, until no option improves the
+    result.
 
     Args:
-        shape_of: returns the shape of an engine with some options changed; raises JengineError if they are invalid.
+        shape_of: returns the shape of an engine with some options changed; raises JengineError if they are
+            invalid.
         values: candidate values of each option, in the order of the search.
         objective: goodput: share of requests in target, then latency; latency: mean time until a request has
             ended; throughput:
@@ -63,7 +65,9 @@ class Search:
         tried: Callable[[], object] = lambda: None,
     ) -> None:
         if objective == "goodput" and not targets.given(trace):
-            raise InvalidArgument("objective", objective, "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
+            raise InvalidArgument(
+                "objective", objective, "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's"
+            )
         self._shape_of, self._values, self._trace, self._targets = shape_of, values, trace, targets
         self._objective, self._params, self._tried = objective, params, tried
         self._known: dict[str, Summary | None] = {}  # keyed by changes
@@ -108,8 +112,9 @@ class Search:
         return summarize(outcome, self._trace, self._targets)
 
     def _better(self, one: Summary, other: Summary) -> bool:
-        """Whether it is better by more than LEAST_GAIN. Served requests count first, since rejecting long ones
-        speeds up the rest."""
+        """Whether it is better by more than LEAST_GAIN. Served requests count first, since rejecting long
+        ones speeds up the rest.
+        """
         if one.unanswered != other.unanswered:
             return one.unanswered < other.unanswered
         if self._objective == "throughput":
@@ -122,7 +127,9 @@ class Search:
 
 
 def values(config: EngineConfig, shape: EngineShape, targets: bool) -> dict[str, tuple[Any, ...]]:
-    """Candidate values of each option, without programs much larger than those of `shape`, whose costs are unknown."""
+    """Candidate values of each option, without programs much larger than those of `shape`, whose costs are
+    unknown.
+    """
     rows = tuple(rows for rows in ROWS if rows <= BEYOND * shape.max_num_seqs)
     tokens = tuple(tokens for tokens in TOKENS if tokens <= BEYOND * shape.max_num_batched_tokens)
     tried = {"max_num_batched_tokens": tokens, "max_num_seqs": rows, "tile_size": TILES, "page_size": PAGES}

@@ -36,9 +36,9 @@ class InFlight(NamedTuple):
 class VirtualEngine:
     """Simulates engine.Engine without a device.
 
-    The host receives requests, plans a step and dispatches it, waits for the previous step, and collects that.
-    The device begins a step when it has been dispatched and the previous one has finished. So host and device
-    work overlap.
+    The host receives requests, plans a step and dispatches it, waits for the previous step, and collects
+    that. The device begins a step when it has been dispatched and the previous one has finished. So host and
+    device work overlap.
 
     Args:
         rows: requests of the trace to run, ascending.
@@ -64,7 +64,9 @@ class VirtualEngine:
         self.now = float(trace.arrivals[rows[0]] if len(rows) else trace.arrivals[0])
         self.outcome = Outcome.empty(len(trace), self.now)
         self._steady = FastForward(scheduler)
-        self._host_pages = None if scheduler.blocks.tier is None else VirtualHost(scheduler, scheduler.predictor.costs)
+        self._host_pages = (
+            None if scheduler.blocks.tier is None else VirtualHost(scheduler, scheduler.predictor.costs)
+        )
         self.outcome.pages = scheduler.blocks.capacity
         scheduler.clock = lambda: self.now
         self._rows: list[int] = rows.tolist()
@@ -76,7 +78,8 @@ class VirtualEngine:
         self._free = self.now  # time at which the device has finished all dispatched steps
         self._in_flight: list[InFlight] = []
         self._progress, self._ended = progress, 0
-        self._tokens: list[list[int]] = []  # by sequence, the token that it generates, so that equal prompts diverge
+        # by sequence, the token that it generates, so that equal prompts diverge
+        self._tokens: list[list[int]] = []
         self._sample_at, self._sample_every = self.now, trace.seconds / SAMPLES
 
     def run(self) -> Outcome:
@@ -100,7 +103,14 @@ class VirtualEngine:
     def _sample(self) -> None:
         """Records a sample. If there are too many, drops every other one."""
         scheduler, samples = self.scheduler, self.outcome.samples
-        samples.append(Sample(self.now, scheduler.registry.num_running, scheduler.registry.num_waiting, scheduler.blocks.owned))
+        samples.append(
+            Sample(
+                self.now,
+                scheduler.registry.num_running,
+                scheduler.registry.num_waiting,
+                scheduler.blocks.owned,
+            )
+        )
         if len(samples) >= 2 * SAMPLES:
             del samples[1::2]
             self._sample_every = (self.now - samples[0].seconds) / SAMPLES
@@ -161,7 +171,9 @@ class VirtualEngine:
         return plan
 
     def _wait(self) -> None:
-        """Nothing can run: advances the clock until a batch forms, a request arrives or pages come from the host."""
+        """Nothing can run: advances the clock until a batch forms, a request arrives or pages come from the
+        host.
+        """
         then = min(self.scheduler.wakes_at, self._arrivals[self._taken])
         if self._host_pages is not None:
             then = min(then, self._host_pages.next_done)
@@ -196,12 +208,15 @@ class VirtualEngine:
 
     def _sampled(self, plan: StepPlan) -> list[list[int]]:
         spans = plan.spans
-        if self.trace.prefixes is None:  # no two prompts have a common prefix, so no prompt can find another's tokens
+        # no two prompts have a common prefix, so no prompt can find another's tokens
+        if self.trace.prefixes is None:
             if plan.steps == 1:
                 return [[OUTPUT_TOKEN]] * len(plan.samples)
             return [[OUTPUT_TOKEN] * spans[sample.span].length for sample in plan.samples]
         lengths = [spans[sample.span].length if plan.steps > 1 else 1 for sample in plan.samples]
-        return [self._tokens[sample.seq] * length for sample, length in zip(plan.samples, lengths, strict=True)]
+        return [
+            self._tokens[sample.seq] * length for sample, length in zip(plan.samples, lengths, strict=True)
+        ]
 
     def _note_ended(self) -> None:
         outcome = self.outcome
@@ -220,13 +235,16 @@ class VirtualEngine:
             self._ended = 0
 
     def _skip(self, plan: StepPlan) -> None:
-        """Runs steps that the scheduler would plan like the last one, `plan`. Computes only their differences."""
+        """Runs steps that the scheduler would plan like the last one, `plan`. Computes only their
+        differences.
+        """
         scheduler, steady, times = self.scheduler, self._steady, self.times
         most = steady.steps(plan, ahead=len(self._in_flight))
         if most < SHORTEST:
             return
         rows, size, windows = steady.rows, scheduler.blocks.page_size, scheduler.limits.windows
-        entering = defaultdict(list)  # rows by the number of steps after which they enter a page, modulo the page size
+        # rows by the number of steps after which they enter a page, modulo the page size
+        entering = defaultdict(list)
         for sequence in rows:
             entering[-sequence.num_computed % size].append(sequence)
         positions = [sequence.num_computed for sequence in rows]
@@ -245,7 +263,10 @@ class VirtualEngine:
                 trunk = scheduler.predictor.ready.trunk(count, 0, scheduler.blocks.pages_of(longest), count)
                 base = times.base(trunk, plan.sampler)
             seconds = times.device(
-                base, Work(context, longest) if whole else Work(*rows_work([at + steps - 1 for at in positions], windows))
+                base,
+                Work(context, longest)
+                if whole
+                else Work(*rows_work([at + steps - 1 for at in positions], windows)),
             )
             steady.planned(self.now, seconds)
             self._host(host.plan)

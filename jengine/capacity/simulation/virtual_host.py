@@ -37,7 +37,9 @@ class VirtualHost:
             self._scheduler.swapped(saved, staged)
 
     def begin(self, now: float) -> float:
-        """Begins the copies that the scheduler has planned with a step. Returns the seconds that they add to it."""
+        """Begins the copies that the scheduler has planned with a step. Returns the seconds that they add to
+        it.
+        """
         swaps = self._scheduler.take_swaps()
         if swaps is None:
             return 0.0

@@ -17,14 +17,39 @@ from jengine.execution.kinds.swaps import Fill, Spill, Stage
 from jengine.execution.kinds.trunk import Trunk
 
 TRUNK, FORGET, STAGE = Trunk(), Forget(), Stage()
-BEFORE: tuple[Kind[Any], ...] = (Count(), SlotUpdates(), PageCopies())  # calls that a step makes before its trunk
+# calls that a step makes before its trunk
+BEFORE: tuple[Kind[Any], ...] = (Count(), SlotUpdates(), PageCopies())
 AFTER: tuple[Kind[Any], ...] = (Score(), Pool())  # and after it, with results for the host
-KINDS: tuple[Kind[Any], ...] = (Allocate(), AllocateCounts(), *BEFORE, Spill(), Fill(), TRUNK, Sampler(), *AFTER, Burst())
+KINDS: tuple[Kind[Any], ...] = (
+    Allocate(),
+    AllocateCounts(),
+    *BEFORE,
+    Spill(),
+    Fill(),
+    TRUNK,
+    Sampler(),
+    *AFTER,
+    Burst(),
+)
 
 _NAMED: dict[str, CallKind[Any]] = {kind.name: kind for kind in (*KINDS, STAGE, FORGET)}
 _KEYED: dict[type, Kind[Any]] = {kind.key: kind for kind in KINDS if kind.key is not str}
 
-__all__ = ["AFTER", "BEFORE", "FORGET", "KINDS", "STAGE", "TRUNK", "Call", "Key", "Kind", "Program", "call_kind", "kind_of", "named"]
+__all__ = [
+    "AFTER",
+    "BEFORE",
+    "FORGET",
+    "KINDS",
+    "STAGE",
+    "TRUNK",
+    "Call",
+    "Key",
+    "Kind",
+    "Program",
+    "call_kind",
+    "kind_of",
+    "named",
+]
 
 
 def named(name: str) -> CallKind[Any]:

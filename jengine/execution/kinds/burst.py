@@ -22,13 +22,23 @@ class Burst(Kind[BurstKey]):
 
     def program(self, spec: ExecutionSpec, key: BurstKey) -> Program:
         layout = spec.layout(key.trunk)
-        burst = make_burst(spec.model, key, layout, spec.page_size, spec.mesh.devices.flat[0], spec.attention_backend)
+        burst = make_burst(
+            spec.model, key, layout, spec.page_size, spec.mesh.devices.flat[0], spec.attention_backend
+        )
         args = spec.leaves, spec.cache, spec.slots, ints(spec, layout.size + key.trunk.rows)
         out = partitions(spec.cache), PartitionSpec(), PartitionSpec()
-        return Program(f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}", of_leaves(spec, burst), args, out, (1, 2))
+        return Program(
+            f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}",
+            of_leaves(spec, burst),
+            args,
+            out,
+            (1, 2),
+        )
 
     def run(self, state: DeviceState, key: BurstKey, array: np.ndarray) -> Sampled:
-        state.cache, state.slots, sampled = state.programs[key](state.leaves, state.cache, state.slots, state.put(array))
+        state.cache, state.slots, sampled = state.programs[key](
+            state.leaves, state.cache, state.slots, state.put(array)
+        )
         result: Sampled = start_host_copy(sampled)
         return result
 

@@ -24,7 +24,13 @@ class AllocateCounts(Kind[str]):
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         counts = spec.counts
-        return Program("allocate_counts", lambda: jnp.zeros(counts.shape, counts.dtype), (), PartitionSpec(), by_shard=False)
+        return Program(
+            "allocate_counts",
+            lambda: jnp.zeros(counts.shape, counts.dtype),
+            (),
+            PartitionSpec(),
+            by_shard=False,
+        )
 
     def run(self, state: DeviceState, key: str, array: None) -> None:
         state.counts = state.get_counts()
@@ -36,7 +42,9 @@ class Count(Kind[str]):
     name = "count"
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
-        return Program("count_tokens", count_tokens, (spec.counts, ints(spec, 3 + COUNT_CHUNK)), PartitionSpec(), (0,))
+        return Program(
+            "count_tokens", count_tokens, (spec.counts, ints(spec, 3 + COUNT_CHUNK)), PartitionSpec(), (0,)
+        )
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         state.counts = state.programs[key](state.get_counts(), state.put(array))
@@ -44,7 +52,9 @@ class Count(Kind[str]):
     def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
         for reset in plan.resets:
             if reset.counted is not None:
-                for chunk in count_chunks(reset.slot, reset.counted, reset.prompt_len, spec.model.config.vocab_size):
+                for chunk in count_chunks(
+                    reset.slot, reset.counted, reset.prompt_len, spec.model.config.vocab_size
+                ):
                     yield Call(self.name, chunk)
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, Call]:

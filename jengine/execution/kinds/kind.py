@@ -1,6 +1,7 @@
 """What a kind of program is: its keys, how it is lowered, and how it is called.
 
-All that handles programs (compiling, saving, running, warming up, planning) goes through kinds and knows none of them.
+All that handles programs (compiling, saving, running, warming up, planning) goes through kinds and knows none
+of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Call(NamedTuple):
 
 
 class CallKind[K](ABC):
-    """A kind of call. `name` names it between processes; `key` is the type of its keys, str if its only key is its name."""
+    """A kind of call. `name` names it between processes; `key` is the type of its keys, str if its only key
+    is its name.
+    """
 
     name: ClassVar[str]
     key: ClassVar[type] = str
@@ -90,7 +93,9 @@ class Kind[K](CallKind[K]):
         return iter(())
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> Mapping[K, StepPlan | Call]:
-        """For each ready key, a step or call that runs its program and changes nothing that a request reads."""
+        """For each ready key, a step or call that runs its program and changes nothing that a request
+        reads.
+        """
         return {}
 
     def heaviest(self, spec: ExecutionSpec) -> K | None:

@@ -23,7 +23,13 @@ class PageCopies(Kind[str]):
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         copy = make_copy(spec.mesh.devices.flat[0])
-        return Program("copy_pages", copy, (spec.cache, ints(spec, COPIES), ints(spec, COPIES)), partitions(spec.cache), (0,))
+        return Program(
+            "copy_pages",
+            copy,
+            (spec.cache, ints(spec, COPIES), ints(spec, COPIES)),
+            partitions(spec.cache),
+            (0,),
+        )
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         state.cache = state.programs[key](state.cache, *map(state.put, array))

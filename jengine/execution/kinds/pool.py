@@ -44,13 +44,16 @@ class Pool(Kind[PoolKey]):
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[PoolKey, StepPlan]:
         def plan(key: PoolKey) -> StepPlan:
             trunk = ready.trunk(0, key.tiles)
-            return StepPlan(trunk, ready.sampler(trunk, "greedy"), [Span(0, 0, 0, 1, [0], pool=0)] * key.tiles)
+            return StepPlan(
+                trunk, ready.sampler(trunk, "greedy"), [Span(0, 0, 0, 1, [0], pool=0)] * key.tiles
+            )
 
         return {key: plan(key) for key in ready.pools()}
 
 
 def make_pooler(tile_size: int) -> Callable[..., jax.Array]:
-    """The function to compile: (hidden [tokens, hidden_size], ranges int32 [tiles, 2]) -> float32 [tiles, hidden_size].
+    """The function to compile: (hidden [tokens, hidden_size], ranges int32 [tiles, 2]) -> float32 [tiles,
+    hidden_size].
 
     Each tile's sum is over its tokens at [start, end); 0 if there are none.
     """

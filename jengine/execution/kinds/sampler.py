@@ -19,7 +19,9 @@ from jengine.table.ready_programs import ReadyPrograms
 
 
 class Sampler(Kind[SamplerKey]):
-    """Samples the last trunk's rows, with a token mask uint32 [sampler rows, words], see logits.mask_words; None: all allowed."""
+    """Samples the last trunk's rows, with a token mask uint32 [sampler rows, words], see logits.mask_words;
+    None: all allowed.
+    """
 
     name, key = "sample", SamplerKey
 
@@ -35,7 +37,9 @@ class Sampler(Kind[SamplerKey]):
         if key.variant == "full":
             before = slots.last, state.get_counts()
             allowed = state.all_allowed(key.rows) if array is None else state.put(array)
-            (last, state.counts), sampled = program(state.leaves, before, slots.sampling, state.to_sample, allowed)
+            (last, state.counts), sampled = program(
+                state.leaves, before, slots.sampling, state.to_sample, allowed
+            )
         else:
             last, sampled = program(state.leaves, slots.last, slots.sampling, state.to_sample)
         state.slots = slots._replace(last=last)
@@ -44,7 +48,9 @@ class Sampler(Kind[SamplerKey]):
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[SamplerKey, StepPlan]:
         table = spec.table
-        smallest = {table.sample_rows(key): key for key in sorted(ready.trunks(), key=table.tokens, reverse=True)}
+        smallest = {
+            table.sample_rows(key): key for key in sorted(ready.trunks(), key=table.tokens, reverse=True)
+        }
         return {key: StepPlan(smallest[key.rows], key) for key in ready.samplers()}
 
     def heaviest(self, spec: ExecutionSpec) -> SamplerKey:
@@ -59,10 +65,14 @@ class Sampler(Kind[SamplerKey]):
 
 def to_sample(spec: ExecutionSpec, key: SamplerKey) -> ToSample:
     """The abstract result of a trunk for this sampler."""
-    hidden = jax.ShapeDtypeStruct((key.rows, spec.model.config.hidden_size), spec.model.dtype, sharding=spec.replicated)
+    hidden = jax.ShapeDtypeStruct(
+        (key.rows, spec.model.config.hidden_size), spec.model.dtype, sharding=spec.replicated
+    )
     return ToSample(hidden, ints(spec, key.rows), ints(spec, key.rows))  # type: ignore[arg-type]
 
 
 def mask(spec: ExecutionSpec, key: SamplerKey) -> jax.ShapeDtypeStruct:
     """An abstract token mask."""
-    return jax.ShapeDtypeStruct((key.rows, mask_words(spec.model.config.vocab_size)), np.uint32, sharding=spec.replicated)
+    return jax.ShapeDtypeStruct(
+        (key.rows, mask_words(spec.model.config.vocab_size)), np.uint32, sharding=spec.replicated
+    )

@@ -29,7 +29,9 @@ class Score(Kind[ScoreKey]):
         return Program(f"score_{key.tiles}", scorer, args, PartitionSpec())
 
     def run(self, state: DeviceState, key: ScoreKey, array: np.ndarray) -> SampledLogprobs:
-        scores: SampledLogprobs = start_host_copy(state.programs[key](state.leaves, state.tiles, state.put(array)))
+        scores: SampledLogprobs = start_host_copy(
+            state.programs[key](state.leaves, state.tiles, state.put(array))
+        )
         return scores
 
     def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:

@@ -21,7 +21,9 @@ class SlotUpdates(Kind[str]):
     name = "update"
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
-        return Program("update_slots", update_slots, (spec.slots, ints(spec, UPDATE_WORDS)), partitions(spec.slots), (0,))
+        return Program(
+            "update_slots", update_slots, (spec.slots, ints(spec, UPDATE_WORDS)), partitions(spec.slots), (0,)
+        )
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         state.slots = state.programs[key](state.slots, state.put(array))

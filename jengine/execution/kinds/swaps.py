@@ -1,4 +1,6 @@
-"""Pages that move between the cache and host memory. Without a host tier, a table has none of these programs."""
+"""Pages that move between the cache and host memory. Without a host tier, a table has none of these
+programs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Spill(Kind[str]):
         return {key: swap_call(key, []) for key in self.keys(spec)}
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
-        return Program("spill_pages", spill_pages, (spec.cache, ints(spec, SWAPS)), [partitions(spec.page)] * SWAPS)
+        return Program(
+            "spill_pages", spill_pages, (spec.cache, ints(spec, SWAPS)), [partitions(spec.page)] * SWAPS
+        )
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> list[Page]:
         assert state.store is not None

@@ -22,7 +22,14 @@ class Trunk(Kind[TrunkKey]):
 
     def program(self, spec: ExecutionSpec, key: TrunkKey) -> Program:
         device, invariant = spec.mesh.devices.flat[0], spec.table.batch_invariant
-        trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, device, spec.attention_backend, batch_invariant=invariant)
+        trunk = make_trunk(
+            spec.model,
+            spec.layout(key),
+            spec.page_size,
+            device,
+            spec.attention_backend,
+            batch_invariant=invariant,
+        )
         args = spec.leaves, spec.cache, spec.slots, spec.packed(key)
         out = partitions(spec.cache), *[PartitionSpec()] * 3
         return Program(f"trunk_{key.rows}_{key.tiles}_{key.pages}", of_leaves(spec, trunk), args, out, (1, 2))

@@ -14,7 +14,9 @@ LONGER = 1.5  # minimum factor by which these steps are longer than without prom
 GAIN = 1.2  # minimum gain in tokens a second that justifies a larger batch
 FULL = 0.5  # share of steps with the maximum number of sequences
 ALONE = 2.0  # with fewer concurrent requests on average, there is no real batching
-IN_TURN, AT_ONCE = 0.7, 0.1  # share of requests that arrive right after another has ended, and the maximum delay relative to their duration
+# share of requests that arrive right after another has ended, and the maximum delay relative to their
+# duration
+IN_TURN, AT_ONCE = 0.7, 0.1
 FEW_REQUESTS = 5
 PADDED = 0.2  # share of device time
 
@@ -39,7 +41,12 @@ def prefill_interference(window: Window) -> Finding | None:
     longest = max(mixed, key=lambda step: step.predicted)
     half = -(-longest.trunk.tiles // 2)
     budget = window.facts.max_num_seqs + half * window.costs.table.tile_size
-    less = window.step_seconds(longest.trunk.rows, half, longest.work._replace(attended=longest.work.attended // 2)) * longest.drift
+    less = (
+        window.step_seconds(
+            longest.trunk.rows, half, longest.work._replace(attended=longest.work.attended // 2)
+        )
+        * longest.drift
+    )
     return Finding(
         "prefill_interference",
         extra / whole,
@@ -51,7 +58,8 @@ def prefill_interference(window: Window) -> Finding | None:
             "the longest": ms(longest.predicted),
         },
         "max_num_batched_tokens",
-        f"{budget} takes half as many tiles into a step; or strategy=latency with tpot_ms lets streams set the pace",
+        f"{budget} takes half as many tiles into a step; or strategy=latency with tpot_ms lets streams set"
+        " the pace",
         f"the longest wait between tokens falls from {ms(longest.predicted)} to {ms(less)}",
     )
 
@@ -72,7 +80,8 @@ def _too_few_places(window: Window) -> Finding | None:
     return Finding(
         "batches_too_small",
         1.0 - 1.0 / gain,
-        f"all {places} places are taken while {waiting:.0f} requests wait, and larger batches would cost little more",
+        f"all {places} places are taken while {waiting:.0f} requests wait, and larger batches would cost"
+        " little more",
         {
             "steps with all places taken": percent(window.share(window.full)),
             f"a step of {places} rows": ms(window.decoding(places)),
@@ -125,7 +134,10 @@ def padding(window: Window) -> Finding | None:
         seconds = window.costs.base(trunk)
         whole += seconds * step.steps
         if used < trunk.rows:
-            rows += max(seconds - window.costs.base(type(trunk)(used, trunk.tiles, trunk.pages)), 0.0) * step.steps
+            rows += (
+                max(seconds - window.costs.base(type(trunk)(used, trunk.tiles, trunk.pages)), 0.0)
+                * step.steps
+            )
         if trunk.tiles:
             bare = window.costs.base(type(trunk)(trunk.rows, 0, trunk.pages))
             tiles += max(seconds - bare, 0.0) * step.padded_tokens(size) / (trunk.tiles * size)
@@ -147,8 +159,10 @@ def padding(window: Window) -> Finding | None:
             "most rows in a step": str(most),
         },
         "max_num_seqs" if by_rows else "tile_size",
-        f"{max(-(-most // 8) * 8, 8)}: programs have powers of two of rows, up to that number"
-        if by_rows
-        else f"{max(size // 2, 16)}: a prompt's last tile is padded by less",
+        (
+            f"{max(-(-most // 8) * 8, 8)}: programs have powers of two of rows, up to that number"
+            if by_rows
+            else f"{max(size // 2, 16)}: a prompt's last tile is padded by less"
+        ),
         times(gain) + ", at most",
     )

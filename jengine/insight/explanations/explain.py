@@ -32,7 +32,9 @@ BUSY = 0.5  # share of time with work, below which an engine without findings co
 def explain(trace: Trace) -> Explanation:
     """The engine's bottlenecks during this trace, the most expensive first."""
     window = Window(trace)
-    findings = sorted((found for rule in RULES if (found := rule(window))), key=lambda finding: -finding.share)
+    findings = sorted(
+        (found for rule in RULES if (found := rule(window))), key=lambda finding: -finding.share
+    )
     steps = window.steps
     elapsed = steps[-1].ended - steps[0].begun if steps else 0.0
     bound = findings[0].name if findings else "device" if window.busy > BUSY * elapsed else "idle"

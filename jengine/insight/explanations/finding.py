@@ -31,7 +31,10 @@ class Finding:
 
     def __str__(self) -> str:
         facts = "".join(f"    {name}: {value}\n" for name, value in self.evidence.items())
-        return f"{self.name}: {self.summary}\n{facts}  change {self.option}: {self.change}\n  predicted: {self.effect}"
+        return (
+            f"{self.name}: {self.summary}\n{facts}  change {self.option}: {self.change}\n  predicted:"
+            f" {self.effect}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,8 @@ class Explanation:
     """An engine's bottlenecks.
 
     Attributes:
-        bound: name of the first finding; otherwise `device`, as it should be, or `idle` if there was little to do.
+        bound: name of the first finding; otherwise `device`, as it should be, or `idle` if there was little
+            to do.
         seconds: total duration of the steps.
         steps: number of steps.
         shares: shares of that time by stage of the loop.
@@ -67,7 +71,13 @@ class Explanation:
     def _repr_html_(self) -> str:
         head = ["bound by", "share", "evidence", "change", "predicted"]
         rows = [
-            [f.name, f"{f.share:.0%}", "; ".join(f"{k}: {v}" for k, v in f.evidence.items()), f"{f.option}: {f.change}", f.effect]
+            [
+                f.name,
+                f"{f.share:.0%}",
+                "; ".join(f"{k}: {v}" for k, v in f.evidence.items()),
+                f"{f.option}: {f.change}",
+                f.effect,
+            ]
             for f in self.findings
         ] or [[self.bound, "", f"{self.steps} steps in {self.seconds:.2f} s", "", ""]]
         return columns_html(head, rows)

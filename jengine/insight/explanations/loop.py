@@ -1,4 +1,6 @@
-"""Rules about delays of the loop: the host's own work, masks, callers, compilations, the garbage collector."""
+"""Rules about delays of the loop: the host's own work, masks, callers, compilations, the garbage
+collector.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from jengine.insight.explanations.window import Window
 IDLE = 0.2  # share of time that the device waits for the host
 MASKS, AWAY, COLLECTING = 0.15, 0.15, 0.05  # shares of time
 STARVED = 0.6  # share of planning time with a processor, below which the machine is to blame
-LONG_PAUSE, PAUSES = 0.05, 10  # minimum length of a single pause: in seconds, and as a multiple of a typical step
+# minimum length of a single pause: in seconds, and as a multiple of a typical step
+LONG_PAUSE, PAUSES = 0.05, 10
 
 
 def host(window: Window) -> Finding | None:
@@ -21,7 +24,10 @@ def host(window: Window) -> Finding | None:
     idle = window.busy - window.device - other
     if idle < IDLE * window.busy or own < IDLE * window.busy:
         return None
-    stages = {stage: spent[stage] for stage in ("schedule", "pack", "dispatch", "collect", "text", *(["away"] if window.served else []))}
+    stages = {
+        stage: spent[stage]
+        for stage in ("schedule", "pack", "dispatch", "collect", "text", *(["away"] if window.served else []))
+    }
     worst = max(stages, key=lambda stage: stages[stage])
     step, device = own / count, window.device / count
     if not window.facts.overlap:
@@ -29,11 +35,17 @@ def host(window: Window) -> Finding | None:
         better = max(step, device)
     elif worst == "text":
         option = "detokenize, stop or the server"
-        change = "ask for token ids (detokenize=False) or fewer stop strings; a server makes text in another process"
+        change = (
+            "ask for token ids (detokenize=False) or fewer stop strings; a server makes text in another"
+            " process"
+        )
         better = max(step - stages["text"] / count, device)
     else:
         option = "max_num_seqs"
-        change = "larger batches share a step's fixed cost, where enough requests come; penalties, logprobs and short prompts cost the host"
+        change = (
+            "larger batches share a step's fixed cost, where enough requests come; penalties, logprobs and"
+            " short prompts cost the host"
+        )
         better = _with_larger_batches(window, step, device)
     factor = window.busy / count / better if better > 0.0 else 1.0
     return Finding(
@@ -44,7 +56,9 @@ def host(window: Window) -> Finding | None:
             "host, a step": ms(step),
             "device, a step": ms(device),
             f"of it {worst}": ms(stages[worst] / count),
-            "steps that were done before they were read": percent(window.share([s for s in window.steps if not s.waited])),
+            "steps that were done before they were read": percent(
+                window.share([s for s in window.steps if not s.waited])
+            ),
         },
         option,
         change,
@@ -77,7 +91,8 @@ def masks(window: Window) -> Finding | None:
             "steps with masks": percent(window.share(masked)),
         },
         "structured_outputs",
-        "choices, short regular expressions and schemas without unbounded patterns fill masks faster; so do fewer such requests at once",
+        "choices, short regular expressions and schemas without unbounded patterns fill masks faster; so do"
+        " fewer such requests at once",
         times(window.busy / rest) + " without them",
     )
 
@@ -93,7 +108,8 @@ def slow_readers(window: Window) -> Finding | None:
             f"{readers.waiting} of {readers.streams} streams wait for their clients to read",
             {"the longest wait": f"{readers.longest:.1f} s"},
             "write_timeout",
-            "their requests hold places and pages until they are read or time out; a shorter time frees these sooner",
+            "their requests hold places and pages until they are read or time out; a shorter time frees these"
+            " sooner",
             f"up to {readers.waiting} sequences for other requests",
         )
     if window.served or not window.enough or away < AWAY * window.busy:
@@ -101,10 +117,15 @@ def slow_readers(window: Window) -> Finding | None:
     return Finding(
         "slow_readers",
         away / window.busy,
-        f"the loop is blocked {percent(away / window.busy)} of the time, while callers have its thread or the interpreter",
-        {"between two steps": ms(away / len(window.steps)), "a step itself": ms((window.busy - away) / len(window.steps))},
+        f"the loop is blocked {percent(away / window.busy)} of the time, while callers have its thread or the"
+        " interpreter",
+        {
+            "between two steps": ms(away / len(window.steps)),
+            "a step itself": ms((window.busy - away) / len(window.steps)),
+        },
         "how outputs are read",
-        "do less between two outputs of `stream`, or in another thread; AsyncLLM and the server have a thread for the loop",
+        "do less between two outputs of `stream`, or in another thread; AsyncLLM and the server have a thread"
+        " for the loop",
         times(window.busy / (window.busy - away)),
     )
 
@@ -121,7 +142,8 @@ def compilation(window: Window) -> Finding | None:
         f"{count} programs were compiled while the engine ran",
         {"compilations": str(count), "seconds": f"{window.compiled:.2f}"},
         "other JAX code of this process",
-        "compile it before the engine starts, or run it elsewhere; if there is none, this is a bug of jengine: please report it",
+        "compile it before the engine starts, or run it elsewhere; if there is none, this is a bug of"
+        " jengine: please report it",
         f"steps are up to {ms(window.compiled / count)} shorter, each time",
     )
 
@@ -146,6 +168,8 @@ def garbage_collection(window: Window) -> Finding | None:
             "most objects freed at once": str(max([pause.collected for pause in pauses], default=0)),
         },
         "gc.freeze() and gc.set_threshold()",
-        "call gc.freeze() once your objects are there, and raise the thresholds; or make fewer objects in this process",
-        times(window.busy / max(window.busy - window.paused, window.device, 1e-9)) + f", and no step is {ms(longest)} late",
+        "call gc.freeze() once your objects are there, and raise the thresholds; or make fewer objects in"
+        " this process",
+        times(window.busy / max(window.busy - window.paused, window.device, 1e-9))
+        + f", and no step is {ms(longest)} late",
     )

@@ -31,10 +31,15 @@ def busy_machine(window: Window) -> Finding | None:
     return Finding(
         "busy_machine",
         1.0 - without / window.busy,
-        f"steps take {drift:.2f} times as long as usual, and the loop has a processor {percent(window.processor)} of its time",
-        {"steps, against their costs": f"{drift:.2f} times", "processor time of the loop": percent(window.processor)},
+        f"steps take {drift:.2f} times as long as usual, and the loop has a processor"
+        f" {percent(window.processor)} of its time",
+        {
+            "steps, against their costs": f"{drift:.2f} times",
+            "processor time of the loop": percent(window.processor),
+        },
         "what else runs here",
-        "other processes and threads use the processors: move them away, or leave them some (cpu_threads, or one engine fewer)",
+        "other processes and threads use the processors: move them away, or leave them some (cpu_threads, or"
+        " one engine fewer)",
         times(window.busy / without),
     )
 
@@ -55,11 +60,15 @@ def memory_growth(window: Window) -> Finding | None:
         min(60 * slope / late[-1].resident, 1.0),
         f"the process takes {60 * slope / MIB:.0f} MiB more each minute",
         {
-            "resident": f"{late[0].resident / MIB:.0f} to {late[-1].resident / MIB:.0f} MiB in {late[-1].at - late[0].at:.0f} s",
+            "resident": (
+                f"{late[0].resident / MIB:.0f} to {late[-1].resident / MIB:.0f} MiB in"
+                f" {late[-1].at - late[0].at:.0f} s"
+            ),
             "available": f"{left / MIB:.0f} MiB" if left else "not known",
         },
         "what this process keeps",
-        "the engine's own memory does not grow once it is warm: look for outputs or other objects that are kept (tracemalloc shows them)",
+        "the engine's own memory does not grow once it is warm: look for outputs or other objects that are"
+        " kept (tracemalloc shows them)",
         until,
     )
 

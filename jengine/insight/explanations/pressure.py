@@ -35,7 +35,8 @@ def page_pressure(window: Window) -> Finding | None:
     return Finding(
         "page_pressure",
         max(lost, 1.0 - 1.0 / gain),
-        f"the cache is too small: {preempted} preemptions, and requests wait for pages in {percent(short)} of the steps",
+        f"the cache is too small: {preempted} preemptions, and requests wait for pages in {percent(short)} of"
+        " the steps",
         {
             "pages": f"{facts.pages} of {facts.page_size} tokens, {percent(most)} of them in use at most",
             "a sequence": f"{held:.0f} pages on average",
@@ -67,7 +68,10 @@ def queueing(window: Window) -> Finding | None:
     places = window.facts.max_num_seqs
     waits = [request.scheduled - request.arrival for request in ended]
     wholes = [request.ended - request.arrival for request in ended]
-    if 2 * window.decoding(places) / window.decoding(2 * places) >= GAIN and window.share(window.full) >= FULL:
+    if (
+        2 * window.decoding(places) / window.decoding(2 * places) >= GAIN
+        and window.share(window.full) >= FULL
+    ):
         return None  # a case for batches_too_small
     if median([wait / max(whole, 1e-9) for wait, whole in zip(waits, wholes, strict=True)]) < QUEUED:
         return None
@@ -78,7 +82,10 @@ def queueing(window: Window) -> Finding | None:
     effect = (
         f"{engines} engines keep up with {coming:.1f} requests/s; one answers {done:.1f} requests/s"
         if engines > 1
-        else f"one engine answers {done:.1f} requests/s, and {coming:.1f} come: the queue ends by itself; two would halve it"
+        else (
+            f"one engine answers {done:.1f} requests/s, and {coming:.1f} come: the queue ends by itself; two"
+            " would halve it"
+        )
     )
     return Finding(
         "queueing",
@@ -90,7 +97,8 @@ def queueing(window: Window) -> Finding | None:
             "requests that wait": f"{fmean([step.waiting for step in window.steps]):.1f} on average",
         },
         "replicas",
-        "run more engines (`jengine simulate --replicas auto` says how many); max_waiting or on_late=reject turn requests away early",
+        "run more engines (`jengine simulate --replicas auto` says how many); max_waiting or on_late=reject"
+        " turn requests away early",
         effect,
     )
 
@@ -101,5 +109,7 @@ def _request_seconds(window: Window) -> float:
     tiles = table.max_tiles
     prompts = fmean([request.prompt_tokens - request.cached for request in window.ended])
     outputs = fmean([request.output_tokens for request in window.ended])
-    prompt = (window.step_seconds(table.mixed_row_buckets[-1], tiles) - window.step_seconds(places)) / (tiles * table.tile_size)
+    prompt = (window.step_seconds(table.mixed_row_buckets[-1], tiles) - window.step_seconds(places)) / (
+        tiles * table.tile_size
+    )
     return max(prompts * max(prompt, 0.0) + outputs * window.decoding(places) / places, 1e-9)

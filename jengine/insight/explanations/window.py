@@ -81,14 +81,22 @@ class Window:
     def processor(self) -> float:
         """Share of planning time in which the loop's thread had a processor. In all other stages it may wait
         for something."""
-        return sum([step.cpu for step in self.steps]) / self.spent["schedule"] if self.spent["schedule"] > 0.0 else 1.0
+        return (
+            sum([step.cpu for step in self.steps]) / self.spent["schedule"]
+            if self.spent["schedule"] > 0.0
+            else 1.0
+        )
 
     # --- load -----------------------------------------------------------------------------------------
 
     @cached_property
     def ended(self) -> list[RequestRecord]:
         """Requests that finished in this period without an abort."""
-        return [request for request in self.trace.requests if request.ended and request.reason in ("stop", "length")]
+        return [
+            request
+            for request in self.trace.requests
+            if request.ended and request.reason in ("stop", "length")
+        ]
 
     def share(self, of: list[StepRecord]) -> float:
         """Share of these in all steps."""
@@ -108,12 +116,18 @@ class Window:
     def short_of_pages(self) -> list[StepRecord]:
         """Steps in which requests waited for pages, although more sequences could run."""
         few = SHORT_PAGES * self.facts.pages
-        return [s for s in self.steps if s.waiting and s.running < self.facts.max_num_seqs and s.free + s.cached < few]
+        return [
+            s
+            for s in self.steps
+            if s.waiting and s.running < self.facts.max_num_seqs and s.free + s.cached < few
+        ]
 
     # --- predictions ----------------------------------------------------------------------------------
 
     def step_seconds(self, rows: int, tiles: int = 0, work: Work | None = None) -> float:
-        """Seconds of a step with this number of rows and tiles, in programs of that size; estimated if there are none."""
+        """Seconds of a step with this number of rows and tiles, in programs of that size; estimated if there
+        are none.
+        """
         sampler = SamplerKey(max(rows + tiles, 1), self.variant)
         costs = self.costs
         return costs.base(TrunkKey(rows, tiles)) + costs.base(sampler) + costs.slopes.seconds(work or Work())

@@ -36,7 +36,8 @@ _one = threading.Lock()
 
 
 class Capture:
-    """Timings of this process from `start` until `stop`: stacks, waits, garbage collections, system calls, counters.
+    """Timings of this process from `start` until `stop`: stacks, waits, garbage collections, system calls,
+    counters.
 
     Args:
         name: see ProcessProfile.
@@ -83,7 +84,10 @@ class Capture:
         for engine in engines():
             self.records[id(engine.records)] = engine.records
             if now >= self._measured.get(id(engine.records), 0.0) + PARTS_SECONDS:
-                self._measured[id(engine.records)], self._parts[id(engine.records)] = now, engine.memory_parts()
+                self._measured[id(engine.records)], self._parts[id(engine.records)] = (
+                    now,
+                    engine.memory_parts(),
+                )
             self._on_host = self._on_host and engine.on_host
             if name := names.get(engine.records.thread):
                 self._loops[name] = None
@@ -132,7 +136,9 @@ class Capture:
             profile.trace = records.trace(time.perf_counter() - profile.begun + 1.0).to_json()
 
 
-def capture_process(name: str, options: ProfileOptions, folder: Path, wait: Callable[[float], object] = time.sleep) -> None:
+def capture_process(
+    name: str, options: ProfileOptions, folder: Path, wait: Callable[[float], object] = time.sleep
+) -> None:
     """Profiles this process and writes the files PROFILE and JAX to the folder.
 
     Timings come first, then what would disturb them: jax.profiler's capture and the heap. Blocks, so requests
@@ -161,8 +167,11 @@ def capture_process(name: str, options: ProfileOptions, folder: Path, wait: Call
     (folder / PROFILE).write_bytes(msgspec.json.encode(profile))
 
 
-def read_profiles(target: str, folders: Iterable[Path], readers: Readers | None = None) -> tuple[Profile, bytes]:
-    """Reads the files that captures wrote to these folders: the profile, and jax.profiler's capture as a zip file.
+def read_profiles(
+    target: str, folders: Iterable[Path], readers: Readers | None = None
+) -> tuple[Profile, bytes]:
+    """Reads the files that captures wrote to these folders: the profile, and jax.profiler's capture as a zip
+    file.
 
     Args:
         readers: for a server, see Trace.
@@ -184,7 +193,13 @@ def read_profiles(target: str, folders: Iterable[Path], readers: Readers | None 
     return Profile(target=target, processes=sorted(processes, key=lambda process: not process.trace)), jax
 
 
-def _capture_jax(profile: ProcessProfile, options: ProfileOptions, folder: Path, scratch: Path, wait: Callable[[float], object]) -> None:
+def _capture_jax(
+    profile: ProcessProfile,
+    options: ProfileOptions,
+    folder: Path,
+    scratch: Path,
+    wait: Callable[[float], object],
+) -> None:
     """Captures with jax.profiler for some seconds, into the folder."""
     if not options.jax:
         profile.missing["jax.profiler"] = NOT_ASKED

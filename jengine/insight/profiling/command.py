@@ -35,7 +35,8 @@ class Instructions(msgspec.Struct):
 
 
 def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profile, bytes, int]:
-    """Runs a command. Returns the profile of its processes, jax.profiler's capture as a zip file, and the exit code.
+    """Runs a command. Returns the profile of its processes, jax.profiler's capture as a zip file, and the
+    exit code.
 
     Raises:
         InvalidArgument: it cannot be run, or none of its Python processes uses jengine.
@@ -52,8 +53,8 @@ def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profil
         profile, jax = read_profiles(" ".join(command), sorted(Path(folder).iterdir()))
     if not profile.processes:
         why = (
-            f"ended with code {code}; nothing was profiled: no Python process (without -E and -I) used jengine's engine or server "
-            "and exited normally"
+            f"ended with code {code}; nothing was profiled: no Python process (without -E and -I) used"
+            " jengine's engine or server and exited normally"
         )
         raise InvalidArgument("command", " ".join(command)[:200], why)
     return profile, jax, code
@@ -98,7 +99,8 @@ class OwnProfile:
     def _check_records(self) -> None:
         self._capture.look()
         records = self._capture.records.values()
-        if records and not self._registered:  # again: exit handlers run in reverse order, and this one must run before JAX's
+        # again: exit handlers run in reverse order, and this one must run before JAX's
+        if records and not self._registered:
             self._registered = True
             atexit.register(self.finish)
         if not self._options.jax or self._jax_asked < 0.0:

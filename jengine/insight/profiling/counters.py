@@ -37,7 +37,18 @@ class Counters:
     def start(self) -> None:
         self._before = _of_kernel()
         if program := installed("perf"):
-            command = [program, "stat", "--pid", "{pid}", "-x", ",", "-o", "{file}", "-e", ",".join((*HARDWARE, *KERNEL))]
+            command = [
+                program,
+                "stat",
+                "--pid",
+                "{pid}",
+                "-x",
+                ",",
+                "-o",
+                "{file}",
+                "-e",
+                ",".join((*HARDWARE, *KERNEL)),
+            ]
             self._tool = Tool(command, self._folder / "perf-stat")
 
     def stop(self, profile: ProcessProfile) -> None:

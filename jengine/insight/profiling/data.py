@@ -45,7 +45,9 @@ class ProfileOptions(msgspec.Struct, frozen=True):
         if not 0.1 <= self.seconds <= MAX_SECONDS:
             raise InvalidArgument("seconds", self.seconds, f"must be from 0.1 to {MAX_SECONDS:g}")
         if self.system_calls not in SYSTEM_CALLS:
-            raise InvalidArgument("system_calls", self.system_calls, f"must be one of {', '.join(SYSTEM_CALLS)}")
+            raise InvalidArgument(
+                "system_calls", self.system_calls, f"must be one of {', '.join(SYSTEM_CALLS)}"
+            )
         if not 1 <= self.rate <= 1000:
             raise InvalidArgument("rate", self.rate, "must be from 1 to 1000 samples a second")
 
@@ -151,8 +153,10 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
         unix: seconds since 1970 at `begun`.
         important: names of threads that requests depend on: those that step an engine, and the main thread.
         sampler: the source of the flames.
-        samples: number of samples; late: total seconds by which samples were late without waiting for a processor.
-        collections: those of at least a tenth of a millisecond; pauses: (count, seconds) of all, by generation.
+        samples: number of samples; late: total seconds by which samples were late without waiting for a
+            processor.
+        collections: those of at least a tenth of a millisecond; pauses: (count, seconds) of all, by
+            generation.
         calls_by: the source of system calls: "perf trace", "strace", "/proc"; empty: none.
         counters: hardware and kernel counters, named as in `perf stat` or /proc.
         disturbed: (begin, end) of periods disturbed by the profiler itself; steps in them are ignored.
@@ -232,4 +236,6 @@ class Profile(msgspec.Struct, kw_only=True):
         try:
             return msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise InvalidArgument("profile", f"{len(data)} bytes", f"is not a profile of this version of jengine: {error}") from None
+            raise InvalidArgument(
+                "profile", f"{len(data)} bytes", f"is not a profile of this version of jengine: {error}"
+            ) from None

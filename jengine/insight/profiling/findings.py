@@ -1,5 +1,6 @@
-"""Problems shown by a profile, in words and figures. Each rule is a pure function of a process's profile; those of
-`jengine explain` take its step records."""
+"""Problems shown by a profile, in words and figures. Each rule is a pure function of a process's profile;
+those of `jengine explain` take its step records.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from functools import partial
 
 from jengine.insight.explanations.explain import explain
 from jengine.insight.explanations.finding import Finding, percent
-from jengine.insight.profiling.data import Collection, Flame, InterpreterWait, LockWait, ProcessProfile, Profile
+from jengine.insight.profiling.data import (
+    Collection,
+    Flame,
+    InterpreterWait,
+    LockWait,
+    ProcessProfile,
+    Profile,
+)
 from jengine.insight.profiling.proc import FILES
 from jengine.insight.profiling.slow_steps import slow_steps
 from jengine.insight.profiling.units import duration
@@ -24,7 +32,9 @@ MIB = 1 << 20
 
 def findings(profile: Profile) -> list[tuple[ProcessProfile, Finding]]:
     """All findings, the most expensive first."""
-    found = [(process, one) for process in profile.processes for one in (*_measured(process), *_explained(process))]
+    found = [
+        (process, one) for process in profile.processes for one in (*_measured(process), *_explained(process))
+    ]
     return sorted(found, key=lambda pair: -pair[1].share)
 
 
@@ -33,7 +43,9 @@ def _measured(profile: ProcessProfile) -> list[Finding]:
 
 
 def _explained(profile: ProcessProfile) -> list[Finding]:
-    """Findings of `jengine explain` for the steps of that period, unless this profile has its own rule for the same."""
+    """Findings of `jengine explain` for the steps of that period, unless this profile has its own rule for
+    the same.
+    """
     trace = profile.steps
     own = {rule.__name__ for rule in RULES}
     return [] if trace is None else [one for one in explain(trace).findings if one.name not in own]
@@ -79,23 +91,33 @@ def system_calls(profile: ProcessProfile) -> Finding | None:
 
     def over(thread: str) -> float:
         limit = IN_CALLS if thread in profile.important else OTHERS_IN_CALLS
-        return max(seconds[thread] / (limit * profile.seconds), counts[thread] / (CALLS_A_SECOND * profile.seconds))
+        return max(
+            seconds[thread] / (limit * profile.seconds), counts[thread] / (CALLS_A_SECOND * profile.seconds)
+        )
 
     worst = max(seconds, key=over, default="")
     if not worst or over(worst) < 1.0:
         return None
     share = seconds[worst] / profile.seconds
-    calls = sorted((call for call in profile.calls if call.thread == worst and call.name in FILES), key=lambda call: -call.seconds)
+    calls = sorted(
+        (call for call in profile.calls if call.thread == worst and call.name in FILES),
+        key=lambda call: -call.seconds,
+    )
     where = next((call.where for call in calls if call.where), "")
     known = f"{counts[worst] / profile.seconds:,.0f} a second" if counts[worst] else "not counted"
     return Finding(
         "system_calls",
         min(share, 1.0),
-        f"thread {worst} spends {percent(share)} of its time in system calls to files, most of all {calls[0].name}"
-        + (f" in {where}" if where else ""),
+        f"thread {worst} spends {percent(share)} of its time in system calls to files, most of all"
+        f" {calls[0].name}" + (f" in {where}" if where else ""),
         {
             "calls to files": known,
-            **{call.name: f"{duration(call.seconds)} in all" + (f", {call.count} calls" if call.count >= 0 else "") for call in calls[:3]},
+            **{
+                call.name: (
+                    f"{duration(call.seconds)} in all" + (f", {call.count} calls" if call.count >= 0 else "")
+                )
+                for call in calls[:3]
+            },
             "measured by": profile.calls_by,
             **_slow(profile, "system_calls"),
         },
@@ -128,7 +150,9 @@ def lock(profile: ProcessProfile) -> Finding | None:
         + (f", which thread {by[0].split(', in ')[0]} holds" if by else ""),
         {
             "waits in": where,
-            "very likely held by": by[0] if by else "unknown: no other thread was seen in a `with` block of that name",
+            "very likely held by": (
+                by[0] if by else "unknown: no other thread was seen in a `with` block of that name"
+            ),
             "waits of 10 ms or more": str(len(spent[worst])),
             "the longest": duration(max(spent[worst])),
             **_slow(profile, "lock"),
@@ -144,7 +168,11 @@ def interpreter_lock(profile: ProcessProfile) -> Finding | None:
     paused = [(one.at, one.at + one.seconds) for one in profile.collections]
     spent: dict[str, float] = defaultdict(float)
     for wait in filter(partial(_counts, profile), profile.interpreter_waits):
-        if wait.holder and wait.holder not in profile.important and not any(a < wait.at + wait.seconds and wait.at < b for a, b in paused):
+        if (
+            wait.holder
+            and wait.holder not in profile.important
+            and not any(a < wait.at + wait.seconds and wait.at < b for a, b in paused)
+        ):
             spent[wait.holder] += wait.seconds
     holder = max(spent, key=lambda name: spent[name], default="")
     seconds = spent[holder]
@@ -155,7 +183,8 @@ def interpreter_lock(profile: ProcessProfile) -> Finding | None:
     return Finding(
         "interpreter_lock",
         min(share, 1.0),
-        f"thread {holder} has Python's interpreter lock so much that a thread which wakes up waits {each} for it",
+        f"thread {holder} has Python's interpreter lock so much that a thread which wakes up waits {each}"
+        " for it",
         {
             "wake-ups": f"{profile.samples} in {profile.seconds:.1f} s",
             "waiting for the interpreter": f"{seconds:.2f} s in all",

@@ -28,7 +28,9 @@ class Heap:
         self._first, self._at = tracemalloc.take_snapshot(), time.perf_counter()
 
     def last(self) -> list[Growth]:
-        """Lines that have grown since `first`, the largest first. Ends tracing, unless it was already on before."""
+        """Lines that have grown since `first`, the largest first. Ends tracing, unless it was already on
+        before.
+        """
         assert self._first is not None
         snapshot, self.seconds = tracemalloc.take_snapshot(), time.perf_counter() - self._at
         if self._ours:

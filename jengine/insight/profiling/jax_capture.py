@@ -56,7 +56,11 @@ class JaxCapture:
         files = [file for file in self._folder.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         if not files or size > MAX_BYTES:
-            self.why = self.why or f"the capture has {size >> 20} MiB; the limit is {MAX_BYTES >> 20}" if files else self.why
+            self.why = (
+                self.why or f"the capture has {size >> 20} MiB; the limit is {MAX_BYTES >> 20}"
+                if files
+                else self.why
+            )
             return False
         with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as packed:
             for file in files:

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from types import CodeType, FrameType
 
-NOTIFIED = ("wait", "wait_for", "join", "_wait_for_tstate_lock")  # of threading: wait for a notification, not for a held lock
+# of threading: wait for a notification, not for a held lock
+NOTIFIED = ("wait", "wait_for", "join", "_wait_for_tstate_lock")
 WRAPPERS = (threading.__file__,)  # the caller's line is more informative
 DEPTH = 4  # innermost frames in which a lock taken by acquire() may be released
 WITH = re.compile(r"with\s+([\w.\[\]'\"]+)\s*[:,]")
 ACQUIRE = re.compile(r"(.+)\.(acquire|__enter__)\(", re.DOTALL)
-FILE_CALL = re.compile(r"(?:[\w.\[\]]+\.)?(write|writelines|flush|print|pwrite|writev|fsync|fdatasync|open|rename|unlink)\(")
+FILE_CALL = re.compile(
+    r"(?:[\w.\[\]]+\.)?(write|writelines|flush|print|pwrite|writev|fsync|fdatasync|open|rename|unlink)\("
+)
 WRITES = {"writelines": "write", "flush": "write", "print": "write", "pwrite": "pwrite64", "open": "openat"}
 
 
@@ -28,7 +31,9 @@ def frames(top: FrameType | None) -> Iterator[FrameType]:
 
 
 def awaited_lock(top: FrameType) -> str:
-    """The lock that a thread tries to acquire in this innermost frame, such as "self._lock"; empty if it does not."""
+    """The lock that a thread tries to acquire in this innermost frame, such as "self._lock"; empty if it does
+    not.
+    """
     code = top.f_code
     if code.co_filename in WRAPPERS and code.co_name in NOTIFIED:
         return ""
@@ -58,7 +63,9 @@ def _lock_at(code: CodeType, offset: int) -> str:
 
 
 def file_call(top: FrameType) -> str:
-    """The system call made by the current Python call, such as "fsync" for os.fsync(file); empty if there is none."""
+    """The system call made by the current Python call, such as "fsync" for os.fsync(file); empty if there is
+    none.
+    """
     return _file_call_at(top.f_code, top.f_lasti)
 
 
@@ -126,7 +133,13 @@ def _blocks(file: str) -> list[tuple[int, int, str]]:
         if isinstance(node, ast.With):
             for item in node.items:
                 name = item.context_expr
-                last = name.attr if isinstance(name, ast.Attribute) else name.id if isinstance(name, ast.Name) else ""
+                last = (
+                    name.attr
+                    if isinstance(name, ast.Attribute)
+                    else name.id
+                    if isinstance(name, ast.Name)
+                    else ""
+                )
                 if last:
                     found.append((node.body[0].lineno, node.end_lineno or node.lineno, last))
     return found

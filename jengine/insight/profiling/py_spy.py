@@ -1,4 +1,6 @@
-"""Stacks of threads sampled by py-spy, if it is installed, from outside the process and without blocking it."""
+"""Stacks of threads sampled by py-spy, if it is installed, from outside the process and without blocking
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,19 @@ class PySpy:
         if not program:
             self.why = "py-spy is not installed (the extra `profile` has it)"
             return
-        options = ["--format", "raw", "--threads", "--nonblocking", "--rate", str(self._rate), "--duration", "unlimited"]
-        self._tool = Tool([program, "record", "--pid", "{pid}", *options, "--output", "{file}"], self._folder / "py-spy")
+        options = [
+            "--format",
+            "raw",
+            "--threads",
+            "--nonblocking",
+            "--rate",
+            str(self._rate),
+            "--duration",
+            "unlimited",
+        ]
+        self._tool = Tool(
+            [program, "record", "--pid", "{pid}", *options, "--output", "{file}"], self._folder / "py-spy"
+        )
 
     def stop(self, hidden: Collection[str]) -> list[Flame]:
         """Flames by thread, without hidden threads; empty if it could not sample."""
@@ -44,7 +57,9 @@ class PySpy:
 
 
 def parse_raw(text: str) -> list[Flame]:
-    """Parses py-spy's raw format: a line for each stack with the thread, the frames from the root, and the count."""
+    """Parses py-spy's raw format: a line for each stack with the thread, the frames from the root, and the
+    count.
+    """
     threads: dict[str, dict[str, int]] = defaultdict(dict)
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")

@@ -37,11 +37,16 @@ def report_html(profile: Profile, jax: str = "") -> str:
     when = datetime.fromtimestamp(first.unix).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     parts = [
         f"<h1>Profile of {escape(profile.target)}</h1>",
-        f"<p>{when}; {first.seconds:.1f} s; " + "; ".join(f"{escape(p.name)}: process {p.pid}" for p in profile.processes) + "</p>",
+        f"<p>{when}; {first.seconds:.1f} s; "
+        + "; ".join(f"{escape(p.name)}: process {p.pid}" for p in profile.processes)
+        + "</p>",
         _findings(profile),
         *[_process(process, jax if process.operations else "") for process in profile.processes],
     ]
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Profile of {escape(profile.target)}</title><style>{STYLE}</style>'
+    head = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Profile of'
+        f" {escape(profile.target)}</title><style>{STYLE}</style>"
+    )
     return f"{head}<main>{''.join(parts)}</main></html>\n"
 
 
@@ -77,8 +82,9 @@ def _finding(one: Finding, process: str) -> str:
     rows = "".join(f"<tr><td>{escape(name)}<td>{escape(value)}" for name, value in one.evidence.items())
     name = f'<span class="kind {one.name}">{escape(one.name)}</span>'
     return (
-        f'<section class="finding"><h3>{name} {escape(process)}: {escape(one.summary)}</h3>'
-        f"<table>{rows}</table><p><b>Change {escape(one.option)}</b>: {escape(one.change)}. Effect: {escape(one.effect)}.</p></section>"
+        f'<section class="finding"><h3>{name} {escape(process)}:'
+        f" {escape(one.summary)}</h3><table>{rows}</table><p><b>Change {escape(one.option)}</b>:"
+        f" {escape(one.change)}. Effect: {escape(one.effect)}.</p></section>"
     )
 
 
@@ -87,7 +93,10 @@ def _finding(one: Finding, process: str) -> str:
 
 def _process(profile: ProcessProfile, jax: str) -> str:
     parts = [
-        f"<h2>{escape(profile.name)}, process {profile.pid}</h2><p><code>{escape(profile.command)}</code></p>",
+        (
+            f"<h2>{escape(profile.name)}, process"
+            f" {profile.pid}</h2><p><code>{escape(profile.command)}</code></p>"
+        ),
         _missing(profile),
         _time_line(profile),
         _slow(profile),
@@ -111,21 +120,30 @@ def _missing(profile: ProcessProfile) -> str:
 
 def _time_line(profile: ProcessProfile) -> str:
     happened, trace = events(profile), profile.steps
-    every = [Lane(name, [_bar(event) for event in happened if event.kind == kind]) for kind, name in KINDS.items()]
+    every = [
+        Lane(name, [_bar(event) for event in happened if event.kind == kind]) for kind, name in KINDS.items()
+    ]
     if profile.disturbed:
-        own = [Bar(a, b - a, "ground2", "profile: jax.profiler writes its capture") for a, b in profile.disturbed]
+        own = [
+            Bar(a, b - a, "ground2", "profile: jax.profiler writes its capture") for a, b in profile.disturbed
+        ]
         every.append(Lane("the profile itself", own))
     tall = None
     if trace is not None and trace.steps:
         tall = Lane(
             "iterations of the loop",
-            [Bar(t.begin, t.seconds, "step", f"step {t.step.number}, {t.step.name}: {duration(t.seconds)}") for t in turns(trace.steps)],
+            [
+                Bar(t.begin, t.seconds, "step", f"step {t.step.number}, {t.step.name}: {duration(t.seconds)}")
+                for t in turns(trace.steps)
+            ],
         )
     return "<h3>Time line</h3>" + lanes(profile.begun, profile.ended, every, tall)
 
 
 def _bar(event: Event) -> Bar:
-    return Bar(event.at, event.seconds, event.kind, f"{KINDS[event.kind]}: {duration(event.seconds)} {event.text}")
+    return Bar(
+        event.at, event.seconds, event.kind, f"{KINDS[event.kind]}: {duration(event.seconds)} {event.text}"
+    )
 
 
 def _slow(profile: ProcessProfile) -> str:
@@ -148,9 +166,20 @@ def _slow_step(profile: ProcessProfile, slow: SlowStep) -> str:
         for stage, at in stage_begins(step).items():
             seconds = getattr(step, stage)
             if seconds and at < end and at + seconds > begin:
-                stages.append(Bar(at, seconds, f"s{STAGES.index(stage) % 8}", f"{stage}: step {step.number}, {duration(seconds)}"))
+                stages.append(
+                    Bar(
+                        at,
+                        seconds,
+                        f"s{STAGES.index(stage) % 8}",
+                        f"{stage}: step {step.number}, {duration(seconds)}",
+                    )
+                )
     every = [Lane("stages of the loop", stages)]
-    every += [Lane(name, bars) for kind, name in KINDS.items() if (bars := [_bar(event) for event in near if event.kind == kind])]
+    every += [
+        Lane(name, bars)
+        for kind, name in KINDS.items()
+        if (bars := [_bar(event) for event in near if event.kind == kind])
+    ]
     return f"<details open><summary>{escape(str(slow))}</summary>{lanes(begin, end, every)}</details>"
 
 
@@ -167,34 +196,58 @@ def _flames(profile: ProcessProfile) -> str:
 
 def _flame(one: Flame, open: bool) -> str:
     state = " open" if open else ""
-    return f"<details{state}><summary>{escape(one.thread)}: {one.samples} samples</summary>{flame(one.stacks)}</details>"
+    return (
+        f"<details{state}><summary>{escape(one.thread)}: {one.samples}"
+        f" samples</summary>{flame(one.stacks)}</details>"
+    )
 
 
 def _waiting(profile: ProcessProfile) -> str:
     looks, share = max(profile.samples, 1), percent(profile.late / max(profile.seconds, 1e-9))
     out = [
         "<h3>Waiting for the interpreter and for locks</h3>",
-        f"<p>A thread woke {profile.samples} times, and waited for the interpreter's lock: {duration(profile.late / looks)} on average, "
-        f"{share} of the time in all. That is how late it was, less what the kernel says that it waited for a processor.</p>",
-        "<p>A wait for a lock is seen where two looks in a row find a thread at the same acquisition. Who holds the lock is read from "
-        "the source: a thread within a <code>with</code> of the same name, or further on in the same function.</p>",
+        (
+            f"<p>A thread woke {profile.samples} times, and waited for the interpreter's lock:"
+            f" {duration(profile.late / looks)} on average, {share} of the time in all. That is how late it"
+            " was, less what the kernel says that it waited for a processor.</p>"
+        ),
+        (
+            "<p>A wait for a lock is seen where two looks in a row find a thread at the same acquisition. Who"
+            " holds the lock is read from the source: a thread within a <code>with</code> of the same name,"
+            " or further on in the same function.</p>"
+        ),
     ]
     waits: dict[tuple[str, str, str, str], list[float]] = {}
     for wait in profile.lock_waits:
         waits.setdefault((wait.thread, wait.lock, wait.where, wait.holder), []).append(wait.seconds)
-    rows = sorted(([*key, str(len(some)), duration(sum(some)), duration(max(some))] for key, some in waits.items()), key=lambda row: row[0])
+    rows = sorted(
+        ([*key, str(len(some)), duration(sum(some)), duration(max(some))] for key, some in waits.items()),
+        key=lambda row: row[0],
+    )
     if rows:
-        out.append(_table(["thread", "lock", "in", "very likely held by", "waits", "in all", "longest"], rows[:30]))
+        out.append(
+            _table(["thread", "lock", "in", "very likely held by", "waits", "in all", "longest"], rows[:30])
+        )
     else:
         out.append("<p>No thread was seen waiting for a lock.</p>")
     return "".join(out)
 
 
 def _collections(profile: ProcessProfile) -> str:
-    rows = [[str(generation), str(count), duration(seconds)] for generation, (count, seconds) in enumerate(profile.pauses)]
+    rows = [
+        [str(generation), str(count), duration(seconds)]
+        for generation, (count, seconds) in enumerate(profile.pauses)
+    ]
     longest = sorted(profile.collections, key=lambda one: -one.seconds)[:5]
     more = [
-        [duration(one.seconds), str(one.generation), str(one.collected), one.thread, f"{one.at - profile.begun:.2f} s"] for one in longest
+        [
+            duration(one.seconds),
+            str(one.generation),
+            str(one.collected),
+            one.thread,
+            f"{one.at - profile.begun:.2f} s",
+        ]
+        for one in longest
     ]
     out = "<h3>Garbage collection</h3>" + _table(["generation", "collections", "in all"], rows)
     return out + (_table(["longest", "generation", "objects freed", "thread", "at"], more) if more else "")
@@ -204,20 +257,29 @@ def _calls(profile: ProcessProfile) -> str:
     if not profile.calls_by:
         return ""
     calls = sorted(profile.calls, key=lambda call: -call.seconds)[:40]
-    rows = [[c.thread, c.name, str(c.count) if c.count >= 0 else "not known", duration(c.seconds), c.where] for c in calls]
+    rows = [
+        [c.thread, c.name, str(c.count) if c.count >= 0 else "not known", duration(c.seconds), c.where]
+        for c in calls
+    ]
     note = " strace slows the process." if profile.calls_by == "strace" else ""
-    return f"<h3>System calls</h3><p>By {escape(profile.calls_by)}.{note} futex, epoll_wait and others wait for events.</p>" + _table(
-        ["thread", "call", "count", "in all", "most often in"], rows
+    return (
+        f"<h3>System calls</h3><p>By {escape(profile.calls_by)}.{note} futex, epoll_wait and others wait for"
+        " events.</p>" + _table(["thread", "call", "count", "in all", "most often in"], rows)
     )
 
 
 def _memory(profile: ProcessProfile) -> str:
     out = "<h3>Memory</h3>"
     if profile.memory:
-        rows = [[part, f"{size / MIB:,.1f}"] for part, size in sorted(profile.memory.items(), key=lambda one: -one[1])]
+        rows = [
+            [part, f"{size / MIB:,.1f}"]
+            for part, size in sorted(profile.memory.items(), key=lambda one: -one[1])
+        ]
         out += _table(["resident", "MiB"], rows)
     if profile.device:
-        out += _table(["on devices", "MiB"], [[part, f"{size / MIB:,.1f}"] for part, size in profile.device.items()])
+        out += _table(
+            ["on devices", "MiB"], [[part, f"{size / MIB:,.1f}"] for part, size in profile.device.items()]
+        )
     if profile.heap_seconds:
         out += f"<p>Growth of Python's heap in {profile.heap_seconds:.1f} s:</p>"
         rows = [[line.where, f"{line.bytes / 1024:,.1f}", str(line.blocks)] for line in profile.growth]
@@ -236,10 +298,15 @@ def _counters(profile: ProcessProfile) -> str:
 def _jax(profile: ProcessProfile, file: str) -> str:
     if not profile.operations:
         return ""
-    where = f' The whole capture is in <a href="{escape(file)}">{escape(file)}</a>, for XProf or Perfetto.' if file else ""
+    where = (
+        f' The whole capture is in <a href="{escape(file)}">{escape(file)}</a>, for XProf or Perfetto.'
+        if file
+        else ""
+    )
     rows = [[name, str(count), duration(seconds)] for name, count, seconds in profile.operations]
-    return f"<h3>Operations of JAX</h3><p>By jax.profiler, over all threads and devices; calls contain others.{where}</p>" + _table(
-        ["operation", "count", "in all"], rows
+    return (
+        "<h3>Operations of JAX</h3><p>By jax.profiler, over all threads and devices; calls contain"
+        f" others.{where}</p>" + _table(["operation", "count", "in all"], rows)
     )
 
 

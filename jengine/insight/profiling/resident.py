@@ -12,8 +12,8 @@ ARENAS = re.compile(r"# bytes in allocated blocks\s*=\s*([\d,]+)")
 
 
 def resident_parts(parts: Mapping[str, int], on_devices: bool) -> dict[str, int]:
-    """Resident bytes by part. "other" is the rest: XLA's buffers, stacks, large Python objects, memory kept by
-    allocators.
+    """Resident bytes by part. "other" is the rest: XLA's buffers, stacks, large Python objects, memory kept
+    by allocators.
 
     Args:
         parts: memory of engines, see `Engine.memory_parts`.

@@ -22,8 +22,8 @@ from jengine.insight.profiling.proc import FILES, RUNS, UNKNOWN, call_name, call
 SLACK = 1e-4  # typical seconds by which a timer is late
 NOTED = 1e-3  # minimum seconds of a listed wait for the interpreter's lock
 KEPT = 20_000
-# Duration in milliseconds of a poll call, and the interval of these calls in seconds. They mark the clock in a
-# tracer's output.
+# Duration in milliseconds of a poll call, and the interval of these calls in seconds. They mark the clock in
+# a tracer's output.
 MARK, MARK_SECONDS = 3, 0.5
 DEPTH = 100  # maximum frames of a stack
 
@@ -55,13 +55,16 @@ class Sampler:
             interpreter's lock.
         calls: number of samples in system calls on files, by thread, call and Python frame.
         calls_at: number of samples at a Python call that makes such a call, likewise.
-        slow_calls: calls, or consecutive calls from one line, that were seen by two or more consecutive samples.
+        slow_calls: calls, or consecutive calls from one line, that were seen by two or more consecutive
+            samples.
     """
 
     def __init__(self, rate: int) -> None:
         self._interval = 1.0 / rate
         self._stop = threading.Event()
-        self._poll: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else lambda milliseconds: None
+        self._poll: Callable[[int], object] = (
+            select.poll().poll if hasattr(select, "poll") else lambda milliseconds: None
+        )
         self._thread = threading.Thread(target=self._run, name="profile-sampler", daemon=True)
         self._stacks: dict[str, Counter[tuple[tuple[CodeType, int], ...]]] = defaultdict(Counter)
         self._waiting: dict[int, _Waiting] = {}
@@ -110,7 +113,13 @@ class Sampler:
         for thread, stacks in self._stacks.items():
             named: Counter[str] = Counter()
             for stack, count in stacks.items():
-                named[";".join(frame_name(code, line) for code, line in stack if not code.co_filename.startswith("<frozen"))] += count
+                named[
+                    ";".join(
+                        frame_name(code, line)
+                        for code, line in stack
+                        if not code.co_filename.startswith("<frozen")
+                    )
+                ] += count
             found.append(Flame(thread, dict(named)))
         return found
 
@@ -152,7 +161,11 @@ class Sampler:
 
     def _who_ran(self, waited: float) -> str:
         """The only thread that ran for most of this wait, since the last sample."""
-        most = [name for name, native in self._names.values() if 1e-9 * (processor(native)[0] - self._ran.get(native, 0)) >= 0.7 * waited]
+        most = [
+            name
+            for name, native in self._names.values()
+            if 1e-9 * (processor(native)[0] - self._ran.get(native, 0)) >= 0.7 * waited
+        ]
         return most[0] if len(most) == 1 else ""
 
     def _sample(self, now: float) -> None:
@@ -164,7 +177,11 @@ class Sampler:
             self._end(self._waiting.pop(ident), now)
         for ident, top in tops.items():
             name, native = self._names[ident]
-            stack = tuple([(frame.f_code, frame.f_lineno) for frame, _ in zip(frames(top), range(DEPTH), strict=False)][::-1])
+            stack = tuple(
+                [(frame.f_code, frame.f_lineno) for frame, _ in zip(frames(top), range(DEPTH), strict=False)][
+                    ::-1
+                ]
+            )
             self._stacks[name][stack] += 1
             self._ran[native] = processor(native)[0]
             self._sample_lock(ident, name, top, tops, now)
@@ -172,7 +189,11 @@ class Sampler:
 
     def _learn_names(self) -> None:
         """Updates the names of current threads. A new thread may reuse the id of one that has ended."""
-        there = {thread.ident: thread for thread in threading.enumerate() if thread.ident is not None and thread not in self._hidden}
+        there = {
+            thread.ident: thread
+            for thread in threading.enumerate()
+            if thread.ident is not None and thread not in self._hidden
+        }
         if there == self._there:
             return
         for ident, thread in there.items():
@@ -186,7 +207,9 @@ class Sampler:
             del self._names[ident]
         self._there = there
 
-    def _sample_lock(self, ident: int, name: str, top: FrameType, tops: dict[int, FrameType], now: float) -> None:
+    def _sample_lock(
+        self, ident: int, name: str, top: FrameType, tops: dict[int, FrameType], now: float
+    ) -> None:
         place, known = (top.f_code, top.f_lasti), self._waiting.get(ident)
         if known is not None and known.place == place:
             known.seen += 1
@@ -199,19 +222,27 @@ class Sampler:
         if lock := awaited_lock(top):
             frame = waiting_frame(top)
             where = frame_name(frame.f_code, frame.f_lineno)
-            self._waiting[ident] = _Waiting(name, place, now, lock, where, self._holder(ident, top, lock, tops))
+            self._waiting[ident] = _Waiting(
+                name, place, now, lock, where, self._holder(ident, top, lock, tops)
+            )
 
     def _holder(self, ident: int, top: FrameType, lock: str, tops: dict[int, FrameType]) -> str:
-        return holder(top, lock, [(self._names[other][0], frame) for other, frame in tops.items() if other != ident])
+        return holder(
+            top, lock, [(self._names[other][0], frame) for other, frame in tops.items() if other != ident]
+        )
 
     def _end(self, waiting: _Waiting, now: float) -> None:
         """Ends a wait. A single sample may have hit a free lock."""
         if waiting.seen > 1:
             seconds = now - waiting.begun
-            self.lock_waits.append(LockWait(waiting.begun, seconds, waiting.thread, waiting.lock, waiting.where, waiting.holder))
+            self.lock_waits.append(
+                LockWait(waiting.begun, seconds, waiting.thread, waiting.lock, waiting.where, waiting.holder)
+            )
 
     def _sample_call(self, ident: int, name: str, native: int, top: FrameType, now: float) -> None:
-        """A short call may have returned, and its thread wait for the interpreter; then the Python call names it."""
+        """A short call may have returned, and its thread wait for the interpreter; then the Python call names
+        it.
+        """
         number, known = call_now(native), self._in_call.get(ident)
         self.knows_calls = self.knows_calls and number != UNKNOWN
         call = call_name(number) if number > RUNS else ""

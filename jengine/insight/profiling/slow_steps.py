@@ -14,7 +14,8 @@ from jengine.insight.profiling.units import duration
 from jengine.insight.recording.perfetto import stage_begins
 from jengine.insight.recording.records import STAGES, StepRecord
 
-FACTOR, EXCESS = 3.0, 0.02  # minimum duration of a slow iteration: factor over, and seconds beyond, the usual duration
+# minimum duration of a slow iteration: factor over, and seconds beyond, the usual duration
+FACTOR, EXCESS = 3.0, 0.02
 FEWEST = 5  # minimum number of iterations of a program for a usual duration
 EXPLAINS = 0.2  # minimum share of the excess time that a cause must account for
 MOST = 10
@@ -65,10 +66,15 @@ class SlowStep:
     causes: tuple[tuple[Event, float], ...]
 
     def __str__(self) -> str:
-        head = f"step {self.turn.step.number} ({self.turn.step.name}) took {duration(self.turn.seconds)} instead of {duration(self.usual)}"
+        head = (
+            f"step {self.turn.step.number} ({self.turn.step.name}) took {duration(self.turn.seconds)} instead"
+            f" of {duration(self.usual)}"
+        )
         if not self.causes:
             return f"{head}: no measurement explains it; {self._parts()}"
-        return f"{head}: " + "; ".join(f"{duration(seconds)} {event.text}" for event, seconds in self.causes[:3])
+        return f"{head}: " + "; ".join(
+            f"{duration(seconds)} {event.text}" for event, seconds in self.causes[:3]
+        )
 
     def _parts(self) -> str:
         """The stages that took much of it, and the seconds that belong to none."""
@@ -95,14 +101,23 @@ def events(profile: ProcessProfile) -> list[Event]:
     for wait in profile.lock_waits:
         if wait.thread in important:
             by = f", held by {wait.holder}" if wait.holder else ""
-            found.append(Event("lock", wait.at, wait.seconds, f"waiting for the lock {wait.lock} in {wait.where}{by}"))
+            found.append(
+                Event("lock", wait.at, wait.seconds, f"waiting for the lock {wait.lock} in {wait.where}{by}")
+            )
     for call in profile.slow_calls:
         if call.thread in important:
             where = f" in {call.where}" if call.where else ""
             found.append(Event("system_calls", call.at, call.seconds, f"in calls of {call.name}{where}"))
     for late in profile.interpreter_waits:
         if late.holder and late.holder not in important:
-            found.append(Event("interpreter_lock", late.at, late.seconds, f"in which thread {late.holder} had the interpreter"))
+            found.append(
+                Event(
+                    "interpreter_lock",
+                    late.at,
+                    late.seconds,
+                    f"in which thread {late.holder} had the interpreter",
+                )
+            )
     return sorted(found, key=lambda event: event.at)
 
 
@@ -117,11 +132,16 @@ def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
     slow = sorted(slow, key=lambda turn: usual(turn) - turn.seconds)[:MOST]
     happened = events(profile)
     slow.sort(key=lambda turn: turn.begin)
-    return [SlowStep(turn, usual(turn), _stages(turn, trace.steps), _causes(turn, usual(turn), happened)) for turn in slow]
+    return [
+        SlowStep(turn, usual(turn), _stages(turn, trace.steps), _causes(turn, usual(turn), happened))
+        for turn in slow
+    ]
 
 
 def usual_seconds(every: Iterable[Turn]) -> Callable[[Turn], float]:
-    """Usual seconds of an iteration with the same program, or of all iterations if that program ran rarely."""
+    """Usual seconds of an iteration with the same program, or of all iterations if that program ran
+    rarely.
+    """
     by_program: dict[str, list[float]] = defaultdict(list)
     for turn in every:
         by_program[turn.step.name].append(turn.seconds)
@@ -141,7 +161,9 @@ def _overlaps(turn: Turn, spans: list[tuple[float, float]]) -> bool:
 
 
 def _stages(turn: Turn, steps: list[StepRecord]) -> dict[str, float]:
-    """Seconds of an iteration by stage, of all steps: an iteration dispatches one step and reads the one before."""
+    """Seconds of an iteration by stage, of all steps: an iteration dispatches one step and reads the one
+    before.
+    """
     spent = dict.fromkeys(STAGES, 0.0)
     for step in steps:
         for stage, begin in stage_begins(step).items():

@@ -41,7 +41,10 @@ def _draw(node: _Node, left: float, depth: int, scale: float, whole: int, shapes
         width = child.count * scale
         if child.count >= LEAST * whole:
             share = f"{100 * child.count / whole:.1f} %, {child.count} samples"
-            shapes.append(f"<g><title>{escape(frame)}: {share}</title>" + _box(left, depth * ROW, width, ROW - 1, f"f{_shade(frame)}"))
+            shapes.append(
+                f"<g><title>{escape(frame)}: {share}</title>"
+                + _box(left, depth * ROW, width, ROW - 1, f"f{_shade(frame)}")
+            )
             if (letters := int((width - 4) / LETTER)) >= 3:
                 text = frame if len(frame) <= letters else frame[: letters - 1] + "…"
                 shapes.append(f'<text x="{left + 3:.1f}" y="{depth * ROW + 12}">{escape(text)}</text>')
@@ -73,8 +76,8 @@ class Lane:
 
 
 def lanes(begin: float, end: float, every: Iterable[Lane], tall: Lane | None = None) -> str:
-    """Lanes on a common time axis. Bars narrower than a pixel are merged; the shade shows how much of the pixel
-    they cover.
+    """Lanes on a common time axis. Bars narrower than a pixel are merged; the shade shows how much of the
+    pixel they cover.
 
     Args:
         tall: a lane drawn first, with bars as high as they are long.
@@ -95,7 +98,8 @@ def lanes(begin: float, end: float, every: Iterable[Lane], tall: Lane | None = N
         shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{y}"/>')
         anchor = "end" if tick == 10 else "middle"
         shapes.append(
-            f'<text class="tick" text-anchor="{anchor}" x="{x:.1f}" y="{y + 13}">{_moment(tick * (end - begin) / 10, end - begin)}</text>'
+            f'<text class="tick" text-anchor="{anchor}" x="{x:.1f}"'
+            f' y="{y + 13}">{_moment(tick * (end - begin) / 10, end - begin)}</text>'
         )
     return f'<svg class="lanes" viewBox="0 0 {WIDTH} {y + 16}" width="100%">{"".join(shapes)}</svg>'
 
@@ -144,9 +148,16 @@ def _columns(lane: Lane, begin: float, scale: float, y: int) -> str:
     ]
     for column, bar in high.items():
         tall = max(height * bar.seconds / most, 0.5) if most else 0.5
-        shapes.append(f"<g><title>{escape(bar.title)}</title>" + _box(LABEL + column, y + height - tall, 1.4, tall, bar.kind) + "</g>")
+        shapes.append(
+            f"<g><title>{escape(bar.title)}</title>"
+            + _box(LABEL + column, y + height - tall, 1.4, tall, bar.kind)
+            + "</g>"
+        )
     return "".join(shapes)
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str, more: str = "") -> str:
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}" height="{height:.1f}"{more}/>'
+    return (
+        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.3):.1f}"'
+        f' height="{height:.1f}"{more}/>'
+    )

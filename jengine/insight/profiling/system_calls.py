@@ -20,12 +20,14 @@ PERF_THREAD = re.compile(r" \S.* \((\d+)\), \d+ events?, ")
 PERF_COUNT = re.compile(r"   (\w+)\s+(\d+)\s+\d+\s+([\d.]+)\s+")
 STRACE_LINE = re.compile(r"(\d+)\s+([\d.]+) (?:<\.\.\. )?(\w+)(?:\(| resumed).*<([\d.]+)>$")
 
-Parsed = tuple[list[tuple[int, str, int, float]], list[tuple[float, float, int, str]]]  # counts, and slow calls, by thread id
+# counts, and slow calls, by thread id
+Parsed = tuple[list[tuple[int, str, int, float]], list[tuple[float, float, int, str]]]
 
 
 def parse_perf(text: str) -> Parsed:
-    """Parses `perf trace --with-summary`: (thread, call, count, seconds), and (start, seconds, thread, call) on
-    its own clock."""
+    """Parses `perf trace --with-summary`: (thread, call, count, seconds), and (start, seconds, thread, call)
+    on its own clock.
+    """
     counts: list[tuple[int, str, int, float]] = []
     slow: list[tuple[float, float, int, str]] = []
     thread = 0
@@ -57,7 +59,9 @@ def parse_strace(text: str) -> Parsed:
 
 
 def _listed(name: str) -> bool:
-    """Whether slow calls of this kind are listed. Calls that only wait are not, except the sampler's marks."""
+    """Whether slow calls of this kind are listed. Calls that only wait are not, except the sampler's
+    marks.
+    """
     return name not in WAITS or name in MARKS
 
 
@@ -83,15 +87,44 @@ class SystemCalls:
         self._before: dict[int, dict[str, int]] = {}
 
     def start(self) -> None:
-        if self._how in ("auto", "perf") and self._allowed("perf trace", "perf", ["trace", "-o", "/dev/null", "true"]):
-            command = [installed("perf"), "trace", "--pid", "{pid}", "--with-summary", "--duration", "1", "-o", "{file}"]
+        if self._how in ("auto", "perf") and self._allowed(
+            "perf trace", "perf", ["trace", "-o", "/dev/null", "true"]
+        ):
+            command = [
+                installed("perf"),
+                "trace",
+                "--pid",
+                "{pid}",
+                "--with-summary",
+                "--duration",
+                "1",
+                "-o",
+                "{file}",
+            ]
             self._tool, self._by = Tool(command, self._folder / "perf-trace"), "perf trace"
-        elif self._how in ("auto", "strace") and self._allowed("strace", "strace", ["-o", "/dev/null", "true"]):
-            command = [installed("strace"), "-f", "-q", "-ttt", "-T", "-s", "0", "-e", "signal=none", "-p", "{pid}", "-o", "{file}"]
+        elif self._how in ("auto", "strace") and self._allowed(
+            "strace", "strace", ["-o", "/dev/null", "true"]
+        ):
+            command = [
+                installed("strace"),
+                "-f",
+                "-q",
+                "-ttt",
+                "-T",
+                "-s",
+                "0",
+                "-e",
+                "signal=none",
+                "-p",
+                "{pid}",
+                "-o",
+                "{file}",
+            ]
             self._tool, self._by = Tool(command, self._folder / "strace"), "strace"
         elif self._how in ("auto", "proc"):
             self._by = "/proc"
-        self._before = {thread: input_output(thread) for thread in thread_ids()}  # also needed if a tool turns out not to be allowed
+        # also needed if a tool turns out not to be allowed
+        self._before = {thread: input_output(thread) for thread in thread_ids()}
 
     def _allowed(self, what: str, program: str, trial: list[str]) -> bool:
         path = installed(program)
@@ -121,7 +154,9 @@ class SystemCalls:
             profile.missing["system calls"] = "; ".join(f"{tool}: {why}" for tool, why in self._why.items())
             return
         if self._why:
-            profile.missing["system calls of every kind"] = "; ".join(f"{tool}: {why}" for tool, why in self._why.items())
+            profile.missing["system calls of every kind"] = "; ".join(
+                f"{tool}: {why}" for tool, why in self._why.items()
+            )
         self._from_proc(profile, sampler, threads)
 
     def _take(self, profile: ProcessProfile, sampler: Sampler, threads: Mapping[int, str], text: str) -> None:
@@ -136,7 +171,9 @@ class SystemCalls:
             profile.calls.append(CallCount(thread, name, count, seconds, frames.get((thread, name), "")))
         profile.slow_calls += sampler.slow_calls  # many short calls in a row, each too short to be listed
         if shift is None:
-            profile.missing["single slow system calls"] = f"the clock of {self._by} could not be matched with the records'"
+            profile.missing["single slow system calls"] = (
+                f"the clock of {self._by} could not be matched with the records'"
+            )
             return
         seen = [(call.thread, call.name, call.at, call.at + call.seconds) for call in sampler.slow_calls]
         for at, seconds, number, name in slow:
@@ -144,13 +181,16 @@ class SystemCalls:
             if name in WAITS or number in sampler.own:
                 continue
             if not any((thread, name) == one[:2] and one[2] <= at + shift < one[3] for one in seen):
-                profile.slow_calls.append(SlowCall(at + shift, seconds, thread, name, frames.get((thread, name), "")))
+                profile.slow_calls.append(
+                    SlowCall(at + shift, seconds, thread, name, frames.get((thread, name), ""))
+                )
 
     def _shift(self, slow: list[tuple[float, float, int, str]], sampler: Sampler) -> float | None:
         """Offset from a tool's clock to time.perf_counter()."""
         if self._by == "strace":
             return time.perf_counter() - time.time()
-        marks = [at for at, _, thread, name in slow if thread == sampler.native and name in MARKS]  # since the tool was attached
+        # since the tool was attached
+        marks = [at for at, _, thread, name in slow if thread == sampler.native and name in MARKS]
         pairs = zip(reversed(sampler.marked), reversed(marks), strict=False)
         return min((here - there for here, there in pairs), default=None)
 
@@ -161,7 +201,11 @@ class SystemCalls:
         for (thread, name, _), count in sampler.calls.items():
             seconds[thread, name] += count * sampler.interval
         for number in thread_ids():
-            now, before, thread = input_output(number), self._before.get(number, {}), threads.get(number, f"thread {number}")
+            now, before, thread = (
+                input_output(number),
+                self._before.get(number, {}),
+                threads.get(number, f"thread {number}"),
+            )
             if number in sampler.own:
                 continue
             if not now and not profile.missing.get("counts of system calls"):
@@ -170,7 +214,9 @@ class SystemCalls:
                 count = now.get(key, 0) - before.get(key, 0)
                 if count:
                     where = frames.get((thread, name), "")
-                    profile.calls.append(CallCount(thread, name, count, seconds.pop((thread, name), 0.0), where))
+                    profile.calls.append(
+                        CallCount(thread, name, count, seconds.pop((thread, name), 0.0), where)
+                    )
         profile.calls += [CallCount(*key, -1, spent, frames.get(key, "")) for key, spent in seconds.items()]
         if sampler.knows_calls:
             profile.slow_calls += sampler.slow_calls

@@ -12,8 +12,8 @@ from pathlib import Path
 from jengine.insight.profiling.proc import allow_tracing
 
 END_SECONDS = 20.0
-# A shell starts the tool and waits for a line first: only then is the tool's process id known, and can be given
-# permission.
+# A shell starts the tool and waits for a line first: only then is the tool's process id known, and can be
+# given permission.
 STARTER = 'read -r _ && exec "$@"'
 
 
@@ -59,7 +59,11 @@ class Tool:
         self.file.unlink(missing_ok=True)
         if not text.strip():
             lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
-            self.why = lines[0][:200] if lines else f"it ended with code {self._process.returncode} and wrote nothing"
+            self.why = (
+                lines[0][:200]
+                if lines
+                else f"it ended with code {self._process.returncode} and wrote nothing"
+            )
         return text
 
 
@@ -73,7 +77,12 @@ def works(command: list[str]) -> str:
     """Tries a short command. Returns the reason if it is not allowed here, or an empty string."""
     try:
         done = subprocess.run(
-            command, capture_output=True, timeout=END_SECONDS, text=True, errors="replace", env={**os.environ, "LC_ALL": "C"}
+            command,
+            capture_output=True,
+            timeout=END_SECONDS,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

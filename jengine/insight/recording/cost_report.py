@@ -86,10 +86,19 @@ class CostReport:
         for trunk in [trunk for trunk in self.trunks if not trunk.tiles]:
             base = trunk.seconds[0]
             slope = self.context_seconds * trunk.rows + self.longest_seconds
-            left.plot(CURVE, [1e3 * (base + slope * context) for context in CURVE], marker=".", label=f"{trunk.rows} rows")
+            left.plot(
+                CURVE,
+                [1e3 * (base + slope * context) for context in CURVE],
+                marker=".",
+                label=f"{trunk.rows} rows",
+            )
         left.set(xlabel="tokens before each row", ylabel="decode step (ms)", ylim=(0, None))
         for rows in sorted({trunk.rows for trunk in self.trunks if trunk.tiles}):
-            points = sorted((trunk.tokens - rows, 1e3 * trunk.seconds[0]) for trunk in self.trunks if trunk.tiles and trunk.rows == rows)
+            points = sorted(
+                (trunk.tokens - rows, 1e3 * trunk.seconds[0])
+                for trunk in self.trunks
+                if trunk.tiles and trunk.rows == rows
+            )
             right.plot(*zip(*points, strict=True), marker=".", label=f"beside {rows} rows")
         right.set(xlabel="tokens of prompts", ylabel="step (ms)", ylim=(0, None))
         for axes in (left, right):
@@ -101,7 +110,10 @@ class CostReport:
 
     def _tables(self) -> list[tuple[list[str], list[list[str]]]]:
         trunk_head = ["trunk", "tokens", "ms", *[f"after {context:,}" for context in CONTEXTS[1:]], "steps"]
-        trunks = [[t.program, f"{t.tokens:,}", *[_ms(t.seconds[context]) for context in CONTEXTS], _steps(t.steps)] for t in self.trunks]
+        trunks = [
+            [t.program, f"{t.tokens:,}", *[_ms(t.seconds[context]) for context in CONTEXTS], _steps(t.steps)]
+            for t in self.trunks
+        ]
         samplers = [[s.program, _ms(s.seconds), _steps(s.steps)] for s in self.samplers]
         return [(trunk_head, trunks), (["sampler", "ms", "steps"], samplers)]
 
@@ -109,8 +121,9 @@ class CostReport:
         most = max(self.host)
         host = self.host[most]
         return (
-            f"Steps deviate from this by {self.spread:.1%} on average; now they take {self.drift:.2f} times as long. "
-            f"The host takes {_ms(host.plan)} ms to plan a step of {most:,} rows and {_ms(host.collect)} ms to collect it."
+            f"Steps deviate from this by {self.spread:.1%} on average; now they take {self.drift:.2f} times"
+            f" as long. The host takes {_ms(host.plan)} ms to plan a step of {most:,} rows and"
+            f" {_ms(host.collect)} ms to collect it."
         )
 
 
@@ -123,11 +136,15 @@ def cost_report(costs: StepCosts) -> CostReport:
         known, base = costs.known.get(key), costs.base(key)
         works = {n: Work(key.rows * n, n if key.rows else 0, key.tiles * size * n) for n in CONTEXTS}
         seconds = {n: base + slopes.seconds(work) for n, work in works.items()}
-        return TrunkCost(str(key), key.rows, key.tiles, table.tokens(key), seconds, 0 if known is None else known.steps)
+        return TrunkCost(
+            str(key), key.rows, key.tiles, table.tokens(key), seconds, 0 if known is None else known.steps
+        )
 
     def sampler(key: SamplerKey) -> SamplerCost:
         known = costs.known.get(key)
-        return SamplerCost(str(key), key.rows, key.variant, costs.base(key), 0 if known is None else known.steps)
+        return SamplerCost(
+            str(key), key.rows, key.variant, costs.base(key), 0 if known is None else known.steps
+        )
 
     return CostReport(
         trunks=[trunk(key) for key in table.trunks()],

@@ -15,7 +15,9 @@ def memory(now: float) -> Memory:
         with open("/proc/self/statm", "rb") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         with open("/proc/meminfo", "rb") as file:
-            available = next((int(line.split()[1]) * 1024 for line in file if line.startswith(b"MemAvailable")), 0)
+            available = next(
+                (int(line.split()[1]) * 1024 for line in file if line.startswith(b"MemAvailable")), 0
+            )
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         resident, available = peak if sys.platform == "darwin" else peak * 1024, 0

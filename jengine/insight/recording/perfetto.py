@@ -1,7 +1,8 @@
-"""Records as events of Chrome's trace event format, which Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""Records as events of Chrome's trace event format, which Perfetto reads:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 
-An event is a dict. Its `ph` is the type: X is a slice with `ts` and `dur` in microseconds, C a set of counters,
-i an instant, M a name. A lane is a pair of `pid` and `tid`.
+An event is a dict. Its `ph` is the type: X is a slice with `ts` and `dur` in microseconds, C a set of
+counters, i an instant, M a name. A lane is a pair of `pid` and `tid`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,15 @@ DEVICE, PAUSES = len(STAGES) + 1, len(STAGES) + 2  # lanes of the engine, after 
 LANES = ("device", *STAGES, "garbage collector")  # from top to bottom
 
 
-def trace_events(steps: list[StepRecord], requests: list[RequestRecord], pauses: list[Pause], tile_size: int) -> list[Event]:
+def trace_events(
+    steps: list[StepRecord], requests: list[RequestRecord], pauses: list[Pause], tile_size: int
+) -> list[Event]:
     """All events. Time 0 is when the first of these began."""
-    firsts = [step.begun for step in steps[:1]] + [pause.begun for pause in pauses[:1]] + [request.arrival for request in requests]
+    firsts = (
+        [step.begun for step in steps[:1]]
+        + [pause.begun for pause in pauses[:1]]
+        + [request.arrival for request in requests]
+    )
     begun = min(firsts, default=0.0)
     end = max([step.ended for step in steps[-1:]] + [request.ended for request in requests], default=begun)
     spans = [device_span(step, before) for before, step in zip([None, *steps], steps, strict=False)]
@@ -30,7 +37,9 @@ def trace_events(steps: list[StepRecord], requests: list[RequestRecord], pauses:
     events += [event for before, step in pairwise(steps) for event in _instants(before, step)]
     for pause in pauses:
         args = {"generation": pause.generation, "collected": pause.collected}
-        events.append(_slice(ENGINE, PAUSES, f"generation {pause.generation}", pause.begun, pause.seconds, args))
+        events.append(
+            _slice(ENGINE, PAUSES, f"generation {pause.generation}", pause.begun, pause.seconds, args)
+        )
     events += _requests(requests, steps, spans, end)
     for event in events:
         if "ts" in event:
@@ -41,8 +50,8 @@ def trace_events(steps: list[StepRecord], requests: list[RequestRecord], pauses:
 def device_span(step: StepRecord, before: StepRecord | None) -> tuple[float, float]:
     """Start and end of a step on the device.
 
-    If they were not measured, an upper estimate: from the call of its sampler, or the end of the previous step,
-    until it was read.
+    If they were not measured, an upper estimate: from the call of its sampler, or the end of the previous
+    step, until it was read.
     """
     began = step.ended - step.device if step.device else max(step.dispatched, before.ended if before else 0.0)
     return min(began, step.ended), step.ended
@@ -67,7 +76,13 @@ def _names(requests: list[RequestRecord]) -> Iterator[Event]:
     tids = (DEVICE, *range(1, len(STAGES) + 1), PAUSES)
     for place, (tid, name) in enumerate(zip(tids, LANES, strict=True)):
         yield _name(ENGINE, tid, name)
-        yield {"ph": "M", "name": "thread_sort_index", "pid": ENGINE, "tid": tid, "args": {"sort_index": place}}
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": ENGINE,
+            "tid": tid,
+            "args": {"sort_index": place},
+        }
     yield _name(REQUESTS, None, "requests")
     for request in requests:
         yield _name(REQUESTS, request.number + 1, f"request {request.request_id}")
@@ -105,9 +120,14 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
 def _instants(before: StepRecord, step: StepRecord) -> Iterator[Event]:
     """Events that happened since the previous step."""
     resumed = [
-        (f"resumption ({kind})", now - then) for kind, now, then in zip(RESUMPTIONS, step.resumptions, before.resumptions, strict=True)
+        (f"resumption ({kind})", now - then)
+        for kind, now, then in zip(RESUMPTIONS, step.resumptions, before.resumptions, strict=True)
     ]
-    counts = [("preemption", step.preemptions - before.preemptions), *resumed, ("compilation", step.compiles - before.compiles)]
+    counts = [
+        ("preemption", step.preemptions - before.preemptions),
+        *resumed,
+        ("compilation", step.compiles - before.compiles),
+    ]
     for name, count in counts:
         if count:
             event = {"ph": "i", "s": "p", "name": name, "pid": ENGINE, "tid": 1, "ts": step.dispatched}
@@ -117,9 +137,12 @@ def _instants(before: StepRecord, step: StepRecord) -> Iterator[Event]:
         yield _count("pages moved", step.dispatched, to_host=spilled, from_host=fetched)
 
 
-def _requests(requests: list[RequestRecord], steps: list[StepRecord], spans: list[tuple[float, float]], end: float) -> Iterator[Event]:
-    """Slices of each request: queue, prompt and output, one after the other, containing the steps that computed
-    its prompt."""
+def _requests(
+    requests: list[RequestRecord], steps: list[StepRecord], spans: list[tuple[float, float]], end: float
+) -> Iterator[Event]:
+    """Slices of each request: queue, prompt and output, one after the other, containing the steps that
+    computed its prompt.
+    """
     known = {}
     for request in requests:
         ended = request.ended or end
@@ -147,7 +170,15 @@ def _requests(requests: list[RequestRecord], steps: list[StepRecord], spans: lis
 
 
 def _slice(pid: int, tid: int, name: str, start: float, seconds: float, args: Event) -> Event:
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start, "dur": round(1e6 * seconds, 3), "args": args}
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": start,
+        "dur": round(1e6 * seconds, 3),
+        "args": args,
+    }
 
 
 def _count(name: str, at: float, **values: float) -> Event:
@@ -156,4 +187,10 @@ def _count(name: str, at: float, **values: float) -> Event:
 
 def _name(pid: int, tid: int | None, name: str) -> Event:
     what = "process_name" if tid is None else "thread_name"
-    return {"ph": "M", "name": what, "pid": pid, "args": {"name": name}, **({} if tid is None else {"tid": tid})}
+    return {
+        "ph": "M",
+        "name": what,
+        "pid": pid,
+        "args": {"name": name},
+        **({} if tid is None else {"tid": tid}),
+    }

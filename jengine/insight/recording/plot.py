@@ -1,4 +1,6 @@
-"""Plots a trace: each request from arrival to end, the contents of steps, and the pages by state. Needs matplotlib."""
+"""Plots a trace: each request from arrival to end, the contents of steps, and the pages by state. Needs
+matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ USED, CACHED, FREE = "#3f8fd6", "#aab4c2", "#eceff3"
 MOST_LANES, MOST_STEPS = 64, 2000  # maximum numbers drawn; the most recent ones are kept
 
 
-def plot_trace(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], taken: float, tile_size: int) -> bytes:
-    """A PNG of three plots with a common time axis: requests in lanes, tokens of steps with padding, pages by state.
+def plot_trace(
+    steps: Sequence[StepRecord], requests: Sequence[RequestRecord], taken: float, tile_size: int
+) -> bytes:
+    """A PNG of three plots with a common time axis: requests in lanes, tokens of steps with padding, pages by
+    state.
 
     Args:
         taken: time of the trace, at which unfinished requests end in the plot.
@@ -42,7 +47,9 @@ def plot_trace(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], t
 
 def _lanes(axes: Any, requests: Sequence[RequestRecord], begun: float, taken: float) -> None:
     """Waiting, prefill and decoding of each request."""
-    parts: dict[str, tuple[list[int], list[float], list[float]]] = {name: ([], [], []) for name in ("waiting", "prefill", "decode")}
+    parts: dict[str, tuple[list[int], list[float], list[float]]] = {
+        name: ([], [], []) for name in ("waiting", "prefill", "decode")
+    }
     for lane, request in enumerate(requests):
         end = request.ended or taken
         times = [request.arrival, request.scheduled or end, request.first_token or end, end]
@@ -50,7 +57,9 @@ def _lanes(axes: Any, requests: Sequence[RequestRecord], begun: float, taken: fl
             lanes.append(lane)
             starts.append(start - begun)
             widths.append(max(stop - start, 0.0))
-    for (name, (lanes, starts, widths)), colour in zip(parts.items(), (WAITING, PREFILL, DECODE), strict=True):
+    for (name, (lanes, starts, widths)), colour in zip(
+        parts.items(), (WAITING, PREFILL, DECODE), strict=True
+    ):
         axes.barh(lanes, widths, left=starts, height=0.75, color=colour, label=name)
     axes.set(ylabel="requests", yticks=[])
     axes.invert_yaxis()

@@ -1,4 +1,6 @@
-"""Records an engine's requests as a trace for `jengine simulate`: lengths and times, without texts, tokens or names."""
+"""Records an engine's requests as a trace for `jengine simulate`: lengths and times, without texts, tokens or
+names.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ DIGEST = 6  # bytes of a hash
 class TraceRecorder:
     """Appends a line of JSON for each finished request.
 
-    Hashes show which prompts have a common prefix: each covers a block and everything before it. They are keyed
-    by a random number that is not stored. So texts cannot be guessed from them, and an engine that starts later
-    produces other hashes.
+    Hashes show which prompts have a common prefix: each covers a block and everything before it. They are
+    keyed by a random number that is not stored. So texts cannot be guessed from them, and an engine that
+    starts later produces other hashes.
 
     Raises:
         InvalidArgument: the file cannot be written, or is not such a recording.
@@ -40,8 +42,11 @@ class TraceRecorder:
                 self._write({"jengine_trace": VERSION, "block": BLOCK, "begin": time.time()})
             begin = float(json.loads(os.pread(self._file, HEADER, 0).split(b"\n")[0])["begin"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidArgument("record_trace", str(path), f"cannot be written as a trace: {error!r}") from None
-        self._begin = begin - time.time() + time.monotonic()  # start of the recording, on the clock of arrivals
+            raise InvalidArgument(
+                "record_trace", str(path), f"cannot be written as a trace: {error!r}"
+            ) from None
+        # start of the recording, on the clock of arrivals
+        self._begin = begin - time.time() + time.monotonic()
 
     def ended(self, sequence: Sequence) -> None:
         """Records a request and its number of tokens."""
@@ -52,7 +57,11 @@ class TraceRecorder:
             "output_tokens": len(sequence.tokens) - sequence.prompt_len,
             "prefix": self._prefix(request.cache_salt, request.prompt_token_ids),
         }
-        for name, value in (("priority", request.priority), ("ttft_ms", request.ttft_ms), ("tpot_ms", request.tpot_ms)):
+        for name, value in (
+            ("priority", request.priority),
+            ("ttft_ms", request.ttft_ms),
+            ("tpot_ms", request.tpot_ms),
+        ):
             if value:
                 line[name] = value
         if request.client:

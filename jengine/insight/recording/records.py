@@ -1,6 +1,7 @@
 """Records of steps and requests. Plain data, without jax, that can be saved and sent to other processes.
 
-Times are seconds of time.perf_counter(), which on supported systems is the clock of time.monotonic(). 0 means "not yet".
+Times are seconds of time.perf_counter(), which on supported systems is the clock of time.monotonic(). 0 means
+"not yet".
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import msgspec
 from jengine.scheduling.work import Work
 from jengine.table.program_table import SamplerKey, TrunkKey
 
-STAGES = ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")  # stages of the loop, in the order of a step
+# stages of the loop, in the order of a step
+STAGES = ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")
 RESUMPTIONS = ("cached", "swap", "recompute")  # kinds of preemption, by how the sequence resumed
 HOST = tuple(stage for stage in STAGES if stage != "wait")
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):
-    """One step. Steps overlap: while the device runs one, the host schedules the next and collects the previous one.
+    """One step. Steps overlap: while the device runs one, the host schedules the next and collects the
+    previous one.
 
     Attributes:
         number: in order of dispatch, from 0.
@@ -35,7 +38,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         waited: whether the host had to wait.
         ended: time at which its tokens were read.
         collect: seconds to give the tokens to its sequences.
-        text: seconds to pass them on (text, delivery). In a server's engine process: to send them to the server.
+        text: seconds to pass them on (text, delivery). In a server's engine process: to send them to the
+            server.
         away: seconds from then until the loop began with the next step, while there was work. In the library,
             callers had the thread; in an engine process, it received requests from its server.
         device: seconds on the device; 0 if unknown.

@@ -25,9 +25,9 @@ MEMORIES, MEMORY_SECONDS = 1024, 2.0  # number of memory samples kept, and secon
 class StepRecorder:
     """The most recent steps and requests, in ring buffers.
 
-    The loop reports when it begins with a step, has dispatched it, has read it, has delivered its updates, and
-    pauses. A record is kept once its step has been read. The times after that are added when the loop begins
-    with the next step.
+    The loop reports when it begins with a step, has dispatched it, has read it, has delivered its updates,
+    and pauses. A record is kept once its step has been read. The times after that are added when the loop
+    begins with the next step.
 
     Args:
         overlap: as in Engine.
@@ -37,7 +37,9 @@ class StepRecorder:
         thread: threading.get_ident() of the last thread that stepped the engine.
     """
 
-    def __init__(self, scheduler: Scheduler, *, overlap: bool, steps: int = STEPS, requests: int = REQUESTS) -> None:
+    def __init__(
+        self, scheduler: Scheduler, *, overlap: bool, steps: int = STEPS, requests: int = REQUESTS
+    ) -> None:
         self._scheduler, self._overlap, self._tile_size = scheduler, overlap, scheduler.table.tile_size
         self.steps: deque[StepRecord] = deque(maxlen=steps)
         self.requests: deque[RequestRecord] = deque(maxlen=requests)
@@ -46,7 +48,8 @@ class StepRecorder:
         self._number = 0
         self._begun = self._cpu = 0.0  # of this iteration
         self._reading = 0.0  # seconds of this iteration in which earlier steps were read and collected
-        self._last: StepRecord | None = None  # the last step that was read, until the loop begins with the next one
+        # the last step that was read, until the loop begins with the next one
+        self._last: StepRecord | None = None
         self._passed_on = self._next_memory = 0.0
         self._paused = False
         self._decision: object = None  # of the last step
@@ -65,20 +68,28 @@ class StepRecorder:
             self.memories.append(memory(now))
             self._next_memory = now + MEMORY_SECONDS
         self._paused = False
-        self._begun, self._reading, self._cpu, self.thread = now, 0.0, time.thread_time(), threading.get_ident()
+        self._begun, self._reading, self._cpu, self.thread = (
+            now,
+            0.0,
+            time.thread_time(),
+            threading.get_ident(),
+        )
 
     def planned(self) -> None:
         """The scheduler has made its plan."""
         self._cpu = time.thread_time() - self._cpu
 
-    def dispatched(self, plan: StepPlan, planned: float, started: float, now: float, mask: float = 0.0) -> StepRecord:
+    def dispatched(
+        self, plan: StepPlan, planned: float, started: float, now: float, mask: float = 0.0
+    ) -> StepRecord:
         """A step has been planned, and its programs have been called.
 
         Args:
             planned: time at which the plan was made.
             started: time at which its trunk was called.
             now: time at which its sampler had been called.
-            mask: seconds to compute its token masks. Before that, the trunk was called and the previous step read.
+            mask: seconds to compute its token masks. Before that, the trunk was called and the previous step
+                read.
         """
         scheduler, trunk, spans, chunks = self._scheduler, plan.trunk, plan.spans, []
         rows = len(spans)
@@ -136,7 +147,9 @@ class StepRecorder:
             self._cpu,
         )
 
-    def read(self, record: StepRecord, begun: float, now: float, collected: float, *, waited: bool, device: float) -> None:
+    def read(
+        self, record: StepRecord, begun: float, now: float, collected: float, *, waited: bool, device: float
+    ) -> None:
         """A step's tokens were requested, arrived, and were given to their sequences; see StepRecord."""
         record.wait, record.waited, record.ended = now - begun, waited, now
         record.collect, record.device = collected - now, device
@@ -186,7 +199,8 @@ class StepRecorder:
             records = [*self.steps]
             if records and records[-1] is last:
                 records.pop()
-            new = records[max(self._totalled - records[0].number, 0) :] if records else []  # numbers are consecutive
+            # numbers are consecutive
+            new = records[max(self._totalled - records[0].number, 0) :] if records else []
             if new:
                 self._totals, self._totalled = self._totals.plus(new, self._tile_size), new[-1].number + 1
             resident = self.memories[-1].resident if self.memories else 0

@@ -23,7 +23,8 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
         device_seconds: of the steps whose device time is known; predicted_seconds: for the same steps.
         rows, padded_rows: decode rows with and without a sequence.
         prompt_tokens, padded_tokens: of tiles, likewise.
-        tokens: histogram of steps by computed tokens without padding: at most TOKENS[i], and a last bin for more.
+        tokens: histogram of steps by computed tokens without padding: at most TOKENS[i], and a last bin for
+            more.
         resident: current bytes of the engine's process.
         pause_seconds, pauses: of its garbage collector: seconds, and numbers by generation.
     """
@@ -64,11 +65,23 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
             prompt_tokens += record.prompt_tokens
             padded_tokens += record.padded_tokens(tile_size)
             tokens[bisect_left(TOKENS, record.rows * record.steps + record.prompt_tokens)] += 1
-        return self + StepTotals(dict(steps), seconds, device, predicted, rows, padded_rows, prompt_tokens, padded_tokens, tuple(tokens))
+        return self + StepTotals(
+            dict(steps),
+            seconds,
+            device,
+            predicted,
+            rows,
+            padded_rows,
+            prompt_tokens,
+            padded_tokens,
+            tuple(tokens),
+        )
 
     def of_process(self, resident: int, pause_seconds: float, pauses: list[int]) -> StepTotals:
         """The totals with these facts of the process."""
-        return msgspec.structs.replace(self, resident=resident, pause_seconds=pause_seconds, pauses=tuple(pauses))
+        return msgspec.structs.replace(
+            self, resident=resident, pause_seconds=pause_seconds, pauses=tuple(pauses)
+        )
 
     def __add__(self, other: StepTotals) -> StepTotals:
         """The sum of both. Memory is taken from the second."""
@@ -77,7 +90,11 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
             mine, its = getattr(self, name), getattr(other, name)
             if isinstance(mine, dict):
                 return {key: mine.get(key, 0) + its.get(key, 0) for key in mine | its}
-            return tuple(a + b for a, b in zip(mine, its, strict=True)) if isinstance(mine, tuple) else mine + its
+            return (
+                tuple(a + b for a, b in zip(mine, its, strict=True))
+                if isinstance(mine, tuple)
+                else mine + its
+            )
 
         sums: dict[str, Any] = {name: added(name) for name in self.__struct_fields__}
         return StepTotals(**{**sums, "resident": other.resident})

@@ -62,8 +62,15 @@ class Trace(msgspec.Struct, kw_only=True):
     @classmethod
     def empty(cls, facts: EngineFacts) -> Trace:
         """The trace of an engine without records."""
-        table = ProgramTable.build(max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=facts.max_num_batched_tokens, tile_size=64)
-        return cls(taken=time.perf_counter(), unix=time.time(), facts=facts, costs=msgspec.Raw(StepCosts(table).to_json()))
+        table = ProgramTable.build(
+            max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=facts.max_num_batched_tokens, tile_size=64
+        )
+        return cls(
+            taken=time.perf_counter(),
+            unix=time.time(),
+            facts=facts,
+            costs=msgspec.Raw(StepCosts(table).to_json()),
+        )
 
     @property
     def step_costs(self) -> StepCosts:
@@ -90,11 +97,13 @@ class Trace(msgspec.Struct, kw_only=True):
         try:
             return msgspec.json.decode(data, type=cls)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise InvalidArgument("trace", f"{len(data)} bytes", f"is not a trace of this version of jengine: {error}") from None
+            raise InvalidArgument(
+                "trace", f"{len(data)} bytes", f"is not a trace of this version of jengine: {error}"
+            ) from None
 
     def perfetto(self) -> bytes:
-        """JSON in Chrome's trace event format, for Perfetto: lanes for stages of the loop, the device and each
-        request, and counters.
+        """JSON in Chrome's trace event format, for Perfetto: lanes for stages of the loop, the device and
+        each request, and counters.
 
         The records themselves are included under `jengine`.
         """
@@ -131,7 +140,9 @@ class Trace(msgspec.Struct, kw_only=True):
         return cls.from_json(bytes(saved["jengine"]))
 
     def plot(self) -> bytes:
-        """A PNG: each request from arrival to end, the contents of steps, and the pages of the cache. Needs matplotlib."""
+        """A PNG: each request from arrival to end, the contents of steps, and the pages of the cache. Needs
+        matplotlib.
+        """
         from jengine.insight.recording.plot import plot_trace
 
         return plot_trace(self.steps, self.requests, self.taken, self.step_costs.table.tile_size)
@@ -144,12 +155,21 @@ class Trace(msgspec.Struct, kw_only=True):
             ("trace", repr(self)),
             ("generated", f"{sum([s.rows * s.steps for s in self.steps]):,} tokens"),
             ("prefill", f"{sum([s.prompt_tokens for s in self.steps]):,} tokens of prompts"),
-            ("padding", f"{sum([s.padded_rows * s.steps for s in self.steps]) / max(rows, 1):.0%} of the decode rows"),
-            ("device", f"{device:.2f} s measured, {predicted:.2f} s predicted, in {counted(len(known), 'step')}"),
+            (
+                "padding",
+                f"{sum([s.padded_rows * s.steps for s in self.steps]) / max(rows, 1):.0%} of the decode rows",
+            ),
+            (
+                "device",
+                f"{device:.2f} s measured, {predicted:.2f} s predicted, in {counted(len(known), 'step')}",
+            ),
             ("preemptions", f"{sum([request.preemptions for request in self.requests])}"),
         ]
         return f"<div>{table_html(shown)}{image_html(self.plot, 'requests, steps and pages over time') if self.steps else ''}</div>"
 
     def __repr__(self) -> str:
         seconds = self.steps[-1].ended - self.steps[0].begun if self.steps else 0.0
-        return f"Trace({counted(len(self.steps), 'step')} in {seconds:.1f} s, {counted(len(self.requests), 'request')})"
+        return (
+            f"Trace({counted(len(self.steps), 'step')} in {seconds:.1f} s,"
+            f" {counted(len(self.requests), 'request')})"
+        )

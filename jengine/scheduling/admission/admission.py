@@ -31,7 +31,12 @@ class Admission:
     """
 
     def __init__(
-        self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor, acceptance: Acceptance, timeline: Timeline
+        self,
+        registry: Registry,
+        limits: SequenceLimits,
+        predictor: StepPredictor,
+        acceptance: Acceptance,
+        timeline: Timeline,
     ) -> None:
         self._registry, self._limits, self._predictor = registry, limits, predictor
         self._acceptance, self._timeline = acceptance, timeline
@@ -40,7 +45,8 @@ class Admission:
         self.decisions: Counter[str] = Counter()
         self._auto: AutoState | None = None
         self._preemptions_seen = 0
-        self._full: tuple[int, int] | None = None  # (number of the first waiting sequence, releases) when pages were last insufficient
+        # (number of the first waiting sequence, releases) when pages were last insufficient
+        self._full: tuple[int, int] | None = None
         self.set_strategy(registry.options.strategy)
 
     @property
@@ -53,7 +59,11 @@ class Admission:
         registry = self._registry
         if registry.waiting and not registry.running and self._acceptance.unfinished:
             return now
-        return math.inf if registry.waiting or (registry.running and registry.held.batching == "static") else registry.held.forms_at
+        return (
+            math.inf
+            if registry.waiting or (registry.running and registry.held.batching == "static")
+            else registry.held.forms_at
+        )
 
     def set_strategy(self, name: StrategyName) -> None:
         """See Scheduler."""
@@ -80,7 +90,9 @@ class Admission:
             self._acceptance.sort_out(self._timeline.start(now))
 
     def count(self) -> int:
-        """Number of waiting sequences that may run now, in queue order. Slots and pages may limit it further."""
+        """Number of waiting sequences that may run now, in queue order. Slots and pages may limit it
+        further.
+        """
         if not self._registry.waiting:
             return 0
         if self.strategy == "latency":
@@ -90,7 +102,9 @@ class Admission:
         running = len(self._registry.running)
         return max(self._rows_wanted(), 1 if not running else 0) - running
 
-    def tiles(self, now: float, rows: list[Sequence], work: Work, pending: PendingTiles, tokens: int, admitting: int) -> int:
+    def tiles(
+        self, now: float, rows: list[Sequence], work: Work, pending: PendingTiles, tokens: int, admitting: int
+    ) -> int:
         """Number of pending tiles to run beside the decode rows, as the strategy decides.
 
         Args:
@@ -99,13 +113,21 @@ class Admission:
             admitting: number of waiting sequences that may run.
         """
         registry, predictor = self._registry, self._predictor
-        rank = max([s.variant_rank for s in chain(registry.running, islice(registry.waiting, max(admitting, 0)))])
+        rank = max(
+            [s.variant_rank for s in chain(registry.running, islice(registry.waiting, max(admitting, 0)))]
+        )
 
         def seconds(rows: int, tiles: int) -> float:
-            return predictor.seconds(rows, tiles, work._replace(attended=pending.attended(tiles)), tokens, rank)
+            return predictor.seconds(
+                rows, tiles, work._replace(attended=pending.attended(tiles)), tokens, rank
+            )
 
-        outlook = self._acceptance.outlook(self._timeline.start(now), rows) if self.strategy == "latency" else None
-        situation = Situation(len(rows), pending.count, predictor.tile_size, predictor.ready.tile_buckets, seconds, outlook)
+        outlook = (
+            self._acceptance.outlook(self._timeline.start(now), rows) if self.strategy == "latency" else None
+        )
+        situation = Situation(
+            len(rows), pending.count, predictor.tile_size, predictor.ready.tile_buckets, seconds, outlook
+        )
         self.decision = throughput(situation) if outlook is None else latency(situation)
         self.decisions[f"{self.strategy}: {self.decision.reason}"] += 1
         return self.decision.tiles
@@ -136,24 +158,33 @@ class Admission:
         def seconds(rows: int, tiles: int) -> float:
             return self._predictor.seconds(rows, tiles, Work(rows * mean, longest), longest)
 
-        wanting, most = len(registry.running) + len(registry.waiting), min(registry.max_num_seqs, ready.max_rows)
+        wanting, most = (
+            len(registry.running) + len(registry.waiting),
+            min(registry.max_num_seqs, ready.max_rows),
+        )
         return batch_size(wanting, most, ready.table.row_buckets, seconds)
 
     def _fitting(self) -> int:
-        """Number of waiting sequences that fit, given all tokens that they and the running ones are expected to
-        generate."""
+        """Number of waiting sequences that fit, given all tokens that they and the running ones are expected
+        to generate.
+        """
         registry, limits = self._registry, self._limits
         first = registry.waiting.first
         assert first is not None
         if self._full == (first.number, registry.releases):
             return 0
         tokens, size, page_size = limits.max_model_len, limits.tile_size, limits.page_size
-        most = [None if window is None else most_pages(tokens, window, page_size, size) for window in limits.windows]
+        most = [
+            None if window is None else most_pages(tokens, window, page_size, size)
+            for window in limits.windows
+        ]
         growths = [self._growth(sequence) for sequence in registry.running]
         room, count = min(len(registry.free_slots), self._predictor.ready.max_tiles), 0
         for sequence in islice(registry.waiting, room):
             growths += [self._growth(sequence)] * sequence.slots
-            if (registry.running or count) and peak_pages(growths, page_size, most) > registry.blocks.capacity:
+            if (registry.running or count) and peak_pages(
+                growths, page_size, most
+            ) > registry.blocks.capacity:
                 if not count:
                     self._full = first.number, registry.releases
                 break
@@ -163,11 +194,17 @@ class Admission:
     def _growth(self, sequence: Sequence) -> Growth:
         tokens = len(sequence.tokens) + sequence.in_flight
         lengths = self._acceptance.lengths
-        return Growth(tokens, lengths.expected_rest(tokens - sequence.prompt_len, sequence.max_len - sequence.prompt_len))
+        return Growth(
+            tokens,
+            lengths.expected_rest(tokens - sequence.prompt_len, sequence.max_len - sequence.prompt_len),
+        )
 
     def _signs(self) -> LoadSigns:
         registry, blocks = self._registry, self._registry.blocks
-        preempted, self._preemptions_seen = registry.num_preemptions > self._preemptions_seen, registry.num_preemptions
+        preempted, self._preemptions_seen = (
+            registry.num_preemptions > self._preemptions_seen,
+            registry.num_preemptions,
+        )
         return LoadSigns(
             targets=any(sequence.has_target for sequence in registry.by_id.values()),
             late=self._acceptance.goodput.late,

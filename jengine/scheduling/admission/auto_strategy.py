@@ -62,8 +62,12 @@ def auto(state: AutoState, signs: LoadSigns, now: float) -> AutoState:
 
 
 def _called_for(strategy: StrategyName, signs: LoadSigns) -> tuple[StrategyName, str]:
-    """Thresholds depend on the current strategy (hysteresis), so a load near one of them does not cause oscillation."""
-    if signs.preempted or (signs.free_pages < (ENOUGH_PAGES if strategy == "memory" else SHORT_PAGES) and signs.waiting):
+    """Thresholds depend on the current strategy (hysteresis), so a load near one of them does not cause
+    oscillation.
+    """
+    if signs.preempted or (
+        signs.free_pages < (ENOUGH_PAGES if strategy == "memory" else SHORT_PAGES) and signs.waiting
+    ):
         return "memory", "pages are short"
     if not signs.targets:
         return "throughput", "no targets"

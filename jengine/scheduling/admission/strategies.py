@@ -1,6 +1,7 @@
 """Strategies that choose the contents of a step by cost: one small pure function each.
 
-All take plain data and return a decision with its reason, which is counted. The cost model predicts the seconds.
+All take plain data and return a decision with its reason, which is counted. The cost model predicts the
+seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import NamedTuple
 from jengine.scheduling.promises.promises import EPSILON, Outlook, best_way
 
 Seconds = Callable[[int, int], float]  # of a step with this many decode rows and prompt tiles
-MARGIN = 0.95  # several batches must take less than this share of one batch's time, since costs are inexact and later batches wait longer
+# several batches must take less than this share of one batch's time, since costs are inexact and later
+# batches wait longer
+MARGIN = 0.95
 
 
 class Situation(NamedTuple):
@@ -41,10 +44,11 @@ class Decision(NamedTuple):
 
 
 def throughput(situation: Situation) -> Decision:
-    """The most useful tokens a second: decode rows and the tiles that fit the program's bucket. Padding is not useful.
+    """The most useful tokens a second: decode rows and the tiles that fit the program's bucket. Padding is
+    not useful.
 
-    With 5 tiles pending, 4 in a bucket of 4 may beat 5 in a bucket of 8. Ties go to the larger bucket. At least
-    one tile runs, so prompts never starve.
+    With 5 tiles pending, 4 in a bucket of 4 may beat 5 in a bucket of 8. Ties go to the larger bucket. At
+    least one tile runs, so prompts never starve.
     """
     best, best_rate = 0, 0.0
     for bucket in situation.buckets:
@@ -58,7 +62,9 @@ def throughput(situation: Situation) -> Decision:
 
 
 def latency(situation: Situation) -> Decision:
-    """The way in which the fewest requests miss their targets: prompts at once, or at a pace that running streams allow."""
+    """The way in which the fewest requests miss their targets: prompts at once, or at a pace that running
+    streams allow.
+    """
     outlook = situation.outlook
     if outlook is None or not outlook.targets:
         return throughput(situation)._replace(reason="no targets")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
-STEPS = 15  # window of the median: it follows a change within half as many steps, and tolerates up to half of them as outliers
+# window of the median: it follows a change within half as many steps, and tolerates up to half of them as
+# outliers
+STEPS = 15
 CLIP = 3.0  # larger deviations are clipped to this multiple of the spread
 SPREAD = 0.05  # initial value, before steps have been observed
 LEAST_SPREAD = 0.005
@@ -25,7 +27,9 @@ class Drift:
         self._recent = deque([0.0] * STEPS, STEPS)
 
     def observe(self, ratio: float) -> float:
-        """Takes log(measured / usual) of a step. Returns the clipped deviation that the factor did not predict."""
+        """Takes log(measured / usual) of a step. Returns the clipped deviation that the factor did not
+        predict.
+        """
         clip = CLIP * self.spread
         unexpected = min(max(ratio - self._log, -clip), clip)
         self.spread = max(self.spread + FORGET * (abs(unexpected) - self.spread), LEAST_SPREAD)

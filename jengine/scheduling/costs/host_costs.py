@@ -7,9 +7,12 @@ from typing import NamedTuple
 import msgspec
 
 FORGET = 0.01  # decay of older observations per step
-SLOPE, SLOPE_WEIGHT = 2e-6, 50.0  # seconds per row, and the weight of this prior until steps of several sizes have been observed
+# seconds per row, and the weight of this prior until steps of several sizes have been observed
+SLOPE, SLOPE_WEIGHT = 2e-6, 50.0
 BASE = 2e-4  # seconds per step, before any has been observed
-CLIP = 4.0  # longer steps are clipped to this multiple of the expected time, since garbage collection pauses are not part of each step
+# longer steps are clipped to this multiple of the expected time, since garbage collection pauses are not part
+# of each step
+CLIP = 4.0
 
 
 class HostSeconds(NamedTuple):
@@ -37,7 +40,10 @@ class Line(msgspec.Struct):
         if not self.steps:
             return BASE + SLOPE * count
         mean, seconds = self.count / self.steps, self.seconds / self.steps
-        squares, products = self.squares / self.steps - mean * mean, self.products / self.steps - mean * seconds
+        squares, products = (
+            self.squares / self.steps - mean * mean,
+            self.products / self.steps - mean * seconds,
+        )
         weight = SLOPE_WEIGHT / self.steps
         slope = max((products + weight * SLOPE) / (squares + weight), 0.0)
         return max(seconds + slope * (count - mean), 0.0)

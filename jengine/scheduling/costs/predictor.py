@@ -20,7 +20,12 @@ class StepPredictor:
     """
 
     def __init__(
-        self, ready: ReadyPrograms, costs: StepCosts, blocks: BlockManager, composition: Composition, max_num_batched_tokens: int
+        self,
+        ready: ReadyPrograms,
+        costs: StepCosts,
+        blocks: BlockManager,
+        composition: Composition,
+        max_num_batched_tokens: int,
     ) -> None:
         self.ready, self.costs = ready, costs
         self.tile_size, self.max_num_batched_tokens = ready.table.tile_size, max_num_batched_tokens
@@ -40,7 +45,9 @@ class StepPredictor:
         """
         if rows and tiles and self._apart:
             alone = work._replace(attended=0)
-            return self.seconds(rows, 0, alone, tokens, rank) + self.seconds(0, tiles, Work(attended=work.attended), tokens, rank)
+            return self.seconds(rows, 0, alone, tokens, rank) + self.seconds(
+                0, tiles, Work(attended=work.attended), tokens, rank
+            )
         trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self._blocks.pages_of(tokens))
         return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
 
@@ -48,4 +55,6 @@ class StepPredictor:
         """Predicted seconds of a prompt alone."""
         most = self.tile_buckets(0)[-1]
         steps, rest = divmod(-(-tokens // self.tile_size), most)
-        return steps * self.seconds(0, most, Work(), tokens) + (self.seconds(0, rest, Work(), tokens) if rest else 0.0)
+        return steps * self.seconds(0, most, Work(), tokens) + (
+            self.seconds(0, rest, Work(), tokens) if rest else 0.0
+        )

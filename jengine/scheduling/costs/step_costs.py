@@ -14,14 +14,17 @@ from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TableKey, TrunkKey
 
-# Estimates used before anything is measured. Only ratios matter: a step's fixed cost equals that of 50 tokens.
+# Estimates used before anything is measured. Only ratios matter: a step's fixed cost equals that of 50
+# tokens.
 STEP_SECONDS = 1e-3
 TOKEN_SECONDS = 2e-5
 SAMPLE_SECONDS = 1e-6  # per greedily sampled row
 SAMPLERS = dict(zip(VARIANTS, (1.0, 2.0, 4.0, 6.0), strict=True))  # cost of each variant relative to greedy
 
 FIRST = 5  # the median of this many steps is a program's first cost; later steps refine it
-GAIN = 0.03  # share of an unexpected deviation that a step adds to its costs, so observations fade after about 1 / GAIN steps
+# share of an unexpected deviation that a step adds to its costs, so observations fade after about 1 / GAIN
+# steps
+GAIN = 0.03
 EARLY = 0.5  # the gain is EARLY / steps while a trunk has few steps and this is larger than GAIN
 LEAST = 0.01  # minimum share of a step attributed to its sampler
 
@@ -84,7 +87,8 @@ class SavedCosts(msgspec.Struct):
 
 
 class StepCosts:
-    """Predicts device seconds of steps: a base cost for each trunk, sampler and burst, and shared slopes for the work.
+    """Predicts device seconds of steps: a base cost for each trunk, sampler and burst, and shared slopes for
+    the work.
 
     Each cost is measured at warm-up or learned from a few steps, and then refined by every observed step. The
     machine's current load is a separate factor (`drift`), which follows within about ten steps and does not
@@ -129,7 +133,9 @@ class StepCosts:
     def longest_step(self) -> float:
         """Predicted seconds of the most expensive known step, with the cheapest sampler and without work."""
         single, bursts = self._of(TrunkKey), self._of(BurstKey)
-        return max([*[self.seconds(key) for key, _ in single], *[self.burst_seconds(key) for key, _ in bursts]])
+        return max(
+            [*[self.seconds(key) for key, _ in single], *[self.burst_seconds(key) for key, _ in bursts]]
+        )
 
     @property
     def spread(self) -> float:
@@ -137,8 +143,12 @@ class StepCosts:
         return self._drift.spread
 
     def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
-        """Predicted device seconds of a step, from the end of the previous one. sampler: None means the cheapest one."""
-        return self._drift.factor * (self.base(trunk) + self.base(sampler or self._cheapest(trunk)) + self.slopes.seconds(work))
+        """Predicted device seconds of a step, from the end of the previous one. sampler: None means the
+        cheapest one.
+        """
+        return self._drift.factor * (
+            self.base(trunk) + self.base(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
+        )
 
     def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
         """The same for a whole burst."""
@@ -221,14 +231,18 @@ class StepCosts:
     def to_json(self) -> bytes:
         """Serializes all costs, except the current load, for `from_json`."""
         programs = {str(key): cost for key, cost in [*self.known.items()]}
-        return msgspec.json.encode(SavedCosts(self.table, programs, self.slopes, self.spread, self.host, self.swaps))
+        return msgspec.json.encode(
+            SavedCosts(self.table, programs, self.slopes, self.spread, self.host, self.swaps)
+        )
 
     @classmethod
     def from_json(cls, data: bytes | str) -> StepCosts:
         """Raises ValueError if the data is not valid saved costs."""
         saved = msgspec.json.decode(data, type=SavedCosts)
         costs = cls(saved.table, slopes=saved.slopes)
-        costs.known = {key: saved.programs[str(key)] for key in saved.table.all_keys() if str(key) in saved.programs}
+        costs.known = {
+            key: saved.programs[str(key)] for key in saved.table.all_keys() if str(key) in saved.programs
+        }
         costs._drift.spread, costs.host, costs.swaps = saved.spread, saved.host, saved.swaps
         return costs
 
@@ -241,7 +255,9 @@ class StepCosts:
         self._estimates.clear()
 
     def _refine(self, trunk: Cost, sampler: Cost, work: Work, predicted: float, unexpected: float) -> None:
-        """Adjusts each cost by its share of the step. Together they absorb GAIN of the unexpected relative deviation."""
+        """Adjusts each cost by its share of the step. Together they absorb GAIN of the unexpected relative
+        deviation.
+        """
         slopes = self.slopes
         parts = (
             trunk.seconds,
@@ -253,7 +269,9 @@ class StepCosts:
         by = max(GAIN, EARLY / trunk.steps) * unexpected * predicted / sum([part * part for part in parts])
         trunk.seconds *= 1.0 + by * parts[0]
         sampler.seconds *= 1.0 + by * parts[1]
-        self.slopes = Slopes(*[slope * (1.0 + by * part) for slope, part in zip(slopes, parts[2:], strict=True)])
+        self.slopes = Slopes(
+            *[slope * (1.0 + by * part) for slope, part in zip(slopes, parts[2:], strict=True)]
+        )
         trunk.steps += 1
         sampler.steps += 1
         self._estimates.clear()
@@ -288,7 +306,9 @@ class StepCosts:
             return first[1] * _linear(tokens) / _linear(first[0])
         if tokens >= last[0]:
             return (
-                _on_line(first, last, tokens) if last[0] > first[0] and last[1] > first[1] else last[1] * _linear(tokens) / _linear(last[0])
+                _on_line(first, last, tokens)
+                if last[0] > first[0] and last[1] > first[1]
+                else last[1] * _linear(tokens) / _linear(last[0])
             )
         after = next(i for i, point in enumerate(points) if point[0] > tokens)
         return _on_line(points[after - 1], points[after], tokens)
@@ -297,7 +317,10 @@ class StepCosts:
         """Scales the known cost of the most similar sampler."""
         if samplers := dict(self._of(SamplerKey)):
             rank = VARIANTS.index(key.variant)
-            like = min(samplers, key=lambda k: (abs(VARIANTS.index(k.variant) - rank), abs(math.log(k.rows / key.rows)), k))
+            like = min(
+                samplers,
+                key=lambda k: (abs(VARIANTS.index(k.variant) - rank), abs(math.log(k.rows / key.rows)), k),
+            )
             return samplers[like].seconds * _sampling(key) / _sampling(like)
         known = {self.table.tokens(trunk): cost.seconds for trunk, cost in self._of(TrunkKey)}
         return _sampling(key) * (sum(known.values()) / sum(map(_linear, known)) if known else 1.0)

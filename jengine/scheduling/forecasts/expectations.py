@@ -22,7 +22,9 @@ PROMPT_GAIN = 0.02  # weight of each prompt in the mean
 
 
 class Outlook:
-    """Seconds until a typical request would get its first token. Results are reused, so callers may ask often."""
+    """Seconds until a typical request would get its first token. Results are reused, so callers may ask
+    often.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._prompt = scheduler, TYPICAL_PROMPT
@@ -46,14 +48,24 @@ class Outlook:
                 seconds = prediction.first_token
             finally:
                 after = time.perf_counter()
-                self._seconds, self._until, self._idle = seconds, after + max(FRESH, (after - now) / SHARE), idle
+                self._seconds, self._until, self._idle = (
+                    seconds,
+                    after + max(FRESH, (after - now) / SHARE),
+                    idle,
+                )
         return self._seconds
 
     def _typical(self) -> Hypothetical:
         scheduler = self._scheduler
         longest = scheduler.limits.max_model_len
         prompt = min(max(round(self._prompt), 1), longest - 1)
-        return Hypothetical(prompt, max(scheduler.acceptance.lengths.expected_rest(0, min(TYPICAL_OUTPUT, longest - prompt), TYPICAL), 1))
+        return Hypothetical(
+            prompt,
+            max(
+                scheduler.acceptance.lengths.expected_rest(0, min(TYPICAL_OUTPUT, longest - prompt), TYPICAL),
+                1,
+            ),
+        )
 
 
 class Hypothetical(NamedTuple):
@@ -84,14 +96,24 @@ def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Predictio
             new.append(Job(prompt - 1, prompt, output, samples - 1, len(requests) + number))
     found = forecast(_machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), new)
     lasts = [found.get(len(requests) + number, found[number]).last_token for number in range(len(requests))]
-    return [Prediction(found[number].first_token, max(found[number].last_token, last)) for number, last in enumerate(lasts)]
+    return [
+        Prediction(found[number].first_token, max(found[number].last_token, last))
+        for number, last in enumerate(lasts)
+    ]
 
 
 def hypothetical(scheduler: Scheduler, request: Request, samples: int = 1) -> Hypothetical:
     """Describes a request: its cached pages now, and the typical output length if a stop token may end it."""
-    tokens, limit = request.prompt_token_ids, scheduler.limits.max_len(request) - len(request.prompt_token_ids)
+    tokens, limit = (
+        request.prompt_token_ids,
+        scheduler.limits.max_len(request) - len(request.prompt_token_ids),
+    )
     output = _rest(scheduler, request, 0, limit)
-    cached = 0 if request.params.prompt_logprobs is not None else scheduler.blocks.match(tokens, request.cache_salt).tokens
+    cached = (
+        0
+        if request.params.prompt_logprobs is not None
+        else scheduler.blocks.match(tokens, request.cache_salt).tokens
+    )
     return Hypothetical(len(tokens), output, samples, cached)
 
 
@@ -99,7 +121,12 @@ def _rest(scheduler: Scheduler, request: Request, generated: int, limit: int) ->
     """Tokens that a request is expected to generate beyond those that it has, at most up to its limit."""
     params = request.params
     surely = params.ignore_eos and not params.stop and not params.stop_token_ids
-    return max(limit - generated if surely else scheduler.acceptance.lengths.expected_rest(generated, limit, TYPICAL), 1)
+    return max(
+        limit - generated
+        if surely
+        else scheduler.acceptance.lengths.expected_rest(generated, limit, TYPICAL),
+        1,
+    )
 
 
 def _jobs(scheduler: Scheduler, sequences: List[Sequence]) -> list[Job]:
@@ -110,22 +137,37 @@ def _job(scheduler: Scheduler, sequence: Sequence) -> Job:
     known = len(sequence.tokens) + sequence.in_flight
     generated = known - sequence.prompt_len
     rest = _rest(scheduler, sequence.request, generated, generated + sequence.rest)
-    return Job(known if sequence.state in (State.DECODING, State.HELD) else sequence.num_computed, known, rest)
+    return Job(
+        known if sequence.state in (State.DECODING, State.HELD) else sequence.num_computed, known, rest
+    )
 
 
 def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
-    costs, ready, table, blocks = scheduler.predictor.costs, scheduler.predictor.ready, scheduler.table, scheduler.blocks
+    costs, ready, table, blocks = (
+        scheduler.predictor.costs,
+        scheduler.predictor.ready,
+        scheduler.table,
+        scheduler.blocks,
+    )
     pages = blocks.pages_of(max([len(sequence.tokens) for sequence in running], default=1))
     variant = VARIANTS[max([sequence.variant_rank for sequence in running], default=0)]
-    known: dict[tuple[int, int], tuple[float, float]] = {}  # (rows, tiles): seconds of the device without work, and of the host
+    # (rows, tiles): seconds of the device without work, and of the host
+    known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def seconds(rows: int, tiles: int, work: Work) -> float:
         """The longer of host and device, since their work overlaps."""
         if rows and tiles and scheduler.composition.apart:  # two steps
-            return seconds(rows, 0, work._replace(attended=0)) + seconds(0, tiles, Work(attended=work.attended))
+            return seconds(rows, 0, work._replace(attended=0)) + seconds(
+                0, tiles, Work(attended=work.attended)
+            )
         if (rows, tiles) not in known:
-            trunk = ready.trunk(min(rows or (0 if tiles else 1), ready.max_rows), min(tiles, ready.max_tiles), pages)
-            known[rows, tiles] = costs.seconds(trunk, ready.sampler(trunk, variant)), sum(costs.host_seconds(rows + tiles, trunk.tiles))
+            trunk = ready.trunk(
+                min(rows or (0 if tiles else 1), ready.max_rows), min(tiles, ready.max_tiles), pages
+            )
+            known[rows, tiles] = (
+                costs.seconds(trunk, ready.sampler(trunk, variant)),
+                sum(costs.host_seconds(rows + tiles, trunk.tiles)),
+            )
         device, host = known[rows, tiles]
         return max(device + costs.drift * costs.slopes.seconds(work), host)
 

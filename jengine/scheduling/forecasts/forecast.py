@@ -1,11 +1,12 @@
-"""Predicts when requests get their first and last tokens, given current load: an estimate within a few milliseconds.
+"""Predicts when requests get their first and last tokens, given current load: an estimate within a few
+milliseconds.
 
-Not a simulation: similar sequences are grouped, a step costs its programs and mean work, and pages are counted
-rather than allocated. `jengine simulate` runs the scheduler itself.
+Not a simulation: similar sequences are grouped, a step costs its programs and mean work, and pages are
+counted rather than allocated. `jengine simulate` runs the scheduler itself.
 
 The work is bounded whatever the queue is: one pass over the sequences to group them, then at most ITERATIONS
-iterations for the queue and NEW_ITERATIONS for each new job. Each iteration computes prompts or ends a group. What a
-queue needs beyond that is assumed to take as long, for each token, as what came before.
+iterations for the queue and NEW_ITERATIONS for each new job. Each iteration computes prompts or ends a group.
+What a queue needs beyond that is assumed to take as long, for each token, as what came before.
 """
 
 from __future__ import annotations
@@ -86,17 +87,26 @@ def _mean(jobs: list[Job]) -> Job:
     """Has tokens to compute if any of these has some."""
     count = len(jobs)
     start, tokens, rest = (
-        sum(column) / count for column in zip(*[(job.start, job.end - job.start, job.rest) for job in jobs], strict=True)
+        sum(column) / count
+        for column in zip(*[(job.start, job.end - job.start, job.rest) for job in jobs], strict=True)
     )
     begin = round(start)
-    return Job(begin, begin + math.ceil(tokens) if tokens < 1.0 else begin + round(tokens), max(round(rest), 1), count)
+    return Job(
+        begin,
+        begin + math.ceil(tokens) if tokens < 1.0 else begin + round(tokens),
+        max(round(rest), 1),
+        count,
+    )
 
 
-def forecast(machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]) -> dict[int, Prediction]:
+def forecast(
+    machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]
+) -> dict[int, Prediction]:
     """Predictions by number for the jobs in `new`, which are queued behind all others.
 
     Args:
-        running: in any order, except that unfinished prompts (end > start) are in the order in which they are computed.
+        running: in any order, except that unfinished prompts (end > start) are in the order in which they are
+            computed.
         waiting: in queue order.
     """
     return Forecast(machine, running, waiting, new).run()
@@ -110,7 +120,9 @@ class Forecast:
         limit: maximum number of iterations.
     """
 
-    def __init__(self, machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]) -> None:
+    def __init__(
+        self, machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]
+    ) -> None:
         self.iterations, self.limit = 0, ITERATIONS + NEW_ITERATIONS * len(new)
         self._machine, self._now, self._ran = machine, machine.start, 0  # _ran: steps so far
         begun: list[Job] = []
@@ -120,9 +132,15 @@ class Forecast:
         self._waiting = deque([*together(waiting), *new])
         self._prompts = deque(together(begun))
         self._computed = 0  # tiles of the first prompt's first member that are computed
-        self._pages, self._context, self._rows, self._running = machine.pages, 0, 0, sum([job.size for job in begun])
+        self._pages, self._context, self._rows, self._running = (
+            machine.pages,
+            0,
+            0,
+            sum([job.size for job in begun]),
+        )
         self._tokens = 0  # tokens computed and generated so far
-        self._ends: list[tuple[int, int, int, Job]] = []  # heap of decoding jobs: (last step, first step, tie-break, job)
+        # heap of decoding jobs: (last step, first step, tie-break, job)
+        self._ends: list[tuple[int, int, int, Job]] = []
         self._entered = 0
         for job in together(sorted(decoding, key=lambda job: job.rest)):
             self._running += job.size
@@ -149,11 +167,17 @@ class Forecast:
         return job.size * self._machine.groups * -(-tokens // self._machine.page_size)
 
     def _admit(self) -> None:
-        """Admits waiting jobs, or as many of their members as rows and pages allow; at least one if nothing runs."""
+        """Admits waiting jobs, or as many of their members as rows and pages allow; at least one if nothing
+        runs.
+        """
         while self._waiting:
             job = self._waiting[0]
             each = (self._pages_of(job, job.end) - self._pages_of(job, job.start)) // job.size
-            fitting = min(job.size, self._machine.max_rows - self._running, (self._pages - self._running) // max(each, 1))
+            fitting = min(
+                job.size,
+                self._machine.max_rows - self._running,
+                (self._pages - self._running) // max(each, 1),
+            )
             size = fitting if self._running else max(fitting, 1)
             if size <= 0:
                 return
@@ -165,7 +189,9 @@ class Forecast:
             self._pages -= size * each
 
     def _mixed(self) -> None:
-        """Steps that compute the first prompts, all with the same number of tiles: as many as the first job fills, or one."""
+        """Steps that compute the first prompts, all with the same number of tiles: as many as the first job
+        fills, or one.
+        """
         machine = self._machine
         most = max((machine.max_tokens - self._rows) // machine.tile_size, 1)
         pending = -self._computed
@@ -184,8 +210,9 @@ class Forecast:
             self._decode(job)
 
     def _compute(self, tiles: int) -> tuple[list[Job], int]:
-        """Computes this many tiles of prompts, one member after the other. Returns the members whose prompts are
-        complete, and the (query, key) pairs that were attended to."""
+        """Computes this many tiles of prompts, one member after the other. Returns the members whose prompts
+        are complete, and the (query, key) pairs that were attended to.
+        """
         done: list[Job] = []
         attended = 0
         while tiles > 0 and self._prompts:
@@ -201,7 +228,9 @@ class Forecast:
                 self._prompts.appendleft(job._replace(size=job.size - members))
                 self._computed, tiles = tiles, 0
             self._tokens += members * (job.end - job.start)
-            attended += members * self._pairs(job, each) + self._pairs(job, self._computed) - self._pairs(job, before)
+            attended += (
+                members * self._pairs(job, each) + self._pairs(job, self._computed) - self._pairs(job, before)
+            )
         return done, attended
 
     def _tiles(self, job: Job) -> int:
@@ -218,7 +247,9 @@ class Forecast:
         machine, best, best_rate = self._machine, 1, 0.0
         for bucket in machine.tile_buckets:
             tiles = min(bucket, pending)
-            rate = (self._rows + tiles * machine.tile_size) / max(machine.seconds(self._rows, tiles, Work(self._context)), LEAST)
+            rate = (self._rows + tiles * machine.tile_size) / max(
+                machine.seconds(self._rows, tiles, Work(self._context)), LEAST
+            )
             if rate >= best_rate:
                 best, best_rate = tiles, rate
             if bucket >= pending:
@@ -267,5 +298,7 @@ class Forecast:
             if job.number is not None:
                 first = self._now + (ahead + job.end - job.start) * each
                 self._first.setdefault(job.number, first)
-                self._last[job.number] = self._now + (ahead + job.size * (job.end - job.start)) * each + job.rest * step
+                self._last[job.number] = (
+                    self._now + (ahead + job.size * (job.end - job.start)) * each + job.rest * step
+                )
             ahead += job.size * (job.end - job.start + job.rest)

@@ -20,8 +20,8 @@ class BlockManager:
     """Block tables by sequence number, over one or more pools of pages.
 
     Sequences whose tokens are equal up to the end of a page share that page. Only its single holder may write
-    to a page. A page can be found once all of its tokens are known and their step is planned: steps run in the
-    order in which they are planned, and each layer writes keys and values before it reads any.
+    to a page. A page can be found once all of its tokens are known and their step is planned: steps run in
+    the order in which they are planned, and each layer writes keys and values before it reads any.
 
     Args:
         page_size: tokens in a page.
@@ -29,7 +29,8 @@ class BlockManager:
         groups: the model's cache groups with block tables.
         states: whether the model also has recurrent states. They form one more group, in the last pool.
         prefix_caching: whether released pages are kept for later requests.
-        hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size; None: the page size.
+        hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size; None: the
+            page size.
         host_pages: pages in the host tier, which needs prefix_caching; 0: no host tier.
         staged: maximum number of pages in flight between device and host, in each direction.
 
@@ -61,16 +62,22 @@ class BlockManager:
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
         self._index = PrefixIndex(len(windows), page_size)
         self._finder = PrefixFinder(self._index, page_size, self.hit_grid, windows)
-        self.states = States(self.pools[-1], self._index, len(self.groups), page_size, self.commit) if states else None
+        self.states = (
+            States(self.pools[-1], self._index, len(self.groups), page_size, self.commit) if states else None
+        )
         self._token_pools = self.pools[: len(self.pools) - states]
         self._tables: dict[int, BlockTable] = {}
-        self.tier = HostTier(host_pages, min(staged, host_pages), self._index, len(pools)) if host_pages else None
+        self.tier = (
+            HostTier(host_pages, min(staged, host_pages), self._index, len(pools)) if host_pages else None
+        )
 
     # --- pages ------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Number of pages for tokens, over all pools, as in the counts below. Pages of states are not counted."""
+        """Number of pages for tokens, over all pools, as in the counts below. Pages of states are not
+        counted.
+        """
         return sum(pool.capacity for pool in self._token_pools)
 
     @property
@@ -89,7 +96,9 @@ class BlockManager:
 
     @property
     def version(self) -> int:
-        """A counter that changes when a page becomes findable or stops being so. Until then, `match` returns the same result."""
+        """A counter that changes when a page becomes findable or stops being so. Until then, `match` returns
+        the same result.
+        """
         return self._index.version
 
     def pages_of(self, tokens: int) -> int:
@@ -117,29 +126,40 @@ class BlockManager:
     # --- admission --------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int], salt: str | None) -> Hit:
-        """The longest cached prefix: a multiple of hit_grid, without the last token, which must always be computed."""
+        """The longest cached prefix: a multiple of hit_grid, without the last token, which must always be
+        computed.
+        """
         if not self.prefix_caching:
             return NO_HIT
         blocks = self._finder.longest(tokens, salt)
         return Hit(blocks, len(blocks) * self.page_size)
 
     def match_both(self, tokens: Sequence[int], salt: str | None, hit: Hit) -> Hit:
-        """The longest prefix found on device and host together, if it is longer than `hit`, found on the device alone."""
+        """The longest prefix found on device and host together, if it is longer than `hit`, found on the
+        device alone.
+        """
         if self.tier is None:
             return hit
         blocks = self._finder.longest(tokens, salt, self.tier.find)
         found = len(blocks) * self.page_size
-        return Hit(blocks, found, len(self._finder.missing(blocks)), found - hit.tokens) if found > hit.tokens else hit
+        return (
+            Hit(blocks, found, len(self._finder.missing(blocks)), found - hit.tokens)
+            if found > hit.tokens
+            else hit
+        )
 
     def coming(self, hit: Hit) -> bool:
-        """Whether pages of a hit are being fetched for another sequence, and will thus be found on the device."""
+        """Whether pages of a hit are being fetched for another sequence, and will thus be found on the
+        device.
+        """
         tier = self.tier
         if tier is None or not hit.fetches:
             return False
         return any(tier.coming(hit.blocks[index], group) for group, index in self._finder.missing(hit.blocks))
 
     def needed(self, hit: Hit, tokens: int, ahead: int) -> Counter[int]:
-        """Pages needed from each pool to admit a sequence. Pages of the hit that other sequences own cost nothing.
+        """Pages needed from each pool to admit a sequence. Pages of the hit that other sequences own cost
+        nothing.
 
         Args:
             tokens: number of known tokens. Groups without a window get pages for all of them at once, the
@@ -168,10 +188,14 @@ class BlockManager:
         Args:
             known: the known tokens, for a model with recurrent states.
 
-        Pages of the hit that are on the host are fetched. The sequence waits until they have arrived (see `land`).
+        Pages of the hit that are on the host are fetched. The sequence waits until they have arrived (see
+        `land`).
         """
         firsts = [self._finder.first_seen(group, hit.tokens) for group in range(len(self.groups))]
-        pages = [[0] * first + [block.pages[group] for block in hit.blocks[first:]] for group, first in enumerate(firsts)]
+        pages = [
+            [0] * first + [block.pages[group] for block in hit.blocks[first:]]
+            for group, first in enumerate(firsts)
+        ]
         table = BlockTable(pages, firsts, [*firsts], salt, self.prefix_caching, [*hit.blocks])
         self._enter(number, table)  # first: taking pages could evict those of the hit
         if self.states is not None:
@@ -187,9 +211,12 @@ class BlockManager:
                 self._grow(table, group, self.pages_of(tokens))
 
     def _fetch(self, tier: HostTier, number: int, table: BlockTable) -> None:
-        """Allocates pages for blocks of a hit that are only on the host, and fetches them, the last first, as in `release`."""
+        """Allocates pages for blocks of a hit that are only on the host, and fetches them, the last first, as
+        in `release`.
+        """
         missing = self._finder.missing(table.blocks)
-        hosts = [tier.pin(table.blocks[index], group) for group, index in missing]  # pin all first: taking pages could evict them too
+        # pin all first: taking pages could evict them too
+        hosts = [tier.pin(table.blocks[index], group) for group, index in missing]
         for (group, index), host in zip(missing, hosts, strict=True):
             (page,) = self._pool_of[group].take(1)
             table.pages[group][index] = page
@@ -197,15 +224,26 @@ class BlockManager:
             tier.fetch(Fetch(number, table.blocks[index], group, self.groups[group].pool, host, page))
 
     def fork(self, number: int, child: int) -> None:
-        """Gives `child` the same tokens and pages. Only the last page may be incomplete; either must `unshare` it before it writes."""
+        """Gives `child` the same tokens and pages. Only the last page may be incomplete; either must
+        `unshare` it before it writes.
+        """
         parent = self._tables[number]
-        table = BlockTable([[*p] for p in parent.pages], [*parent.first], [*parent.first], parent.salt, parent.findable, [*parent.blocks])
+        table = BlockTable(
+            [[*p] for p in parent.pages],
+            [*parent.first],
+            [*parent.first],
+            parent.salt,
+            parent.findable,
+            [*parent.blocks],
+        )
         self._enter(child, table)
         if self.states is not None:
             self.states.fork(number, child)
 
     def replace(self, number: int, child: int) -> None:
-        """`fork` for a child with a block table, which it gives up. Entries that stay equal are not sent again."""
+        """`fork` for a child with a block table, which it gives up. Entries that stay equal are not sent
+        again.
+        """
         old = self._tables.pop(child)
         self.fork(number, child)  # first, so that pages which both hold stay held
         new = self._tables[child]
@@ -245,7 +283,9 @@ class BlockManager:
             pages -= 1
 
     def grow(self, number: int, tokens: int) -> list[Entry]:
-        """Allocates missing pages for a sequence's first `tokens` tokens. Returns entries up to there that the device lacks."""
+        """Allocates missing pages for a sequence's first `tokens` tokens. Returns entries up to there that
+        the device lacks.
+        """
         table, pages, entries = self._tables[number], self.pages_of(tokens), []
         for group, own in enumerate(table.pages):
             self._grow(table, group, pages)
@@ -256,7 +296,9 @@ class BlockManager:
         return entries
 
     def copies(self, writers: Iterable[tuple[int, int]]) -> Counter[int]:
-        """Pages needed from each pool to `unshare` these sequences at these positions, one after the other."""
+        """Pages needed from each pool to `unshare` these sequences at these positions, one after the
+        other.
+        """
         wanted: Counter[int] = Counter()
         holders: dict[tuple[int, int], int] = {}
         for number, position in writers:
@@ -270,11 +312,16 @@ class BlockManager:
         return wanted
 
     def unshare(self, number: int, position: int) -> tuple[list[Copy], list[Entry]]:
-        """Copies the pages of this position if the sequence shares them with others, so that it may write to them."""
+        """Copies the pages of this position if the sequence shares them with others, so that it may write to
+        them.
+        """
         table, index = self._tables[number], position // self.page_size
         copies, entries = [], []
         for group, (_, pool) in enumerate(self.groups):
-            if index < len(table.pages[group]) and self.pools[pool].holders(source := table.pages[group][index]) > 1:
+            if (
+                index < len(table.pages[group])
+                and self.pools[pool].holders(source := table.pages[group][index]) > 1
+            ):
                 (target,) = self.pools[pool].take(1)
                 self._release(group, source)
                 table.pages[group][index] = target
@@ -283,14 +330,18 @@ class BlockManager:
         return copies, entries
 
     def commit(self, number: int, tokens: Sequence[int], count: int) -> None:
-        """Makes the whole pages of a sequence's first `count` tokens findable. Their tokens must be known, their steps planned."""
+        """Makes the whole pages of a sequence's first `count` tokens findable. Their tokens must be known,
+        their steps planned.
+        """
         table = self._tables[number]
         if not table.findable or count // self.page_size <= len(table.blocks):
             return
         last = table.blocks[-1] if table.blocks else None
         for index in range(len(table.blocks), count // self.page_size):
             parent = table.blocks[-1] if table.blocks else table.salt
-            block = self._index.get(parent, tuple(tokens[index * self.page_size : (index + 1) * self.page_size]))
+            block = self._index.get(
+                parent, tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+            )
             for group, pages in enumerate(table.pages):
                 if pages[index]:
                     self._index.hold(block, group, pages[index])
@@ -320,7 +371,9 @@ class BlockManager:
             self._index.unuse(table.blocks[-1])
 
     def reset(self) -> None:
-        """Forgets all cached pages. Pages that running sequences have already computed cannot be found either."""
+        """Forgets all cached pages. Pages that running sequences have already computed cannot be found
+        either.
+        """
         self._index.clear()
         if self.tier is not None:
             self.tier.reset()
@@ -365,7 +418,11 @@ class BlockManager:
             self.states.pool.check_integrity(self.states.held())
         for number, pool in enumerate(self._token_pools):
             groups = [group for group, own in enumerate(self.groups) if own.pool == number]
-            pool.check_integrity(Counter(page for table in self._tables.values() for group in groups for page in table.held(group)))
+            pool.check_integrity(
+                Counter(
+                    page for table in self._tables.values() for group in groups for page in table.held(group)
+                )
+            )
 
     def _enter(self, number: int, table: BlockTable) -> None:
         """Adds a sequence as a holder of the pages in its block table."""

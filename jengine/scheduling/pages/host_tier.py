@@ -10,7 +10,8 @@ from jengine.scheduling.pages.prefix_index import Block, PrefixIndex
 from jengine.scheduling.step_plan import Swaps
 from jengine.table.pages import SWAPS
 
-SAVED_SHARE = 4  # one in this many pages of a pool is kept free or saved, so that it can be reused without losing data
+# one in this many pages of a pool is kept free or saved, so that it can be reused without losing data
+SAVED_SHARE = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -34,12 +35,12 @@ class Fetch:
 class HostTier:
     """Host pages by the block and cache group whose keys and values they hold.
 
-    A copy to the host is a *spill*, a copy back a *fetch*. Both are asynchronous: a block cannot be found here
-    before its spill has finished.
+    A copy to the host is a *spill*, a copy back a *fetch*. Both are asynchronous: a block cannot be found
+    here before its spill has finished.
 
     A host page is *free*, *arriving* (its spill is in flight) or *kept* (it can be found). The least recently
-    used kept page is evicted when another block needs its place. A kept page that is being fetched is *pinned*.
-    A page that is forgotten during its copy becomes free when the copy has finished.
+    used kept page is evicted when another block needs its place. A kept page that is being fetched is
+    *pinned*. A page that is forgotten during its copy becomes free when the copy has finished.
 
     Cached pages that would be evicted next are spilled ahead of time. A page that is evicted before that is
     spilled at that moment, if there is room.
@@ -66,7 +67,8 @@ class HostTier:
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pins: Counter[int] = Counter()
         self._landed_pins: list[int] = []  # of fetches that the last plan moved into their pages
-        self._unsaved: list[OrderedDict[int, tuple[Block, int]]] = [OrderedDict() for _ in range(pools)]  # cached pages without a copy
+        # cached pages without a copy
+        self._unsaved: list[OrderedDict[int, tuple[Block, int]]] = [OrderedDict() for _ in range(pools)]
         self._queue: deque[Fetch] = deque()
         self._places = [*range(staged, 0, -1)]
         self._under_way: dict[int, Fetch] = {}  # by staging place
@@ -81,7 +83,9 @@ class HostTier:
         return self.capacity - len(self._free)
 
     def find(self, block: Block, group: int) -> int:
-        """The host page with a block's keys and values of a group; 0 if there is none or its spill has not finished."""
+        """The host page with a block's keys and values of a group; 0 if there is none or its spill has not
+        finished.
+        """
         page = self._page.get((block, group), 0)
         return page if page in self._kept else 0
 
@@ -286,6 +290,8 @@ class HostTier:
         assert pins == self._pins, "pins are miscounted"
         wanted = [fetch for fetch in fetches if fetch.number is not None]
         assert Counter(fetch.number for fetch in wanted) == self._missing, "a fetch is lost"
-        assert Counter((fetch.block, fetch.group) for fetch in wanted) == self._wanted, "a fetch is miscounted"
+        assert Counter((fetch.block, fetch.group) for fetch in wanted) == self._wanted, (
+            "a fetch is miscounted"
+        )
         places = sorted([*self._places, *self._under_way, *(fetch.place for fetch in self._landed)])
         assert places == [*range(1, self.staged + 1)], "a place is lost or shared"

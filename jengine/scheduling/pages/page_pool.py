@@ -1,5 +1,6 @@
-"""Pages of the KV cache with their reference counts. Page 0 is the null page: padding writes to it, and it has
-no holder."""
+"""Pages of the KV cache with their reference counts. Page 0 is the null page: padding writes to it, and it
+has no holder.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class PagePool:
         return self._holders[page]
 
     def take(self, count: int) -> list[int]:
-        """Gives `count` pages one holder each: first the longest free pages, then the least recently used cached ones.
+        """Gives `count` pages one holder each: first the longest free pages, then the least recently used
+        cached ones.
 
         Raises:
             ValueError: fewer pages are available. Callers check `available` first.
@@ -98,9 +100,12 @@ class PagePool:
         self._cached.clear()
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Raises AssertionError unless each page has exactly one state, and owned pages have the given numbers
-        of holders."""
+        """Raises AssertionError unless each page has exactly one state, and owned pages have the given
+        numbers of holders.
+        """
         owned = [page for page in range(1, self.num_pages) if self._holders[page]]
         everyone = sorted([*self._free, *self._cached, *owned])
-        assert everyone == list(range(1, self.num_pages)), f"lost or doubled: {self.free} free, {self.cached} cached, {self.owned} owned"
+        assert everyone == list(range(1, self.num_pages)), (
+            f"lost or doubled: {self.free} free, {self.cached} cached, {self.owned} owned"
+        )
         assert {page: self._holders[page] for page in owned} == holders, "holders are miscounted"

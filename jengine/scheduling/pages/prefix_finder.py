@@ -1,4 +1,6 @@
-"""Finds the longest cached prefix of a sequence. Groups with a window need only the pages inside the window."""
+"""Finds the longest cached prefix of a sequence. Groups with a window need only the pages inside the
+window.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,21 @@ class PrefixFinder:
         windows: one for each cache group.
     """
 
-    def __init__(self, index: PrefixIndex, page_size: int, hit_grid: int, windows: Sequence[int | None]) -> None:
-        self._index, self._page_size, self._grid, self._windows = index, page_size, hit_grid // page_size, windows
+    def __init__(
+        self, index: PrefixIndex, page_size: int, hit_grid: int, windows: Sequence[int | None]
+    ) -> None:
+        self._index, self._page_size, self._grid, self._windows = (
+            index,
+            page_size,
+            hit_grid // page_size,
+            windows,
+        )
         self._windowed = [i for i, window in enumerate(windows) if window is not None]
         self._unwindowed = [i for i, window in enumerate(windows) if window is None]
 
     def longest(self, tokens: Sequence[int], salt: str | None, find: Find | None = None) -> list[Block]:
-        """The blocks of the longest hit. It ends on the grid and excludes the last token, which must always be computed.
+        """The blocks of the longest hit. It ends on the grid and excludes the last token, which must always
+        be computed.
 
         Args:
             find: looks up a block's page of a group elsewhere, such as on the host.
@@ -35,7 +45,10 @@ class PrefixFinder:
             firsts = [self.first_seen(group, len(chain) * size) for group in range(len(self._windows))]
             for index in range(len(chain) - 1, min(firsts[group] for group in self._windowed) - 1, -1):
                 block = chain[index]
-                if any(not page and index >= firsts[group] and not (find and find(block, group)) for group, page in enumerate(block.pages)):
+                if any(
+                    not page and index >= firsts[group] and not (find and find(block, group))
+                    for group, page in enumerate(block.pages)
+                ):
                     del chain[index // grid * grid :]  # every longer prefix needs this page too
                     break
             else:
@@ -44,7 +57,10 @@ class PrefixFinder:
 
     def branch(self, tokens: Sequence[int], salt: str | None) -> int:
         """Number of tokens with pages in all groups without a window. At least as long as the hit."""
-        return len(self._index.chain(salt, tokens, len(tokens) // self._page_size, self._unwindowed)) * self._page_size
+        return (
+            len(self._index.chain(salt, tokens, len(tokens) // self._page_size, self._unwindowed))
+            * self._page_size
+        )
 
     def first_seen(self, group: int, position: int) -> int:
         """Index of the first page that a query at this position attends to."""
@@ -52,8 +68,12 @@ class PrefixFinder:
         return 0 if window is None else max(position - window + 1, 0) // self._page_size
 
     def missing(self, blocks: Sequence[Block]) -> list[tuple[int, int]]:
-        """(group, index) of pages that a hit of these blocks needs and that are not on the device, the last first."""
-        firsts = [self.first_seen(group, len(blocks) * self._page_size) for group in range(len(self._windows))]
+        """(group, index) of pages that a hit of these blocks needs and that are not on the device, the last
+        first.
+        """
+        firsts = [
+            self.first_seen(group, len(blocks) * self._page_size) for group in range(len(self._windows))
+        ]
         return [
             (group, index)
             for index in reversed(range(min(firsts), len(blocks)))

@@ -26,7 +26,8 @@ Find = Callable[[Block, int], int]  # looks up a block's page of a cache group e
 
 
 class PrefixIndex:
-    """Blocks by parent and tokens. Parents are compared by identity, so a block belongs to exactly one prefix and salt.
+    """Blocks by parent and tokens. Parents are compared by identity, so a block belongs to exactly one prefix
+    and salt.
 
     A block is kept while it has a page or a user, so a chain can be followed past evicted pages.
     """
@@ -40,8 +41,16 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def chain(self, salt: str | None, tokens: Sequence[int], most: int, groups: Sequence[int], find: Find | None = None) -> list[Block]:
-        """The known blocks of a prefix, at most `most`, up to the first that lacks a page of one of these groups.
+    def chain(
+        self,
+        salt: str | None,
+        tokens: Sequence[int],
+        most: int,
+        groups: Sequence[int],
+        find: Find | None = None,
+    ) -> list[Block]:
+        """The known blocks of a prefix, at most `most`, up to the first that lacks a page of one of these
+        groups.
 
         Args:
             find: looks up a block's page elsewhere.
@@ -49,7 +58,9 @@ class PrefixIndex:
         size, blocks, parent, found = self._page_size, self._blocks, salt, []
         for start in range(0, most * size, size):
             block = blocks.get((parent, tuple(tokens[start : start + size])))
-            if block is None or not all([block.pages[group] or (find and find(block, group)) for group in groups]):
+            if block is None or not all(
+                [block.pages[group] or (find and find(block, group)) for group in groups]
+            ):
                 break
             found.append(block)
             parent = block  # type: ignore[assignment]
@@ -118,11 +129,19 @@ class PrefixIndex:
         for (parent, tokens), block in self._blocks.items():
             assert (block.parent, block.tokens) == (parent, tokens)
             if isinstance(parent, Block):
-                assert self._blocks.get((parent.parent, parent.tokens)) is parent, "a block without its parent"
+                assert self._blocks.get((parent.parent, parent.tokens)) is parent, (
+                    "a block without its parent"
+                )
                 users[parent] = users.get(parent, 0) + 1
             for group, page in enumerate(block.pages):
                 assert not page or self._holding[group].get(page) is block, "a page of two blocks"
-        assert all(block.users >= users.get(block, 0) for block in self._blocks.values()), "users are miscounted"
-        assert all(any(block.pages) or block.users for block in self._blocks.values()), "a block without pages and users"
+        assert all(block.users >= users.get(block, 0) for block in self._blocks.values()), (
+            "users are miscounted"
+        )
+        assert all(any(block.pages) or block.users for block in self._blocks.values()), (
+            "a block without pages and users"
+        )
         held = sum(len(pages) for pages in self._holding)
-        assert held == sum(page > 0 for block in self._blocks.values() for page in block.pages), "a page without its block"
+        assert held == sum(page > 0 for block in self._blocks.values() for page in block.pages), (
+            "a page without its block"
+        )

@@ -1,4 +1,6 @@
-"""Owners of recurrent states: one for each running sequence, shared after forks, and snapshots for prefix hits."""
+"""Owners of recurrent states: one for each running sequence, shared after forks, and snapshots for prefix
+hits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class StatePages:
 
     Attributes:
         own: the page that its next step writes. No other sequence holds it, and it cannot be found.
-        source: the page that its next step reads, if that is not `own`; 0: the sequence begins with zeros; None: `own`.
+        source: the page that its next step reads, if that is not `own`; 0: the sequence begins with zeros;
+            None: `own`.
         branch: length of the prompt's cached prefix of keys and values. Similar prompts may branch off here.
         findable: whether its snapshots may be found.
         snapshots: pages that will become findable, by the number of tokens that they cover.
@@ -34,12 +37,13 @@ class StatePages:
 class States:
     """Pages of recurrent states by sequence number.
 
-    A step reads one page and writes one. If the two differ, the page that was read keeps its state. This is how
-    snapshots are kept, samples of one prompt diverge, and a sequence starts from another's snapshot. States are
-    never copied. A plan may give away a page that it reads, since rows and tiles run in the plan's order.
+    A step reads one page and writes one. If the two differ, the page that was read keeps its state. This is
+    how snapshots are kept, samples of one prompt diverge, and a sequence starts from another's snapshot.
+    States are never copied. A plan may give away a page that it reads, since rows and tiles run in the plan's
+    order.
 
-    In the index, a snapshot is the page of its block in the state group, which is the last group. It covers all
-    tokens up to the block's end.
+    In the index, a snapshot is the page of its block in the state group, which is the last group. It covers
+    all tokens up to the block's end.
 
     Args:
         group: index of the state group.
@@ -47,9 +51,20 @@ class States:
     """
 
     def __init__(
-        self, pool: PagePool, index: PrefixIndex, group: int, page_size: int, let_find: Callable[[int, Sequence[int], int], None]
+        self,
+        pool: PagePool,
+        index: PrefixIndex,
+        group: int,
+        page_size: int,
+        let_find: Callable[[int, Sequence[int], int], None],
     ) -> None:
-        self.pool, self._index, self._group, self._page_size, self._let_find = pool, index, group, page_size, let_find
+        self.pool, self._index, self._group, self._page_size, self._let_find = (
+            pool,
+            index,
+            group,
+            page_size,
+            let_find,
+        )
         self._of: dict[int, StatePages] = {}
 
     def needed(self, blocks: Sequence[Block]) -> int:
@@ -100,18 +115,22 @@ class States:
         return [source, pages.own]
 
     def tiles(self, number: int, start: int, end: int, tile_size: int, last: int) -> list[int]:
-        """Plans tiles of the tokens at [start, end). Returns the page that the first tile reads, then the pages
-        that they write.
+        """Plans tiles of the tokens at [start, end). Returns the page that the first tile reads, then the
+        pages that they write.
 
-        Snapshots are taken where a tile and a page end together: at the last two such places before `last`, the
-        end of the known tokens; at the last one before the place where other prompts branch off; and at
+        Snapshots are taken where a tile and a page end together: at the last two such places before `last`,
+        the end of the known tokens; at the last one before the place where other prompts branch off; and at
         intervals in a long prompt.
         """
         pages = self._step(number)
         for border in [*range(start + tile_size, end, tile_size), end]:
             if border > start + tile_size:
                 pages.append(self._step(number)[1])
-            if self._of[number].findable and border % self._page_size == 0 and self._worth(self._of[number], border, tile_size, last):
+            if (
+                self._of[number].findable
+                and border % self._page_size == 0
+                and self._worth(self._of[number], border, tile_size, last)
+            ):
                 self._snapshot(number, border)
         return pages
 
@@ -120,8 +139,9 @@ class States:
         return ends or border % (SPARSE * tile_size) < tile_size
 
     def _snapshot(self, number: int, tokens: int) -> None:
-        """Keeps the page written by the last planned tile as a snapshot, if there is room; the next tile writes
-        to another."""
+        """Keeps the page written by the last planned tile as a snapshot, if there is room; the next tile
+        writes to another.
+        """
         if self.pool.available:
             pages = self._of[number]
             pages.snapshots[tokens] = pages.source = pages.own
@@ -150,7 +170,9 @@ class States:
 
     def held(self) -> Counter[int]:
         """Number of holders of each page."""
-        return Counter(page for of in self._of.values() for page in (of.own, of.source, *of.snapshots.values()) if page)
+        return Counter(
+            page for of in self._of.values() for page in (of.own, of.source, *of.snapshots.values()) if page
+        )
 
     @property
     def numbers(self) -> set[int]:

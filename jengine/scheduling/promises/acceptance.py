@@ -17,13 +17,14 @@ from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.work import Work, pairs, rows_work
 
 JUDGED = 32  # new requests judged per step, so that thousands of arrivals do not delay a step
-EFFORT = 50_000  # iterations of judging new requests per step, and of judging the first in the queue; each may exceed it once
+# iterations of judging new requests per step, and of judging the first in the queue; each may exceed it once
+EFFORT = 50_000
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
 
 
 class Acceptance:
-    """With the latency strategy, a waiting request runs once it is *accepted*: its own targets and those of all
-    earlier accepted requests can be met. A request that can no longer be in time is *late*. It is either
+    """With the latency strategy, a waiting request runs once it is *accepted*: its own targets and those of
+    all earlier accepted requests can be met. A request that can no longer be in time is *late*. It is either
     rejected, or loses its targets and runs when it does not endanger other requests' targets.
 
     Attributes:
@@ -70,7 +71,9 @@ class Acceptance:
                 self._judge(sequence, start)
         self.new = self.new[judged:]
         self._effort = 0
-        while (first := next((sequence for sequence in registry.waiting if not sequence.accepted), None)) is not None:
+        while (
+            first := next((sequence for sequence in registry.waiting if not sequence.accepted), None)
+        ) is not None:
             if self._effort >= EFFORT:
                 break
             alone = not registry.running and not self.num_accepted
@@ -90,7 +93,9 @@ class Acceptance:
         self.new, self._unpromised = waiting, None
 
     def _is_unpromised(self, sequence: Sequence) -> bool:
-        """Whether it could not be accepted, and since then no request has ended and no prompt has been computed."""
+        """Whether it could not be accepted, and since then no request has ended and no prompt has been
+        computed.
+        """
         registry = self._registry
         state = sequence.number, sequence.late, registry.releases, self.num_accepted, len(registry.running)
         known, self._unpromised = self._unpromised == state, state
@@ -112,7 +117,9 @@ class Acceptance:
         """Accepts a request if its targets and those of all accepted requests can be met."""
         registry = self._registry
         accepted = [*registry.running, *islice(registry.waiting, self.num_accepted), sequence]
-        if sum([other.slots for other in accepted]) > min(registry.max_num_seqs, self._predictor.ready.max_rows):
+        if sum([other.slots for other in accepted]) > min(
+            registry.max_num_seqs, self._predictor.ready.max_rows
+        ):
             return False
         if self._rejects:  # accepted requests are never preempted
             pages = sum([other.slots * self._limits.most_pages(other.max_len - 1) for other in accepted])
@@ -142,27 +149,47 @@ class Acceptance:
         waiting, windows, size = self._registry.waiting, self._limits.windows, self._predictor.tile_size
         everyone = [*self._registry.running, *islice(waiting, self.num_accepted)]
         # If late requests are rejected, promises to the others hold until their last tokens.
-        lengths = [s.max_len if self._rejects else min(len(s.tokens) + s.in_flight + 1, s.max_len) for s in everyone]
+        lengths = [
+            s.max_len if self._rejects else min(len(s.tokens) + s.in_flight + 1, s.max_len) for s in everyone
+        ]
         context, longest = rows_work([length - 1 for length in lengths], windows)
-        tokens, rank = max(lengths, default=1), max([sequence.variant_rank for sequence in everyone], default=0)
+        tokens, rank = (
+            max(lengths, default=1),
+            max([sequence.variant_rank for sequence in everyone], default=0),
+        )
         seconds = self._predictor.seconds
 
         def mixed(tiles: int, attended: int) -> float:
             return seconds(len(everyone), tiles, Work(context, longest, attended), tokens, rank)
 
         coming = [sequence for sequence in everyone if sequence.state in (State.WAITING, State.PREFILLING)]
-        spans = [(at, min(at + size, len(s.tokens))) for s in coming for at in range(s.num_computed, len(s.tokens), size)]
+        spans = [
+            (at, min(at + size, len(s.tokens)))
+            for s in coming
+            for at in range(s.num_computed, len(s.tokens), size)
+        ]
         attended = [0, *accumulate([pairs(at, end - at, windows) for at, end in spans])]
-        going = [Stream(s.due - start, s.tpot, self._length(s, s.rest)) for s in streams if s.tpot < math.inf and not s.late]
+        going = [
+            Stream(s.due - start, s.tpot, self._length(s, s.rest))
+            for s in streams
+            if s.tpot < math.inf and not s.late
+        ]
         least = seconds(len(streams), 0, Work(), 1)
         streams_in_time = [stream for stream in going if _can_be_met(stream, least)]
-        return Outlook(mixed(0, 0), mixed, streams_in_time, [self._prompt(s, start) for s in coming], attended)
+        return Outlook(
+            mixed(0, 0), mixed, streams_in_time, [self._prompt(s, start) for s in coming], attended
+        )
 
     def _prompt(self, sequence: Sequence, start: float) -> Prompt:
         tiles = -(-(len(sequence.tokens) - sequence.num_computed) // self._predictor.tile_size)
         if sequence.late or sequence.first_token is not None:
             return Prompt(tiles, math.inf)
-        return Prompt(tiles, sequence.arrival + sequence.ttft - start, sequence.tpot, self._length(sequence, sequence.rest - 1))
+        return Prompt(
+            tiles,
+            sequence.arrival + sequence.ttft - start,
+            sequence.tpot,
+            self._length(sequence, sequence.rest - 1),
+        )
 
     def _length(self, sequence: Sequence, rest: int) -> int | None:
         """Number of tokens, at most `rest`, that it will still generate; None: unknown."""
@@ -186,7 +213,9 @@ class Acceptance:
             sequence.tpot = tpot / 1e3
         if ttft is not None:
             sequence.ttft = ttft / 1e3
-            sequence.start_by = sequence.arrival + sequence.ttft - self._predictor.prompt_seconds(sequence.prompt_len)
+            sequence.start_by = (
+                sequence.arrival + sequence.ttft - self._predictor.prompt_seconds(sequence.prompt_len)
+            )
 
     def note_end(self, sequence: Sequence, now: float) -> None:
         """Records that a sequence has got its last token."""

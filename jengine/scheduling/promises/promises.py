@@ -3,13 +3,14 @@ pace prompts.
 
 Prompts can be computed beside streams in two ways:
 
-- in a burst: steps with tiles follow one another until no prompt is left. A stream of known length only has to
+- in a burst: steps with tiles follow one another until no prompt is left. A stream of known length only has
+to
   be in time at its end, so it can catch up later; other streams have to be in time at every token.
 - paced: a step with tiles runs whenever it delays no stream's next token beyond its due time. Decode steps in
   between let streams regain slack.
 
-If one of the two is found to meet all targets, it still does so after the resulting step, also if requests end
-early or steps take less time than assumed here.
+If one of the two is found to meet all targets, it still does so after the resulting step, also if requests
+end early or steps take less time than assumed here.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Stream(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """All accepted work at the start of a step. Costs are upper bounds: every request decodes at its full length.
+    """All accepted work at the start of a step. Costs are upper bounds: every request decodes at its full
+    length.
 
     Attributes:
         decode: seconds of a step without prompts.
@@ -72,7 +74,10 @@ class Outlook(NamedTuple):
         """Seconds of each step if prompts are computed with this many tiles per step. The last step has the
         remaining tiles."""
         marks = [*range(0, len(self.attended) - 1, tiles), len(self.attended) - 1]
-        return [self.mixed(end - begin, self.attended[end] - self.attended[begin]) for begin, end in pairwise(marks)]
+        return [
+            self.mixed(end - begin, self.attended[end] - self.attended[begin])
+            for begin, end in pairwise(marks)
+        ]
 
     @property
     def targets(self) -> bool:
@@ -87,7 +92,12 @@ class Outlook(NamedTuple):
     @property
     def effort(self) -> int:
         """Approximate number of iterations that `best_way` takes."""
-        watched = [one for some in (self.streams, self.prompts) for one in some if one.length is None and one.tpot < math.inf]
+        watched = [
+            one
+            for some in (self.streams, self.prompts)
+            for one in some
+            if one.length is None and one.tpot < math.inf
+        ]
         return len(self.attended) * (2 + 2 * len(watched)) + len(self.streams) + len(self.prompts)
 
     @property
@@ -112,13 +122,19 @@ class Way(NamedTuple):
 
 
 def best_way(outlook: Outlook, buckets: Sequence[int]) -> Way:
-    """The way with the fewest late requests, and the fastest of these. If none is late, all targets are guaranteed."""
-    ways = [way for tiles in buckets for way in (_burst(outlook, tiles), _pace(outlook, tiles)) if way is not None]
+    """The way with the fewest late requests, and the fastest of these. If none is late, all targets are
+    guaranteed.
+    """
+    ways = [
+        way for tiles in buckets for way in (_burst(outlook, tiles), _pace(outlook, tiles)) if way is not None
+    ]
     return min(ways, key=lambda way: (way.late, way.seconds))
 
 
 def _pace(outlook: Outlook, tiles: int) -> Way | None:
-    """Paced: a step of tiles whenever it makes no stream's next token late. None: streams lose more than they regain."""
+    """Paced: a step of tiles whenever it makes no stream's next token late. None: streams lose more than they
+    regain.
+    """
     decode, tpot, mixed = outlook.decode, outlook.tpot, max(outlook.steps(tiles))
     first, regain = _steps(mixed - outlook.slack, tpot - decode), _steps(mixed - tpot, tpot - decode)
     if first is None or regain is None:

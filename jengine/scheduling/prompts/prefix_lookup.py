@@ -20,8 +20,15 @@ class PrefixLookup:
         resumptions: counts for preempted sequences; see Load.resumptions.
     """
 
-    def __init__(self, blocks: BlockManager, limits: SequenceLimits, composition: Composition, predictor: StepPredictor) -> None:
-        self._blocks, self._limits, self._composition, self._predictor = blocks, limits, composition, predictor
+    def __init__(
+        self, blocks: BlockManager, limits: SequenceLimits, composition: Composition, predictor: StepPredictor
+    ) -> None:
+        self._blocks, self._limits, self._composition, self._predictor = (
+            blocks,
+            limits,
+            composition,
+            predictor,
+        )
         self.queries = self.hits = 0
         self.host_queries = self.host_hits = self.host_declined = 0
         self.resumptions = 0, 0, 0
@@ -30,10 +37,13 @@ class PrefixLookup:
     def match(self, sequence: Sequence) -> Hit:
         """Looks up a sequence.
 
-        A request for prompt log probabilities, or for the mean of hidden states, must compute its whole prompt.
+        A request for prompt log probabilities, or for the mean of hidden states, must compute its whole
+        prompt.
         """
         request = sequence.request
-        if request.params.prompt_logprobs is not None or (request.pooling is not None and request.pooling.needs_all):
+        if request.params.prompt_logprobs is not None or (
+            request.pooling is not None and request.pooling.needs_all
+        ):
             return NO_HIT
         question = sequence.number, self._blocks.version
         if self._last_match[0] != question:  # the first waiting sequence is looked up in every step
@@ -44,7 +54,8 @@ class PrefixLookup:
         return self._last_match[1]
 
     def or_fetch(self, hit: Hit, longer: Hit, count: int) -> Hit:
-        """Returns the longer hit if fetching its pages is predicted to be faster than computing them, otherwise `hit`.
+        """Returns the longer hit if fetching its pages is predicted to be faster than computing them,
+        otherwise `hit`.
 
         Args:
             count: length of the prompt in tokens.
@@ -52,7 +63,11 @@ class PrefixLookup:
         if not longer.fetches:
             return hit
         saved = self._compute_seconds(hit.tokens, count) - self._compute_seconds(longer.tokens, count)
-        return longer if self._predictor.costs.fetch_seconds(longer.fetches) < saved else hit._replace(from_host=longer.from_host)
+        return (
+            longer
+            if self._predictor.costs.fetch_seconds(longer.fetches) < saved
+            else hit._replace(from_host=longer.from_host)
+        )
 
     def _compute_seconds(self, start: int, end: int) -> float:
         """Predicted seconds to compute a prompt's tokens at [start, end) alone."""
@@ -77,7 +92,9 @@ class PrefixLookup:
             sequence.scheduled, sequence.num_cached = now, tokens
 
     def note_resumption(self, sequence: Sequence, hit: Hit) -> None:
-        """Records how a preempted sequence resumes: its pages were still cached, come from the host, or are recomputed."""
+        """Records how a preempted sequence resumes: its pages were still cached, come from the host, or are
+        recomputed.
+        """
         missing = self._composition.prefilled(sequence) - hit.tokens
         cached, swapped, recomputed = self.resumptions
         if hit.fetches:

@@ -38,11 +38,23 @@ class PromptCutter:
         searches: BeamSearches,
         repeats: Repeats,
     ) -> None:
-        self._registry, self._limits, self._composition, self._predictor = registry, limits, composition, predictor
-        self._blocks, self._prefixes, self._rows, self._searches, self._repeats = registry.blocks, prefixes, rows, searches, repeats
+        self._registry, self._limits, self._composition, self._predictor = (
+            registry,
+            limits,
+            composition,
+            predictor,
+        )
+        self._blocks, self._prefixes, self._rows, self._searches, self._repeats = (
+            registry.blocks,
+            prefixes,
+            rows,
+            searches,
+            repeats,
+        )
         self._tile_size = limits.tile_size
         self.admitting = 0
-        self._landed: dict[Sequence, None] = {}  # running; their pages have arrived, but their slots are not set yet
+        # running; their pages have arrived, but their slots are not set yet
+        self._landed: dict[Sequence, None] = {}
 
     def forget(self, sequence: Sequence) -> None:
         """See Rememberer."""
@@ -61,10 +73,18 @@ class PromptCutter:
 
     def pending(self, begun: list[Sequence], limit: int) -> PendingTiles:
         """Prompt tiles that can be computed now, at most `limit`."""
-        limit, pending = min(limit, self._predictor.ready.max_tiles), PendingTiles(self._tile_size, self._limits.windows)
+        limit, pending = (
+            min(limit, self._predictor.ready.max_tiles),
+            PendingTiles(self._tile_size, self._limits.windows),
+        )
         for sequence in begun:
             pending.add(sequence.num_computed, self._composition.prefilled(sequence), limit)
-        admitting, room, taken, running = self.admitting, self.room, Counter[int](), len(self._registry.running)
+        admitting, room, taken, running = (
+            self.admitting,
+            self.room,
+            Counter[int](),
+            len(self._registry.running),
+        )
         for sequence in self._registry.waiting:
             if pending.count >= limit or admitting <= 0 or room < sequence.slots or sequence.in_flight:
                 break
@@ -85,7 +105,9 @@ class PromptCutter:
         registry, blocks, left = self._registry, self._blocks, budget
         for sequence in begun:
             left -= self._cut(plan, sequence, left)
-        while left > 0 and self.admitting > 0 and all(s.state is not State.PREFILLING for s in registry.running):
+        while (
+            left > 0 and self.admitting > 0 and all(s.state is not State.PREFILLING for s in registry.running)
+        ):
             first = registry.waiting.first
             # A preempted sequence with tokens in flight is not fully known yet; those behind it wait.
             if first is None or first.in_flight or first.slots > self.room:
@@ -94,7 +116,9 @@ class PromptCutter:
             if blocks.coming(hit) or not self._fits(self._needed(first, hit), len(registry.running)):
                 break
             self._start(first)
-            blocks.admit(first.number, hit, self._composition.prefilled(first), first.request.cache_salt, first.tokens)
+            blocks.admit(
+                first.number, hit, self._composition.prefilled(first), first.request.cache_salt, first.tokens
+            )
             first.num_computed = hit.tokens
             self._prefixes.note_hit(first, hit.tokens, plan.now, hit)
             if first.num_preemptions:
@@ -109,16 +133,20 @@ class PromptCutter:
 
     @property
     def room(self) -> int:
-        """Number of further sequences that can run, limited by free slots and by the rows of ready programs."""
-        return min(len(self._registry.free_slots), self._predictor.ready.max_rows - len(self._registry.running))
+        """Number of further sequences that can run, limited by free slots and by the rows of ready
+        programs.
+        """
+        return min(
+            len(self._registry.free_slots), self._predictor.ready.max_rows - len(self._registry.running)
+        )
 
     def may_fit(self, sequence: Sequence) -> bool:
         """Whether there are pages to admit a waiting sequence now."""
         return self._fits(self._needed(sequence, self._prefixes.match(sequence)), len(self._registry.running))
 
     def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
-        """Pages needed from each pool to admit a sequence: those of all its known tokens, so a prefill does not
-        stop half-way.
+        """Pages needed from each pool to admit a sequence: those of all its known tokens, so a prefill does
+        not stop half-way.
 
         For a beam search, includes the next pages of its beams.
         """
@@ -131,7 +159,9 @@ class PromptCutter:
         return needed
 
     def _fits(self, wanted: Counter[int], running: int) -> bool:
-        """Whether these pages are available and one more for each running sequence, to avoid an early preemption."""
+        """Whether these pages are available and one more for each running sequence, to avoid an early
+        preemption.
+        """
         return self._blocks.available(wanted + self._blocks.new_pages(running))
 
     def _start(self, sequence: Sequence) -> None:
@@ -153,8 +183,14 @@ class PromptCutter:
         plan.enter(sequence.slot, blocks.grow(number, end))
         wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
         states = None if blocks.states is None else blocks.states.tiles(number, start, end, size, last)
-        plan.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted, states=states))
-        plan.work = plan.work._replace(attended=plan.work.attended + pairs(start, end - start, self._limits.windows))
+        plan.spans.append(
+            Span(
+                number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted, states=states
+            )
+        )
+        plan.work = plan.work._replace(
+            attended=plan.work.attended + pairs(start, end - start, self._limits.windows)
+        )
         plan.longest = max(plan.longest, end)
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
@@ -168,11 +204,18 @@ class PromptCutter:
         return -(-(end - start) // size)
 
     def _fork(self, plan: PlanBuilder, parent: Sequence) -> None:
-        """Forks the prompt's other samples, which wait behind the first one. They share the tokens that it has computed."""
+        """Forks the prompt's other samples, which wait behind the first one. They share the tokens that it
+        has computed.
+        """
         registry, blocks = self._registry, self._blocks
         while min(self.room, self.admitting) > 0 and self._fits(blocks.forked, len(registry.running) + 1):
             child = registry.waiting.first
-            if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
+            if (
+                child is None
+                or child.family != parent.family
+                or child.in_flight
+                or len(child.tokens) > child.prompt_len
+            ):
                 return
             self._start(child)
             _set_slots(plan, child)
@@ -203,7 +246,9 @@ def _set_slots(plan: PlanBuilder, sequence: Sequence) -> None:
 
 def _sample(plan: PlanBuilder, sequence: Sequence) -> None:
     """Plans a sample after the last span of a sequence whose known tokens are all planned."""
-    plan.samples.append(Sample(len(plan.spans) - 1, plan.spans[-1].length - 1, sequence.number, sequence.slot))
+    plan.samples.append(
+        Sample(len(plan.spans) - 1, plan.spans[-1].length - 1, sequence.number, sequence.slot)
+    )
     plan.sampled.append(sequence)
     plan.rank = max(plan.rank, sequence.variant_rank)
     sequence.state = State.HELD if sequence.searches else State.DECODING

@@ -10,11 +10,12 @@ from jengine.scheduling.requests.sequence import Sequence
 
 
 class Batches:
-    """Holds requests back until they form a batch: `size` requests wait, or the oldest has waited `wait` seconds.
+    """Holds requests back until they form a batch: `size` requests wait, or the oldest has waited `wait`
+    seconds.
 
-    dynamic: batches are admitted one after the other as slots become free. A batch contains the oldest waiting
-    request and those whose lengths are closest to its length.
-    static: a batch is admitted, in order of arrival, when all requests of the previous batch have finished.
+    dynamic: batches are admitted one after the other as slots become free. A batch contains the oldest
+    waiting request and those whose lengths are closest to its length. static: a batch is admitted, in order
+    of arrival, when all requests of the previous batch have finished.
     """
 
     def __init__(self, batching: Batching, size: int, wait: float) -> None:
@@ -43,8 +44,9 @@ class Batches:
 
     @property
     def forms_at(self) -> float:
-        """Time on the scheduler's clock at which the held requests form a batch, if no others arrive; inf: none
-        are held."""
+        """Time on the scheduler's clock at which the held requests form a batch, if no others arrive; inf:
+        none are held.
+        """
         if not self._held:
             return math.inf
         return -math.inf if len(self._held) >= self.size else next(iter(self._held)).arrival + self.wait
@@ -57,7 +59,11 @@ class Batches:
         """
         if waiting or (self.batching == "static" and running) or now < self.forms_at:
             return []
-        batch = similar(list(self._held), self.size) if self.batching == "dynamic" else list(self._held)[: self.size]
+        batch = (
+            similar(list(self._held), self.size)
+            if self.batching == "dynamic"
+            else list(self._held)[: self.size]
+        )
         for sequence in batch:
             del self._held[sequence]
         return batch
@@ -65,5 +71,8 @@ class Batches:
 
 def similar(held: list[Sequence], size: int) -> list[Sequence]:
     """The first request, and those whose maximum length (prompt and output) is closest to its maximum."""
-    nearest = sorted(held, key=lambda sequence: (sequence.family != held[0].family, abs(sequence.max_len - held[0].max_len)))
+    nearest = sorted(
+        held,
+        key=lambda sequence: (sequence.family != held[0].family, abs(sequence.max_len - held[0].max_len)),
+    )
     return sorted(nearest[:size], key=lambda sequence: sequence.number)

@@ -26,8 +26,8 @@ class Path(NamedTuple):
 
 
 class Beams[Sequence]:
-    """The beams of one prompt. Each is held by one of `width` sequences, which own slots, and pages while they
-    hold a beam.
+    """The beams of one prompt. Each is held by one of `width` sequences, which own slots, and pages while
+    they hold a beam.
 
     Args:
         prompt_len: length of the prompt in tokens.
@@ -37,7 +37,9 @@ class Beams[Sequence]:
         members: all sequences of the search.
     """
 
-    def __init__(self, params: BeamSearchParams, leader: Sequence, prompt_len: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, params: BeamSearchParams, leader: Sequence, prompt_len: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
         self.params, self.leader, self._prompt_len, self._ends = params, leader, prompt_len, eos_token_ids
         self.members = [leader]
         self._live: dict[Sequence, Path | None] = {leader: None}  # the best first
@@ -48,8 +50,8 @@ class Beams[Sequence]:
         """Records a beam's candidates.
 
         Returns:
-            The surviving beams, each with the sequence of the beam that it extends, the best first; None while
-            the candidates of other beams are missing.
+            The surviving beams, each with the sequence of the beam that it extends, the best first; None
+            while the candidates of other beams are missing.
         """
         self._found[beam] = found
         if len(self._found) < len(self._live):

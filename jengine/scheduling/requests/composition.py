@@ -38,11 +38,13 @@ class Composition:
 
 
 class BatchInvariant(Composition):
-    """Computes every token with one program at a place that depends on its request alone, so its bits never change.
+    """Computes every token with one program at a place that depends on its request alone, so its bits never
+    change.
 
     - Steps never mix rows and tiles.
     - Tiles begin and end at absolute multiples of the tile size, or at the prompt's end; so do hits.
-    - Prompt tokens are computed in tiles, generated tokens in rows. A resumed sequence recomputes its generated
+    - Prompt tokens are computed in tiles, generated tokens in rows. A resumed sequence recomputes its
+    generated
       tokens in rows. The prefix cache holds only prompts: an earlier answer that becomes part of a prompt is
       computed again, in tiles.
 

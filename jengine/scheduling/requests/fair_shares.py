@@ -1,9 +1,9 @@
 """Fair token shares among clients: the next request comes from the client that has been served least.
 
 Each client has a virtual time: the number of prompt and output tokens computed for it. A client with nothing
-waiting starts at the virtual time of the last admitted client, so idle time earns no credit. While two clients
-both wait, their service differs by at most what can run at once (a Virtual Token Counter, as in Sheng et al.,
-"Fairness in Serving LLMs", 2024).
+waiting starts at the virtual time of the last admitted client, so idle time earns no credit. While two
+clients both wait, their service differs by at most what can run at once (a Virtual Token Counter, as in Sheng
+et al., "Fairness in Serving LLMs", 2024).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from jengine.scheduling.requests.policy import WaitingQueue
 from jengine.scheduling.requests.sequence import Sequence
 
-REMEMBERED = 4096  # idle clients whose virtual time is kept; beyond that, those that would start at `_now` are forgotten
+# idle clients whose virtual time is kept; beyond that, those that would start at `_now` are forgotten
+REMEMBERED = 4096
 
 
 class FairQueue:
@@ -52,7 +53,9 @@ class FairQueue:
             if following is None:
                 heapq.heappop(heap)
             else:
-                heapq.heapreplace(heap, (following.order[0], served + charge(sequence), following.order, following, own))
+                heapq.heapreplace(
+                    heap, (following.order[0], served + charge(sequence), following.order, following, own)
+                )
 
     @property
     def first(self) -> Sequence | None:
@@ -90,7 +93,11 @@ class FairQueue:
     def _forget(self) -> None:
         """Forgets clients that would start at `_now` anyway."""
         if len(self.served) - len(self._queues) > REMEMBERED:
-            self.served = {client: served for client, served in self.served.items() if client in self._queues or served > self._now}
+            self.served = {
+                client: served
+                for client, served in self.served.items()
+                if client in self._queues or served > self._now
+            }
 
 
 def charge(sequence: Sequence) -> int:

@@ -6,7 +6,8 @@ from bisect import bisect_right, insort
 from collections import deque
 
 REMEMBERED = 512  # outputs
-FEWEST = 16  # minimum number of longer outputs for a prediction; with fewer, a request is assumed to reach its limit
+# minimum number of longer outputs for a prediction; with fewer, a request is assumed to reach its limit
+FEWEST = 16
 QUANTILE = 0.9  # quantile of these lengths, high enough that most requests stay within the prediction
 
 
@@ -24,7 +25,8 @@ class OutputLengths:
         insort(self._sorted, length)
 
     def expected_rest(self, generated: int, limit: int, quantile: float = QUANTILE) -> int:
-        """Predicted number of further tokens of a request that has generated `generated`, at most up to its limit.
+        """Predicted number of further tokens of a request that has generated `generated`, at most up to its
+        limit.
 
         Args:
             quantile: of the lengths of longer outputs.
@@ -33,7 +35,9 @@ class OutputLengths:
         return limit - generated if longer is None else min(longer, limit) - generated
 
     def least_rest(self, generated: int, most: int) -> int | None:
-        """Number of tokens, at most `most`, that a request will probably still generate at least; None: unknown."""
+        """Number of tokens, at most `most`, that a request will probably still generate at least; None:
+        unknown.
+        """
         longer = self._longer(generated, 1.0 - QUANTILE)
         return None if longer is None else min(longer - generated, most)
 

@@ -1,8 +1,9 @@
-"""Request order: fcfs (by arrival), priority (by Request.priority, then arrival) or fair (see fair_shares.py).
+"""Request order: fcfs (by arrival), priority (by Request.priority, then arrival) or fair (see
+fair_shares.py).
 
-One order serves admission and preemption. The first waiting sequence is admitted next. When pages run out, the
-last running sequence is preempted, so the first always advances. A preempted sequence keeps its place in the
-order, ahead of all sequences of its class that have not run yet.
+One order serves admission and preemption. The first waiting sequence is admitted next. When pages run out,
+the last running sequence is preempted, so the first always advances. A preempted sequence keeps its place in
+the order, ahead of all sequences of its class that have not run yet.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from jengine.core.scheduling_options import Policy
 from jengine.scheduling.requests.sequence import Order, Sequence
 
 by_order = attrgetter("order")
-NO_DEADLINE = 1e6  # seconds after arrival at which a request without a target counts as due, so it comes after all requests with targets
+# seconds after arrival at which a request without a target counts as due, so it comes after all requests with
+# targets
+NO_DEADLINE = 1e6
 
 
-def order_of(sequence: Sequence, policy: Policy, ageing: float, by_slack: bool = False, promised: bool = True) -> Order:
+def order_of(
+    sequence: Sequence, policy: Policy, ageing: float, by_slack: bool = False, promised: bool = True
+) -> Order:
     """A sequence's place in the order; smaller comes first.
 
     If waiting time counts, one level of priority is worth `ageing` seconds of waiting. The request with the
@@ -29,8 +34,8 @@ def order_of(sequence: Sequence, policy: Policy, ageing: float, by_slack: bool =
 
     Args:
         ageing: seconds; 0: priorities are strict.
-        by_slack: order requests of one priority by the time at which they must start to meet their target, not
-            by arrival.
+        by_slack: order requests of one priority by the time at which they must start to meet their target,
+            not by arrival.
         promised: whether the sequence's targets were accepted; it then comes before all sequences without
             accepted targets.
     """

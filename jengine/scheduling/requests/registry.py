@@ -38,7 +38,8 @@ class Registry:
     reason, a page may be shared as soon as the step that fills it is planned.
 
     Args:
-        max_num_seqs: maximum number of running sequences. They own slots 1 to max_num_seqs; slot 0 is the null slot.
+        max_num_seqs: maximum number of running sequences. They own slots 1 to max_num_seqs; slot 0 is the
+            null slot.
 
     Attributes:
         waiting: sequences that may be admitted, in admission order.
@@ -53,7 +54,9 @@ class Registry:
         rememberers: parts to notify of each release.
     """
 
-    def __init__(self, blocks: BlockManager, composition: Composition, *, max_num_seqs: int, options: SchedulingOptions) -> None:
+    def __init__(
+        self, blocks: BlockManager, composition: Composition, *, max_num_seqs: int, options: SchedulingOptions
+    ) -> None:
         self.blocks, self.max_num_seqs, self.options = blocks, max_num_seqs, options
         self._composition = composition
         self.num_preemptions = self.releases = 0
@@ -98,7 +101,9 @@ class Registry:
         if request_id in self.by_id:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
 
-    def add(self, request: Request, *, seed: int, max_len: int, eos_token_ids: tuple[int, ...], family: int | None) -> Sequence:
+    def add(
+        self, request: Request, *, seed: int, max_len: int, eos_token_ids: tuple[int, ...], family: int | None
+    ) -> Sequence:
         """Adds a sequence, which waits but is not queued yet. Arguments as in Scheduler.add.
 
         Raises:
@@ -165,8 +170,8 @@ class Registry:
             member.slot = self.free_slots.pop()
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages from a running sequence, which then waits and recomputes the tokens that are no
-        longer cached.
+        """Takes slot and pages from a running sequence, which then waits and recomputes the tokens that are
+        no longer cached.
 
         Beams are preempted together. Their search starts again after the prompt.
         """
@@ -205,7 +210,9 @@ class Registry:
             for part in self.rememberers:
                 part.forget(member)
             # Known tokens that are planned are certain: only later ones may not come.
-            self.blocks.commit(member.number, member.tokens, min(member.num_computed, self._composition.prefilled(member)))
+            self.blocks.commit(
+                member.number, member.tokens, min(member.num_computed, self._composition.prefilled(member))
+            )
             self.blocks.release(member.number)
             self.free_slots.append(member.slot)
             member.slot = 0
@@ -222,13 +229,19 @@ class Registry:
         assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"
         slots = sorted([*self.free_slots, *(sequence.slot for sequence in running)])
         assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"
-        assert all(s.slot == 0 and s.state is State.WAITING for s in waiting), "a waiting sequence owns something"
-        assert all(s.state in (State.FETCHING, State.PREFILLING, State.DECODING, State.HELD) for s in running), (
-            "a running sequence has nothing to do"
+        assert all(s.slot == 0 and s.state is State.WAITING for s in waiting), (
+            "a waiting sequence owns something"
         )
-        assert all((s.state is State.FETCHING) == self.blocks.fetches(s.number) for s in running), "a sequence waits for pages in vain"
+        assert all(
+            s.state in (State.FETCHING, State.PREFILLING, State.DECODING, State.HELD) for s in running
+        ), "a running sequence has nothing to do"
+        assert all((s.state is State.FETCHING) == self.blocks.fetches(s.number) for s in running), (
+            "a sequence waits for pages in vain"
+        )
         assert {*requests, *waiting} == {*self.by_id.values()}, "a request is lost"
-        assert self.stop_ids == Counter(token for s in self.by_id.values() for token in s.stop_token_ids), "a stop token is lost"
+        assert self.stop_ids == Counter(token for s in self.by_id.values() for token in s.stop_token_ids), (
+            "a stop token is lost"
+        )
         assert {*running, *waiting} == {*self.by_number.values()}, "a sequence is lost"
         assert len(requests) + len(waiting) == len(self.by_id), "a request is in two places"
 

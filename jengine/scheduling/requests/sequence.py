@@ -32,8 +32,8 @@ class Sequence:
     samples it and `collect`. A decoding sequence always has one token that is not computed yet, known or in
     flight. Its position is `num_computed`, and it is the input of the next row.
 
-    A single step with a row of several tokens may yield fewer of them. Until it is collected, `num_computed` and
-    `in_flight` are upper bounds, as pages and budgets need; `certain` is a lower bound.
+    A single step with a row of several tokens may yield fewer of them. Until it is collected, `num_computed`
+    and `in_flight` are upper bounds, as pages and budgets need; `certain` is a lower bound.
     """
 
     request: Request
@@ -43,13 +43,15 @@ class Sequence:
     max_len: int  # total tokens, prompt and output, at which it ends
     eos_token_ids: tuple[int, ...]
     stop_token_ids: frozenset[int]  # all ids that end it
-    suppressed_token_ids: tuple[int, ...]  # stop and end-of-sequence ids, which are not allowed before min_tokens
+    # stop and end-of-sequence ids, which are not allowed before min_tokens
+    suppressed_token_ids: tuple[int, ...]
     arrival: float = 0.0  # seconds on the scheduler's clock, as are all times here
     ttft: float = math.inf  # target for seconds from arrival to the first token; inf: no target
     tpot: float = math.inf  # target for seconds between tokens
 
     tokens: list[int]  # known: prompt and output
-    num_computed: int = 0  # tokens whose keys and values are in the cache, or will be written by dispatched steps
+    # tokens whose keys and values are in the cache, or will be written by dispatched steps
+    num_computed: int = 0
     in_flight: int = 0  # tokens sampled by dispatched steps and not yet collected
     tentative: int = 0  # how many of these may not come
     slot: int = 0  # 0, the null slot: owns none
@@ -97,11 +99,15 @@ class Sequence:
 
     @property
     def certain(self) -> int:
-        """Number of tokens whose keys and values are in the cache, or will be written whatever steps in flight yield."""
+        """Number of tokens whose keys and values are in the cache, or will be written whatever steps in
+        flight yield.
+        """
         return self.num_computed - self.tentative
 
     def plan_row(self, length: int, least: int) -> None:
-        """A step with a row of this many tokens is planned, which yields as many tokens, or fewer but at least `least`."""
+        """A step with a row of this many tokens is planned, which yields as many tokens, or fewer but at
+        least `least`.
+        """
         self.num_computed += length
         self.in_flight += length
         self.tentative += length - least

@@ -33,8 +33,8 @@ class SequenceLimits:
         """Rejects requests that can never be served.
 
         Raises:
-            InvalidArgument: the prompt is empty or leaves no room for a token, there are too many stop tokens, or the cache is too
-                small for this request alone.
+            InvalidArgument: the prompt is empty or leaves no room for a token, there are too many stop
+                tokens, or the cache is too small for this request alone.
         """
         params, prompt = request.params, request.prompt_token_ids
         if not prompt:
@@ -43,10 +43,19 @@ class SequenceLimits:
         if len(prompt) > most:
             raise InvalidArgument("prompt_token_ids", prompt, f"{len(prompt)} tokens; {limit}")
         if request.beams is not None and self.recurrent:
-            raise InvalidArgument("beam_width", request.beams.beam_width, "no beam search with a model that has recurrent states")
-        if params.min_tokens and not params.many_stops and (stops := len({*params.stop_token_ids, *eos_token_ids})) > DEVICE_STOPS:
+            raise InvalidArgument(
+                "beam_width",
+                request.beams.beam_width,
+                "no beam search with a model that has recurrent states",
+            )
+        if (
+            params.min_tokens
+            and not params.many_stops
+            and (stops := len({*params.stop_token_ids, *eos_token_ids})) > DEVICE_STOPS
+        ):
             limit = (
-                f"must be 0: the model has {len(eos_token_ids)} end-of-sequence tokens; {stops} with stop_token_ids, at most {DEVICE_STOPS}"
+                f"must be 0: the model has {len(eos_token_ids)} end-of-sequence tokens; {stops} with"
+                f" stop_token_ids, at most {DEVICE_STOPS}"
             )
             raise InvalidArgument("min_tokens", params.min_tokens, limit)
         max_len = self.max_len(request)
@@ -55,8 +64,8 @@ class SequenceLimits:
         if pages > self.pages:
             beams = "" if request.beams is None else f", of each of {request.beams.beam_width} beams,"
             limit = (
-                f"{len(prompt)} prompt tokens and up to {max_len - len(prompt)} more{beams} need {pages} pages of {self.page_size} tokens; "
-                f"the cache has {self.pages}"
+                f"{len(prompt)} prompt tokens and up to {max_len - len(prompt)} more{beams} need {pages}"
+                f" pages of {self.page_size} tokens; the cache has {self.pages}"
             )
             raise InvalidArgument("max_tokens", params.max_tokens, limit)
 
@@ -65,18 +74,26 @@ class SequenceLimits:
         if request.pooling is not None:
             return len(request.prompt_token_ids) + 1  # the sampled token is discarded
         most = request.params.max_tokens
-        return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
+        return (
+            self.max_model_len
+            if most is None
+            else min(len(request.prompt_token_ids) + most, self.max_model_len)
+        )
 
     def longest_after(self, tokens: int, steps: int) -> int:
         """Length of a sequence of this many tokens after a burst, or at its end if that comes first."""
         return min(tokens + steps - 1, self.max_model_len)
 
     def _most_pages(self, request: Request, tokens: int) -> int:
-        """Maximum pages of a request. In groups without a window, its beams share the whole pages of the prompt."""
+        """Maximum pages of a request. In groups without a window, its beams share the whole pages of the
+        prompt.
+        """
         pages = self.most_pages(tokens)
         if request.beams is None:
             return pages
-        shared = len(request.prompt_token_ids) // self.page_size * sum(window is None for window in self.windows)
+        shared = (
+            len(request.prompt_token_ids) // self.page_size * sum(window is None for window in self.windows)
+        )
         return shared + request.beams.beam_width * (pages - shared)
 
     def most_pages(self, tokens: int) -> int:
@@ -92,4 +109,7 @@ def longest_prompt(max_model_len: int, *, pooled: bool) -> tuple[int, str]:
     """
     if pooled:
         return max_model_len, f"at most max_model_len = {max_model_len}"
-    return max_model_len - 1, f"at most max_model_len - 1 = {max_model_len - 1}, to leave room for one generated token"
+    return (
+        max_model_len - 1,
+        f"at most max_model_len - 1 = {max_model_len - 1}, to leave room for one generated token",
+    )

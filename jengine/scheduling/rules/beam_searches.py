@@ -33,13 +33,17 @@ class BeamSearches(Rule):
         params = leader.request.beams
         if params is None:
             return []
-        beams = self._leaders[leader] = leader.beams = Beams(params, leader, leader.prompt_len, leader.eos_token_ids)
+        beams = self._leaders[leader] = leader.beams = Beams(
+            params, leader, leader.prompt_len, leader.eos_token_ids
+        )
         others = [self._registry.add_beam(leader, beams) for _ in range(params.beam_width - 1)]
         beams.members += others
         return others
 
     def planned(self, plan: PlanBuilder) -> None:
-        """Makes rows of beams take their tokens from the host, and holds these beams until their successors are known."""
+        """Makes rows of beams take their tokens from the host, and holds these beams until their successors
+        are known.
+        """
         if self._leaders:
             for span, sequence in zip(plan.spans, plan.rows, strict=False):
                 if sequence.searches:
@@ -59,8 +63,12 @@ class BeamSearches(Rule):
         leader.found = beams.end([path for _, path in chosen], leader.request.params.logprobs is not None)
         return leader
 
-    def _assign(self, members: list[Sequence], chosen: list[tuple[Sequence, Path]]) -> list[tuple[Sequence, Path]]:
-        """Assigns a sequence to each chosen beam: its parent's sequence, or a free one if another successor took that."""
+    def _assign(
+        self, members: list[Sequence], chosen: list[tuple[Sequence, Path]]
+    ) -> list[tuple[Sequence, Path]]:
+        """Assigns a sequence to each chosen beam: its parent's sequence, or a free one if another successor
+        took that.
+        """
         parents = {parent for parent, _ in chosen}
         free = [member for member in members if member not in parents]
         beams: dict[Sequence, Path] = {}

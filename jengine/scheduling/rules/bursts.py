@@ -1,4 +1,6 @@
-"""Bursts: several decode steps in a row that do not need the host. Decides when to run one, and its length per row."""
+"""Bursts: several decode steps in a row that do not need the host. Decides when to run one, and its length
+per row.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,19 @@ from jengine.table.program_table import VARIANTS
 
 
 class Bursts(Rule):
-    """Turns a decode step into a burst, if its program is ready, no row needs the host, and there are enough pages.
+    """Turns a decode step into a burst, if its program is ready, no row needs the host, and there are enough
+    pages.
 
     With num_scheduler_steps="auto", also requires that nothing is waiting.
     """
 
     def __init__(self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor) -> None:
-        self._registry, self._blocks, self._limits, self._predictor = registry, registry.blocks, limits, predictor
+        self._registry, self._blocks, self._limits, self._predictor = (
+            registry,
+            registry.blocks,
+            limits,
+            predictor,
+        )
         self._steps, self._auto = predictor.ready.table.steps, registry.options.num_scheduler_steps == "auto"
 
     def lengthen(self, plan: PlanBuilder) -> None:
@@ -27,17 +35,25 @@ class Bursts(Rule):
         if steps == 1 or plan.tiles:
             return
         variant = VARIANTS[plan.rank]
-        if variant == VARIANTS[-1] or (self._auto and (self._registry.num_waiting or self._registry.fetching)):
+        if variant == VARIANTS[-1] or (
+            self._auto and (self._registry.num_waiting or self._registry.fetching)
+        ):
             return
         lengths = [min(steps, s.last_position - s.num_computed) for s in rows]
         if max(lengths) < steps:
             return
         ready = self._predictor.ready
-        trunk = ready.trunk(len(rows), 0, blocks.pages_of(self._limits.longest_after(plan.longest, steps)), len(rows))
+        trunk = ready.trunk(
+            len(rows), 0, blocks.pages_of(self._limits.longest_after(plan.longest, steps)), len(rows)
+        )
         if ready.burst(trunk, variant) is None:
             return
         ends = [s.num_computed + length for s, length in zip(rows, lengths, strict=True)]
-        growing = [(s, end) for s, end in zip(rows, ends, strict=True) if blocks.pages_of(end) > blocks.pages_of(s.num_computed + 1)]
+        growing = [
+            (s, end)
+            for s, end in zip(rows, ends, strict=True)
+            if blocks.pages_of(end) > blocks.pages_of(s.num_computed + 1)
+        ]
         for sequence, _ in growing:
             blocks.pass_windows(sequence.number, sequence.certain)
         wanted = sum([blocks.pages_of(end) - blocks.pages_of(s.num_computed + 1) for s, end in growing])
@@ -48,5 +64,7 @@ class Bursts(Rule):
         for span, length in zip(plan.spans, lengths, strict=True):
             span.length = length
         work = plan.work
-        plan.work = Work(work.context * steps + len(rows) * steps * (steps - 1) // 2, (work.longest + steps // 2) * steps)
+        plan.work = Work(
+            work.context * steps + len(rows) * steps * (steps - 1) // 2, (work.longest + steps // 2) * steps
+        )
         plan.steps, plan.lengthened = steps, True

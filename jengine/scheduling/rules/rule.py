@@ -9,8 +9,8 @@ from jengine.scheduling.step.plan_builder import PlanBuilder
 class Rule:
     """A feature that gives some rows another meaning than one new token after the last one.
 
-    A rule keeps what it knows about running sequences, and overrides the hooks that it needs. Each is called once
-    in a step, with all of its rows, in the order of Scheduler's rules.
+    A rule keeps what it knows about running sequences, and overrides the hooks that it needs. Each is called
+    once in a step, with all of its rows, in the order of Scheduler's rules.
     """
 
     def lengthen(self, plan: PlanBuilder) -> None:

@@ -11,7 +11,8 @@ from jengine.scheduling.requests.sequence import Sequence
 
 @dataclass(slots=True)
 class Collected:
-    """New tokens in the plan's order. Lists by field, since objects for each token would cost a large step much time.
+    """New tokens in the plan's order. Lists by field, since objects for each token would cost a large step
+    much time.
 
     Attributes:
         samples: for each token, the index of its sample in the plan.

@@ -22,7 +22,8 @@ class Rows:
     def __init__(self, registry: Registry, limits: SequenceLimits) -> None:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
         self.last: list[Sequence] = []
-        self._rank, self._paced = 0, False  # of these rows, as are the lists; a loop over a thousand sequences waits for memory
+        # of these rows, as are the lists; a loop over a thousand sequences waits for memory
+        self._rank, self._paced = 0, False
         self._numbers: list[int] = []
         self._slots: list[int] = []
         self._samples: list[Sample] = []
@@ -58,14 +59,17 @@ class Rows:
         self._forked.pop(sequence, None)
 
     def decoding(self) -> list[Sequence]:
-        """Running sequences that need a row. A sequence whose last token is in flight finishes when that is collected."""
+        """Running sequences that need a row. A sequence whose last token is in flight finishes when that is
+        collected.
+        """
         decoding = State.DECODING
         return [s for s in self._registry.running if s.state is decoding and s.num_computed < s.last_position]
 
     def add(self, plan: PlanBuilder) -> None:
         """Adds a row for every decoding sequence to an empty plan."""
         rows, positions = self._with_pages(plan)
-        if rows != self.last:  # most steps keep the rows; a sequence that changes its slot misses a step in between
+        # most steps keep the rows; a sequence that changes its slot misses a step in between
+        if rows != self.last:
             self.last, self._rank = rows, max([s.variant_rank for s in rows], default=0)
             self._paced = any(s.tpot < math.inf for s in rows)
             self._numbers, self._slots = [s.number for s in rows], [s.slot for s in rows]
@@ -81,8 +85,8 @@ class Rows:
         """Sequences that decode in this step, and their positions.
 
         Allocates pages for those that enter a new page, and copies shared pages.
-        Preempts the last sequence in the policy's order until there are enough pages. At the latest, this ends
-        with one running sequence, for which the pool was found large enough when it was added.
+        Preempts the last sequence in the policy's order until there are enough pages. At the latest, this
+        ends with one running sequence, for which the pool was found large enough when it was added.
         """
         blocks = self._blocks
         page_size = blocks.page_size
@@ -114,5 +118,7 @@ class Rows:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence that does not run is remembered."""
-        assert {*self._sharing, *self._forked} <= {*self._registry.running}, "a sequence that does not run shares a page"
+        assert {*self._sharing, *self._forked} <= {*self._registry.running}, (
+            "a sequence that does not run shares a page"
+        )
         assert all(sequence.searches for sequence in self._forked), "a sequence that is no beam was forked"

@@ -1,6 +1,7 @@
 """Records what vLLM answers to the cases, beside this script.
 
-Run from the repository's root, in a Python with vLLM for CPUs (`make goldens-vllm` makes one): python -m tests.golden.vllm.record
+Run from the repository's root, in a Python with vLLM for CPUs (`make goldens-vllm` makes one): python -m
+tests.golden.vllm.record
 """
 
 from __future__ import annotations
@@ -14,13 +15,27 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
 
 import vllm
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from tests.golden.vllm.cases import ANSWERS, BEAM_ANSWERS, BEAMS, CASES, DEFAULTS, MAX_MODEL_LEN, MODELS, REFUSED, write_case_model
+from tests.golden.vllm.cases import (
+    ANSWERS,
+    BEAM_ANSWERS,
+    BEAMS,
+    CASES,
+    DEFAULTS,
+    MAX_MODEL_LEN,
+    MODELS,
+    REFUSED,
+    write_case_model,
+)
 
 
 def sampling_params(changes: dict[str, Any]) -> SamplingParams:
@@ -37,7 +52,10 @@ def entries(positions: Sequence[Mapping[int, Any] | None] | None) -> list[Any] |
     return [
         None
         if position is None
-        else [[token, round(value.logprob, 6), value.rank, value.decoded_token] for token, value in position.items()]
+        else [
+            [token, round(value.logprob, 6), value.rank, value.decoded_token]
+            for token, value in position.items()
+        ]
         for position in positions
     ]
 
@@ -61,7 +79,10 @@ def answer(llm: LLM, prompt: str | list[int], params: dict[str, Any]) -> dict[st
 def beams(llm: LLM, prompt: str | list[int], params: dict[str, Any]) -> list[dict[str, Any]]:
     given = {"prompt": prompt} if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt)
     [output] = llm.beam_search([given], BeamSearchParams(**params))
-    found = [{"tokens": list(beam.tokens), "text": beam.text, "cum_logprob": beam.cum_logprob} for beam in output.sequences]
+    found = [
+        {"tokens": list(beam.tokens), "text": beam.text, "cum_logprob": beam.cum_logprob}
+        for beam in output.sequences
+    ]
     found[0]["logprobs"] = entries(output.sequences[0].logprobs)
     return found
 
@@ -76,7 +97,9 @@ def refusal(llm: LLM, params: dict[str, Any]) -> str | None:
 
 
 def record(name: str) -> tuple[dict[str, Any], dict[str, str | None], dict[str, Any]]:
-    """A model's answers, rejections and beams, from a separate process, since vLLM supports one model per process."""
+    """A model's answers, rejections and beams, from a separate process, since vLLM supports one model per
+    process.
+    """
     with tempfile.TemporaryDirectory() as folder:
         write_case_model(Path(folder), name)
         llm = LLM(
@@ -87,7 +110,9 @@ def record(name: str) -> tuple[dict[str, Any], dict[str, str | None], dict[str, 
             enable_prefix_caching=False,
             structured_outputs_config={"backend": "guidance"},
         )
-    answers = {key: answer(llm, case.prompt, case.params) for key, case in CASES.items() if case.model == name}
+    answers = {
+        key: answer(llm, case.prompt, case.params) for key, case in CASES.items() if case.model == name
+    }
     found = {key: beams(llm, case.prompt, case.params) for key, case in BEAMS.items() if case.model == name}
     return answers, {key: refusal(llm, params) for key, params in REFUSED.items()}, found
 
@@ -97,7 +122,9 @@ def main() -> None:
         recorded = list(pool.map(record, MODELS))
     answers = {key: value for some, _, _ in recorded for key, value in some.items()}
     lines = [f"{json.dumps(key)}: {json.dumps(answers[key])}" for key in CASES]
-    head = f'"vllm": {json.dumps(vllm.__version__)},\n"refused": {json.dumps(recorded[0][1])},\n"answers": {{\n'
+    head = (
+        f'"vllm": {json.dumps(vllm.__version__)},\n"refused": {json.dumps(recorded[0][1])},\n"answers": {{\n'
+    )
     ANSWERS.write_text("{\n" + head + ",\n".join(lines) + "\n}\n}\n")
     found = {key: value for _, _, some in recorded for key, value in some.items()}
     lines = [f"{json.dumps(key)}: {json.dumps(found[key])}" for key in BEAMS]

@@ -11,7 +11,9 @@ def _run_others() -> None:
     import importlib.util
     from importlib.machinery import PathFinder
 
-    found = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path or ".") != _HERE])
+    found = PathFinder.find_spec(
+        "sitecustomize", [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+    )
     if found is not None and found.loader is not None:
         found.loader.exec_module(importlib.util.module_from_spec(found))
 
