@@ -9,16 +9,16 @@
 one stream      decode tokens/s of one sequence, prompt 128, 128 tokens beyond the first
 32 at once      output tokens/s of 32 requests, prompts of 16 to 512 tokens, outputs of 16 to 256
 prompt of 1024  prompt tokens/s until the first token
-start           from the start of the process to its first token, using what earlier starts have saved (jengine:
-its programs) first start     the same with nothing saved
+start           from the start of the process to its first token, using what earlier starts have saved
+                (jengine: its programs)
+first start     the same with nothing saved
 
 The model is the 134M shape of tools/make_model.py: random weights in bfloat16, which all formats except those
 of eight bits represent exactly. Results are saved separately for each newest instruction set of a processor.
-Greedy tokens are compared with jengine's at float32:
-a peer at float32 may first differ only at near-ties. Peers are installed and weights converted under
-.cache/peers; peers that are not available are listed with the reason. Peers use their recommended options,
-without prefix sharing between prompts. Engines without continuous batching run all 32 rows until the longest
-has ended.
+Greedy tokens are compared with jengine's at float32: a peer at float32 may first differ only at near-ties.
+Peers are installed and weights converted under .cache/peers; peers that are not available are listed with the
+reason. Peers use their recommended options, without prefix sharing between prompts. Engines without
+continuous batching run all 32 rows until the longest has ended.
 """
 
 from __future__ import annotations

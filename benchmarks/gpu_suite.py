@@ -4,15 +4,17 @@ share of the hardware's limits.
     python -m benchmarks.gpu_suite [PART ...] [--programs DIR] [--out FILE]
 
 correctness   every kernel against float32; runs first, unless FILE has results for these kernels
-decode        decode attention: bytes a second relative to the device's own copies; equal rows, padding, ragged batches;
-              beside FlashInfer's kernel if it is installed
-prefill       prefill attention: operations a second relative to the device's own matrix products; other libraries
-experts       products of tokens with their experts' weights: correctness; then relative to the device's copies and
-              matrix products
+decode        decode attention: bytes a second relative to the device's own copies; equal rows, padding,
+              ragged batches; beside FlashInfer's kernel if it is installed
+prefill       prefill attention: operations a second relative to the device's own matrix products;
+              other libraries
+experts       products of tokens with their experts' weights: correctness; then relative to the device's
+              copies and matrix products
 products      the same of dense quantized weights
-programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded and run
-engine        a Llama with 8B parameters, random weights: decoding and prefilling relative to the roofline, and the
-              host's time
+programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded
+              and run
+engine        a Llama with 8B parameters, random weights: decoding and prefilling relative to the roofline,
+              and the host's time
 transformers  the same Llama in transformers
 tune          tunes the kernels within the time limit and updates their tables; another run continues
 

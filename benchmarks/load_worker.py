@@ -4,7 +4,8 @@ serve_load.py.
     python -m benchmarks.load_worker stub|client|http|library WHERE
 
 stub     bare gRPC stubs; WHERE is a server's address
-http     /v1/completions over plain sockets, cheaper for a client than any HTTP library; WHERE is the URL before the path
+http     /v1/completions over plain sockets, cheaper for a client than any HTTP library; WHERE is the URL
+         before the path
 client   jengine.client.AsyncClient
 library  an AsyncLLM in this process; WHERE is its EngineConfig, as JSON
 

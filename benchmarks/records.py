@@ -2,8 +2,8 @@
 
     python -m benchmarks.records [--pairs 10] [--steps 200] [--quick]
 
-steps       microseconds a step of the loop with programs that do nothing, 256 decoding sequences, one core; see
-host_cost.py
+steps       microseconds a step of the loop with programs that do nothing, 256 decoding sequences, one core;
+            see host_cost.py
 throughput  tokens a second of the demo model, 32 requests at once, all cores
 """
 
@@ -147,8 +147,12 @@ def compared(block: Callable[[bool], float], pairs: int, unit: str) -> dict[str,
         f" {statistics.median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})",
         flush=True,
     )
-    return {"on": [round(x, 2) for x in on], "off": [round(x, 2) for x in off], "median_difference": round(statistics.median(gaps), 2),
-            "median_ratio": round(statistics.median(ratios), 4)}  # fmt: skip
+    return {
+        "on": [round(x, 2) for x in on],
+        "off": [round(x, 2) for x in off],
+        "median_difference": round(statistics.median(gaps), 2),
+        "median_ratio": round(statistics.median(ratios), 4),
+    }
 
 
 def main() -> None:

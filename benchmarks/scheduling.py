@@ -6,10 +6,11 @@ On the virtual clock, steps take the time that the cost model of the 134M shape 
 that thousands of requests and a sweep of fixed settings take seconds. FILE has saved costs. `--real` runs
 parts on the engine, with fewer requests; `--host` measures the host's cost of strategies.
 
-batching  output tokens/s of a backlog, and latency at 70 % of continuous batching's rate; compared with the
-minimum time of any schedule for the same work at these costs
-latency   share of requests within targets at three Poisson rates, compared with fixed settings: tiles a step,
-and sequences at once memory    preemptions and tokens/s with pages for a third of the sequences that could run
+batching  output tokens/s of a backlog, and latency at 70 % of continuous batching's rate; compared with
+          the minimum time of any schedule for the same work at these costs
+latency   share of requests within targets at three Poisson rates, compared with fixed settings: tiles a
+          step, and sequences at once
+memory    preemptions and tokens/s with pages for a third of the sequences that could run
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
     python -m benchmarks.sharing [--parts arrivals samples chat windows reserved] [--rounds 3] [--quick]
 
-arrivals  64 requests arrive together: a common prefix of 1,024 tokens, suffixes of 64, and 32 tokens of output
-each samples   n=8 for a prompt of 512 tokens, and eight requests with that prompt: number of computed prompt
-tokens chat      10 turns, each with the whole conversation before it: time to the first token of the tenth
-windows   bytes of cache for a sequence of 8,192 tokens, for models with windows; no model runs reserved  slots
-in sequences' pages without a token; no model runs
+arrivals  64 requests arrive together: a common prefix of 1,024 tokens, suffixes of 64, and 32 tokens of
+          output each
+samples   n=8 for a prompt of 512 tokens, and eight requests with that prompt: number of computed prompt
+          tokens
+chat      10 turns, each with the whole conversation before it: time to the first token of the tenth
+windows   bytes of cache for a sequence of 8,192 tokens, for models with windows; no model runs
+reserved  slots in sequences' pages without a token; no model runs
 
 The first three use the 134M shape, random weights, one engine and one set of programs, with the prefix cache
 on and off in turn, and empty at the start of each. A round's ratio compares two consecutive runs; the median

@@ -26,7 +26,8 @@ from jengine import AsyncLLM, EngineThread, Tokenizer, cli
 from jengine.serving.processes.mock_engine import MockEngine
 
 def make(model, **_):
-    return AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, max_num_seqs=8, seconds=0.002)), Tokenizer.load(Path(model)))
+    engine = MockEngine(vocab_size=501, max_num_seqs=8, seconds=0.002)
+    return AsyncLLM.over(EngineThread(engine), Tokenizer.load(Path(model)))
 
 jengine.AsyncLLM = make
 sys.exit(cli.main(sys.argv[1:]))

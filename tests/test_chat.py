@@ -202,7 +202,8 @@ class Endless:
         return {"prompt_token_ids": [1], "prompt": "|".join(message["content"] for message in messages)}
     def stream(self, prompt, params):
         completion = CompletionOutput()
-        for word in itertools.chain(["<" + prompt["prompt"] + ">"], itertools.repeat(" word") if "go" in prompt["prompt"] else []):
+        text = prompt["prompt"]
+        for word in itertools.chain(["<" + text + ">"], itertools.repeat(" word") if "go" in text else []):
             completion.text += word
             yield RequestOutput(request_id="0", prompt="", prompt_token_ids=[1], outputs=[completion])
             time.sleep(0.001)

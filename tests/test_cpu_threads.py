@@ -21,7 +21,8 @@ from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.text.tokenizer import Tokenizer
 
 def threads():
-    return [(Path("/proc/self/task") / task / "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    tasks = Path("/proc/self/task")
+    return [(tasks / task / "comm").read_text().strip() for task in os.listdir(tasks)]
 
 tokenizer = Tokenizer.load(Path(sys.argv[2]))
 limit_cpu_threads(int(sys.argv[1]) or None)

@@ -27,8 +27,8 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parent.parent
 LEDGER = ROOT / "tests" / "full.toml"
 HEAD = """\
-# Written by `make test-full`: the last run of each part of the long tests. The age of a part is counted from the commit `since`:
-# that of the last run without failures or, before there is one, of this file's beginning.
+# Written by `make test-full`: the last run of each part of the long tests. The age of a part is counted from
+# the commit `since`: that of the last run without failures or, before there is one, of this file's beginning.
 """
 TESTS = "full or hypothesis"  # Hypothesis marks its tests
 FAILED = 1  # pytest's exit status, of a run that came to its end

@@ -197,8 +197,8 @@ class ScriptTokenizer:
             InvalidArgument: the template rejects the conversation, or an argument is not plain JSON.
             ModelError: the model has no chat template.
         """
-        _reject({name: variables.pop(name) for name in ("return_assistant_tokens_mask",) if name in variables},
-                return_assistant_tokens_mask=False)  # fmt: skip
+        masks = {name: variables.pop(name) for name in ("return_assistant_tokens_mask",) if name in variables}
+        _reject(masks, return_assistant_tokens_mask=False)
         how = variables.pop("tokenizer_kwargs", None) or {}
         if add_generation_prompt and continue_final_message:
             raise InvalidArgument("add_generation_prompt", True, "excludes continue_final_message")

@@ -36,17 +36,18 @@ jsonl: a line is a JSON object:
     line too, in order of completion:
     {"line": N, "id": ID, "prompt_tokens": N, "outputs": [{"text": TEXT, "token_ids": [...], "finish_reason":
     ...}]} or, for a line that cannot be answered, {"line": N, "id": ID, "error": REASON}.
-  openai: OpenAI's batch files, with the endpoints of `jengine serve --http-port`; answers are in order of completion:
+  openai: OpenAI's batch files, with the endpoints of `jengine serve --http-port`; answers are in order of
+    completion:
     {"custom_id": ID, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ...}}
-  parquet, csv: a column prompt, prompt_token_ids or messages (or --prompt-column; lists are JSON in CSV) and an
-  optional column sampling_params (JSON or a struct). All columns are copied in the rows' order, and the columns
-  generated_text, generated_tokens, num_input_tokens, num_generated_tokens, finish_reason and error are added.
-  Until all rows are answered, answers are in OUTPUT.journal.
+  parquet, csv: a column prompt, prompt_token_ids or messages (or --prompt-column; lists are JSON in CSV) and
+  an optional column sampling_params (JSON or a struct). All columns are copied in the rows' order, and the
+  columns generated_text, generated_tokens, num_input_tokens, num_generated_tokens, finish_reason and error
+  are added. Until all rows are answered, answers are in OUTPUT.journal.
 
 Requests are not answered in the file's order: out of a few thousand, those with a common prefix run together,
-long ones first. After an interruption, run the command again with the same files: lines that have an answer are
-skipped. A line is identified by its id or, if it has none, by its number. The exit code is 1 if any line has
-failed; --retry-errors answers these lines again.
+long ones first. After an interruption, run the command again with the same files: lines that have an answer
+are skipped. A line is identified by its id or, if it has none, by its number. The exit code is 1 if any line
+has failed; --retry-errors answers these lines again.
 """
 
 

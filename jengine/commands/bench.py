@@ -48,14 +48,23 @@ def _add_dataset(
     group.add_argument(
         "--num-prompts", metavar="N", type=int, default=prompts, help=f"requests (default: {prompts})"
     )
-    group.add_argument("--dataset-name", choices=("random", "sharegpt", "trace"), default="random",
-        help="random token ids, a ShareGPT "
-                       "file's first turns, or a trace's arrivals and lengths (see `jengine simulate`) (default: random)")  # fmt: skip
+    group.add_argument(
+        "--dataset-name",
+        choices=("random", "sharegpt", "trace"),
+        default="random",
+        help="random token ids, a ShareGPT file's first turns, or a trace's arrivals and lengths (see "
+        "`jengine simulate`) (default: random)",
+    )
     group.add_argument("--dataset-path", metavar="FILE", type=Path, help="file for sharegpt or trace")
     for name, default in zip(("input", "output"), lengths, strict=True):
-        group.add_argument(f"--{prefix}{name}-len", dest=f"{name}_len", metavar="N", type=int,
+        group.add_argument(
+            f"--{prefix}{name}-len",
+            dest=f"{name}_len",
+            metavar="N",
+            type=int,
             default=default,
-                           help=f"tokens of a random request's {name} (default: {default})")  # fmt: skip
+            help=f"tokens of a random request's {name} (default: {default})",
+        )
     group.add_argument(
         "--random-range-ratio",
         metavar="NUMBER",
@@ -395,9 +404,13 @@ def _add_sweep(kinds: Any) -> None:
     parser.add_argument(
         "--serve-cmd", metavar="COMMAND", required=True, help='such as "jengine serve demo --http-port 8000"'
     )
-    parser.add_argument("--bench-cmd", metavar="COMMAND", default="jengine bench serve --json --disable-tqdm",
-        help="a command whose last "
-                        "line of output is a JSON object (default: jengine bench serve --json --disable-tqdm)")  # fmt: skip
+    parser.add_argument(
+        "--bench-cmd",
+        metavar="COMMAND",
+        default="jengine bench serve --json --disable-tqdm",
+        help="a command whose last line of output is a JSON object (default: jengine bench serve --json "
+        "--disable-tqdm)",
+    )
     parser.add_argument(
         "--serve-params", metavar="FILE", type=Path, help='JSON: [{"max_num_seqs": 8}, {"max_num_seqs": 32}]'
     )
@@ -407,9 +420,12 @@ def _add_sweep(kinds: Any) -> None:
     parser.add_argument(
         "--num-runs", metavar="N", type=int, default=1, help="runs of each combination (default: 1)"
     )
-    parser.add_argument("--ready-url", metavar="URL", default="http://127.0.0.1:8000/health",
-        help="a URL that responds when the server "
-                        "is ready (default: http://127.0.0.1:8000/health)")  # fmt: skip
+    parser.add_argument(
+        "--ready-url",
+        metavar="URL",
+        default="http://127.0.0.1:8000/health",
+        help="a URL that responds when the server is ready (default: http://127.0.0.1:8000/health)",
+    )
     parser.add_argument(
         "--output",
         "-o",

@@ -26,8 +26,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {  # sampling parameters of all requests, 
     "full": {"temperature": 0.8, "top_p": 0.95, "logprobs": 1},
 }
 TRACES = """\
-A trace is a recording by jengine (--record-trace of other commands), Azure's LLM inference CSV, BurstGPT's CSV,
-or Mooncake's JSONL. Requests have the trace's lengths. No model is loaded, compiled or run.
+A trace is a recording by jengine (--record-trace of other commands), Azure's LLM inference CSV, BurstGPT's
+CSV, or Mooncake's JSONL. Requests have the trace's lengths. No model is loaded, compiled or run.
 """
 
 

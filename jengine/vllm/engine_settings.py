@@ -145,7 +145,9 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("model_impl", "model families are part of jengine", "auto", "vllm"),
     # --- not supported
     unsupported(
-        "load_format", "weights are read in the format that they have: safetensors, PyTorch's .bin, GGUF, or a folder of `jengine convert`",
+        "load_format",
+        "weights are read in the format that they have: safetensors, PyTorch's .bin, GGUF, or a folder of "
+        "`jengine convert`",
         "auto", "safetensors", "hf", "pt", "gguf", "fastsafetensors",
     ),
     unsupported("tokenizer_mode", "the tokenizer is read in the format that it has", "auto", "hf", "mistral"),

@@ -51,9 +51,8 @@ class Searches:
             with torch.no_grad():
                 logits = self.oracle.model(torch.tensor(beams), use_cache=False).logits[:, -1]
             likely = torch.log_softmax(logits, -1).topk(2 * width)
-            return [
-                dict(zip(ids, values)) for ids, values in zip(likely.indices.tolist(), likely.values.tolist())
-            ]  # noqa: B905
+            rows = zip(likely.indices.tolist(), likely.values.tolist(), strict=True)
+            return [dict(zip(ids, values, strict=True)) for ids, values in rows]
 
         return beam_search(prompt, candidates, width=width, steps=STEPS, **how)
 

@@ -18,7 +18,10 @@ from pallas_kernels.cpu.formats import processor
 from pallas_kernels.products import form_key, product, using
 from pallas_kernels.quantized import quantize
 
-AMX = "+sse2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+avx512vnni,+amx-tile,+amx-bf16,+amx-int8"
+AMX = (
+    "+sse2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+avx512vnni,"
+    "+amx-tile,+amx-bf16,+amx-int8"
+)
 SAPPHIRE_RAPIDS = native.Target("x86_64-unknown-linux-gnu", "sapphirerapids", AMX)
 
 

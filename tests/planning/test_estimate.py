@@ -71,7 +71,7 @@ ENTRY %main (q: bf16[256,128]) -> bf16[256,128] {
   %signals = s32[20]{0} parameter(8)
   ROOT %one = (bf16[256,128]{1,0}, f32[38,8,128]{2,1,0}, f32[38,64]{1,0}, s32[20]{0}) custom-call(%q, %k, %v, %tables, %lengths, %first, %items, %joins, %signals), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/paged_attention_decode/mpmd_map"}
 }
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ ENTRY %main (q: bf16[8,128,576]) -> bf16[8,128,512] {
   %items = s32[51,6]{1,0} parameter(5)
   ROOT %one = (bf16[8,128,512]{2,1,0}, f32[38,64,512]{2,1,0}, f32[38,64]{1,0}) custom-call(%q, %pages, %tables, %lengths, %first, %items), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/latent_attention_decode/mpmd_map"}
 }
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.parametrize(("rows", "context", "busy"), [(8, 1024, 20), (1, 1024, 8), (1, 10, 1)])
@@ -154,7 +154,7 @@ ENTRY %main (q: bf16[136,32,128]) -> bf16[2,64,32,128] {
   %tables = s32[2,16]{1,0} parameter(3)
   ROOT %fusion = bf16[2,64,32,128]{3,2,1,0} fusion(%q, %k, %v, %tables), kind=kCustom, calls=%address_computation
 }
-"""  # noqa: E501
+"""
 
 
 def test_a_kernel_that_xla_wraps_with_slices_of_its_operands_is_that_kernel() -> None:
@@ -173,7 +173,7 @@ ENTRY %main (x: bf16[520,256]) -> bf16[520,512] {
   %scale = f32[EXPERTS,OUTSCALES]{2,1,0} parameter(3)
   ROOT %one = bf16[520,OUT]{1,0} custom-call(%x, %w, %group, %scale), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/grouped_product/mpmd_map"}
 }
-"""  # noqa: E501
+"""
 
 
 def grouped(
@@ -215,7 +215,7 @@ ENTRY %main (x: bf16[128,1024]) -> f32[2,128,512] {
   %sums = f32[8,128]{1,0} parameter(7)
   ROOT %one = f32[2,128,512]{2,1,0} custom-call(%x, %w, %scale, %group, %start, %length, %offset, %sums), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/int4_product/mpmd_map"}
 }
-"""  # noqa: E501
+"""
 
 
 def test_four_bit_weights_are_read_with_scales_and_offsets_and_unpacked_for_each_block_of_rows() -> None:

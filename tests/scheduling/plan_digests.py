@@ -147,12 +147,17 @@ class Run:
         loop.drain(ahead)
         scheduler = loop.scheduler
         for s in loop.sequences:
-            self._add(f"{s.request_id} {s.output_token_ids} {s.found} {s.finish_reason} {s.stop_reason} {s.num_preemptions} {s.num_cached} "
-                      f"{s.arrival} {s.scheduled} {s.first_token} {s.due} {s.late}")  # fmt: skip
+            self._add(
+                f"{s.request_id} {s.output_token_ids} {s.found} {s.finish_reason} {s.stop_reason} {s.num_preemptions} "
+                f"{s.num_cached} {s.arrival} {s.scheduled} {s.first_token} {s.due} {s.late}"
+            )
         prefixes, goodput = scheduler.prefixes, scheduler.acceptance.goodput
-        self._add(f"{scheduler.registry.num_preemptions} {prefixes.queries} {prefixes.hits} {prefixes.host_queries} {prefixes.host_hits} "
-                  f"{prefixes.host_declined} {prefixes.resumptions} {sorted(scheduler.admission.decisions.items())} "
-                  f"{goodput.met} {goodput.missed} {goodput.rejected}")  # fmt: skip
+        counts = f"{prefixes.queries} {prefixes.hits} {prefixes.host_queries} {prefixes.host_hits}"
+        self._add(
+            f"{scheduler.registry.num_preemptions} {counts} {prefixes.host_declined} {prefixes.resumptions} "
+            f"{sorted(scheduler.admission.decisions.items())} "
+            f"{goodput.met} {goodput.missed} {goodput.rejected}"
+        )
         return self.digest.hexdigest()
 
     def _arrive(self) -> None:

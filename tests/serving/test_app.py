@@ -225,7 +225,8 @@ def test_keys_tls_and_metrics_together(tokenizer_folder: Path, tmp_path: Path) -
             'jengine:generation_tokens_total{model_name="tiny"} 3.0',
             'jengine:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
             (
-                'grpc_server_handled_total{grpc_code="UNAUTHENTICATED",grpc_method="Generate",grpc_service="jengine.v1.GenerateService"} 1.0'
+                'grpc_server_handled_total{grpc_code="UNAUTHENTICATED",grpc_method="Generate",'
+                'grpc_service="jengine.v1.GenerateService"} 1.0'
             ),
             'jengine:kv_cache_usage_perc{model_name="tiny"} 0.0',
         ):

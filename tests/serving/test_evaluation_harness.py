@@ -53,7 +53,10 @@ def test_log_probabilities_are_the_librarys(tmp_path: Path) -> None:
     ) as server:
         server.wait_until_ready()
         tokenizer = Path(jengine.__file__).parent / "demo"
-        arguments = f"model=demo,base_url={server.http}/completions,tokenizer_backend=huggingface,tokenizer={tokenizer},num_concurrent=4"
+        arguments = (
+            f"model=demo,base_url={server.http}/completions,"
+            f"tokenizer_backend=huggingface,tokenizer={tokenizer},num_concurrent=4"
+        )
         command = [
             "--model=local-completions",
             f"--model_args={arguments}",

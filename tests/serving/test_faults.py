@@ -141,8 +141,10 @@ from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
 async def main(address, count, request):
-    channels = [grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(int(count))]
-    streams = [GenerateServiceStub(channel).GenerateStream(pb.GenerateRequest.FromString(bytes.fromhex(request))) for channel in channels]
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(address, options) for _ in range(int(count))]
+    message = pb.GenerateRequest.FromString(bytes.fromhex(request))
+    streams = [GenerateServiceStub(channel).GenerateStream(message) for channel in channels]
     for stream in streams:
         assert (await stream.read()).WhichOneof("event") == "started"
     print("begun", flush=True)

@@ -130,11 +130,7 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
     metrics = make()
 
     one = metrics.request_started()  # a stream: a token, two together, the last
-    for now, tokens, end in (
-        (10.5, 1, None),
-        (10.7, 2, None),
-        (11.0, 1, 11.0),
-    ):  # noqa: B007 (read by the lambda)
+    for now, tokens, end in ((10.5, 1, None), (10.7, 2, None), (11.0, 1, 11.0)):  # noqa: B007 (the lambda reads it)
         one.tokens(output(10.0, 10.5, end, (tokens, None if end is None else "length")))
     one.ended()
 

@@ -69,7 +69,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
         "harmony",
         (
             "<|channel|>analysis<|message|>I"
-            " call.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary"
+            " call.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+            "Wait.<|end|><|start|>assistant<|channel|>commentary"
             ' to=functions.f <|constrain|>json<|message|>{"a": "<|"}<|call|><|start|>assistant'
             " to=functions.g<|channel|>commentary json<|message|><|call|>"
         ),

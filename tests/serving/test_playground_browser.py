@@ -106,7 +106,8 @@ def test_it_streams_shows_steps_and_survives_a_restart(browser: Any, server: Ser
         page.fill("#sampling-max_tokens", "60")
         page.evaluate("""() => {
           window.grown = 0;
-          new MutationObserver(() => window.grown++).observe(document.getElementById("log"), { childList: true, subtree: true });
+          const log = document.getElementById("log");
+          new MutationObserver(() => window.grown++).observe(log, { childList: true, subtree: true });
         }""")
         body = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 60}
         expected = httpx.post(f"{server.page}v1/completions", json=body, timeout=100).json()["choices"][0][

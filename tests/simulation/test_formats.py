@@ -29,7 +29,8 @@ MOONCAKE = """{"timestamp": 0, "input_length": 1100, "output_length": 52, "hash_
 {"timestamp": 27482, "input_length": 1030, "output_length": 26, "hash_ids": [46, 47, 90]}
 """
 OURS = """{"jengine_trace": 1, "block": 4}
-{"arrival": 2.5, "prompt_tokens": 9, "output_tokens": 3, "prefix": ["a", "b"], "client": "x", "ttft_ms": 200, "priority": 2}
+{"arrival": 2.5, "prompt_tokens": 9, "output_tokens": 3, "prefix": ["a", "b"], "client": "x", \
+"ttft_ms": 200, "priority": 2}
 
 {"arrival": 0.5, "prompt_tokens": 7, "output_tokens": 2, "prefix": ["a"]}
 {"arrival": 3, "prompt_tokens": 7, "output_tokens": 0}

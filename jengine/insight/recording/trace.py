@@ -165,7 +165,8 @@ class Trace(msgspec.Struct, kw_only=True):
             ),
             ("preemptions", f"{sum([request.preemptions for request in self.requests])}"),
         ]
-        return f"<div>{table_html(shown)}{image_html(self.plot, 'requests, steps and pages over time') if self.steps else ''}</div>"
+        image = image_html(self.plot, "requests, steps and pages over time") if self.steps else ""
+        return f"<div>{table_html(shown)}{image}</div>"
 
     def __repr__(self) -> str:
         seconds = self.steps[-1].ended - self.steps[0].begun if self.steps else 0.0
