@@ -148,8 +148,9 @@ class Run:
         scheduler = loop.scheduler
         for s in loop.sequences:
             self._add(
-                f"{s.request_id} {s.output_token_ids} {s.found} {s.finish_reason} {s.stop_reason} {s.num_preemptions} "
-                f"{s.num_cached} {s.arrival} {s.scheduled} {s.first_token} {s.due} {s.late}"
+                f"{s.request_id} {s.output_token_ids} {s.found} {s.finish_reason} {s.stop_reason} "
+                f"{s.num_preemptions} {s.num_cached} {s.arrival} {s.scheduled} {s.first_token} {s.due} "
+                f"{s.late}"
             )
         prefixes, goodput = scheduler.prefixes, scheduler.acceptance.goodput
         counts = f"{prefixes.queries} {prefixes.hits} {prefixes.host_queries} {prefixes.host_hits}"
