@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jengine.api.llm import LLM
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
+    from jengine.api.scoring import Scoring
     from jengine.api.script_tokenizer import ScriptTokenizer
     from jengine.base.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.base.interrupts import uninterrupted
@@ -116,6 +117,7 @@ __all__ = [
     "RequestOutput",
     "ResetPrefixCache",
     "SamplingParams",
+    "Scoring",
     "ScoringOutput",
     "ScoringRequestOutput",
     "ScriptTokenizer",
@@ -199,6 +201,7 @@ _MODULES = {
         "check_entries",
     ),
     "jengine.api.request_handle": ("OutputKind", "RequestHandle"),
+    "jengine.api.scoring": ("Scoring",),
     "jengine.api.script_tokenizer": ("ScriptTokenizer",),
     "jengine.scheduling.forecasts.forecast": ("Prediction",),
     "jengine.core.scheduling_options": ("StrategyName",),

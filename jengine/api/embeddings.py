@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from jengine.base.display import counted, table_html
 from jengine.base.errors import JengineError
 from jengine.core.request import RequestOutput
@@ -97,15 +95,3 @@ class ScoringRequestOutput:
 def _tokens(output: EmbeddingRequestOutput | ScoringRequestOutput) -> str:
     """Shows the tokens of the prompt."""
     return f"{counted(len(output.prompt_token_ids), 'token')}, {output.num_cached_tokens} cached"
-
-
-def similarity(query: EmbeddingRequestOutput, document: EmbeddingRequestOutput) -> ScoringRequestOutput:
-    """The cosine of the angle between two embeddings."""
-    a, b = np.array(query.outputs.embedding), np.array(document.outputs.embedding)
-    cosine = float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
-    return ScoringRequestOutput(
-        request_id=f"{query.request_id}_{document.request_id}",
-        outputs=ScoringOutput(score=cosine),
-        prompt_token_ids=query.prompt_token_ids + document.prompt_token_ids,
-        num_cached_tokens=query.num_cached_tokens + document.num_cached_tokens,
-    )

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput, similarity
+from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
 from jengine.api.prompts import Prompt, listed
-from jengine.api.reranking import judgement, judging_prompts, paired
+from jengine.api.scoring import scoring_of
 from jengine.api.shared_engine import SharedEngine
-from jengine.base.errors import InvalidArgument
 from jengine.core.pooling import Pooling, PoolingParams, require_embedder
 from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.core.service_level import ServiceLevel, levels
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
-
-if TYPE_CHECKING:
-    from jengine.engine.start import Started
 
 
 class Embeddings(ABC):
@@ -27,16 +21,8 @@ class Embeddings(ABC):
     generate.
     """
 
-    model: str
-    started: Started
     tokenizer: Tokenizer
     _shared: SharedEngine
-
-    @abstractmethod
-    def generate(
-        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
-        """See LLM."""
 
     @abstractmethod
     def _requests(
@@ -111,26 +97,11 @@ class Embeddings(ABC):
                 run.
             EngineDead: as `generate`.
         """
-        pairs, reranker = paired(queries, documents), self.started.reranker
-        if reranker is not None:
-            prompts, params = zip(
-                *judging_prompts(
-                    pairs, reranker, self.tokenizer, instruction, self._shared.limits.sequence.max_model_len
-                ),
-                strict=True,
-            )
-            outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
-            return [judgement(true, false) for true, false in itertools.batched(outputs, 2)]
-        if self._shared.limits.embedder is None:
-            limit = (
-                "scores need an embedding model, see the option embeddings, or a reranker whose modules.json"
-                " has a LogitScore"
-            )
-            raise InvalidArgument("model", self.model, limit)
-        if instruction is not None:
-            raise InvalidArgument(
-                "instruction", instruction, "is for rerankers; add it to the queries of an embedding model"
-            )
-        texts = [*dict.fromkeys(text for pair in pairs for text in pair)]
-        vectors = dict(zip(texts, self.embed(texts, use_tqdm=use_tqdm), strict=True))
-        return [similarity(vectors[query], vectors[document]) for query, document in pairs]
+        scoring = scoring_of(queries, documents, instruction, self._shared.limits, self.tokenizer)
+        pooling = (
+            require_embedder(self._shared.limits.embedder).params(None, None, None)
+            if scoring.embeds
+            else None
+        )
+        work = [self._requests(task.prompt(), task.params, pooling=pooling) for task in scoring.tasks]
+        return scoring.results(self._wait_for(work, "scoring", use_tqdm))

@@ -3,11 +3,10 @@
 from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
 from jengine.checkpoints.conversion import convert
 from jengine.checkpoints.folder import kept_format, read_config, read_sampling_defaults, resolve
-from jengine.checkpoints.sentence_transformers import Reranker, choose_embedder, read_reranker
+from jengine.checkpoints.sentence_transformers import choose_embedder, read_reranker
 from jengine.checkpoints.weights import has_output_head, load
 
 __all__ = [
-    "Reranker",
     "check_calibrated",
     "choose_embedder",
     "convert",

@@ -8,13 +8,12 @@ module's folder.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jengine.base.errors import ModelError
 from jengine.checkpoints.folder import read_json
-from jengine.core.pooling import Embedder, Pooling
+from jengine.core.pooling import Embedder, Pooling, Reranker
 
 MODULES = "modules.json"
 OPTIONS = "sentence_bert_config.json"  # of the first module
@@ -28,23 +27,6 @@ FLAGS = {  # older files have a flag for each mode
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reranker:
-    """A language model that judges a document by its next token: the score compares the probabilities of two
-    tokens.
-
-    Attributes:
-        true_token_id, false_token_id: ids of the two tokens, such as "yes" and "no".
-        instruction: the one in the model's files; None: the chat template's.
-        add_generation_prompt: option for the chat template.
-    """
-
-    true_token_id: int
-    false_token_id: int
-    instruction: str | None = None
-    add_generation_prompt: bool = False
 
 
 def choose_embedder(wanted: bool | None, folder: Path, size: int) -> Embedder | None:

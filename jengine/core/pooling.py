@@ -1,4 +1,6 @@
-"""Embeddings: parameters of requests, capabilities of models, and sums of a prompt's final hidden states."""
+"""Embeddings and scores: parameters of requests, capabilities of models, and sums of a prompt's final hidden
+states.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +102,23 @@ class Embedder:
                 f"{tokens} tokens",
                 f"at most {self.max_tokens}, the model's max_seq_length",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reranker:
+    """A language model that judges a document by its next token: the score compares the probabilities of two
+    tokens.
+
+    Attributes:
+        true_token_id, false_token_id: ids of the two tokens, such as "yes" and "no".
+        instruction: the one in the model's files; None: the chat template's.
+        add_generation_prompt: option for the chat template.
+    """
+
+    true_token_id: int
+    false_token_id: int
+    instruction: str | None = None
+    add_generation_prompt: bool = False
 
 
 def require_embedder(embedder: Embedder | None) -> Embedder:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jengine.base.compiles import compile_count
 from jengine.base.errors import JengineError
-from jengine.core.pooling import Embedder
+from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import FinishReason, Request
 from jengine.core.seeds import prompt_seed
 from jengine.core.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
@@ -63,6 +63,7 @@ class Engine:
         save_costs: called once, when the engine is closed or garbage-collected.
         recorder: records each finished request.
         embedder: how the model embeds; None: the table has no programs for embeddings.
+        reranker: how the model scores pairs of texts; None: its folder does not say.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Engine:
         save_costs: Callable[[], None] | None = None,
         recorder: TraceRecorder | None = None,
         embedder: Embedder | None = None,
+        reranker: Reranker | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
-        self._embedder = embedder
+        self._embedder, self._reranker = embedder, reranker
         self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
         # the flag says whether the step's duration may update costs
@@ -126,6 +128,7 @@ class Engine:
             eos_token_ids=self.model.eos_token_ids,
             strategies=scheduler.options.strategies,
             embedder=self._embedder,
+            reranker=self._reranker,
         )
 
     @property

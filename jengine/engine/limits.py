@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jengine.base.errors import InvalidArgument
-from jengine.core.pooling import Embedder, require_embedder
+from jengine.core.pooling import Embedder, Reranker, require_embedder
 from jengine.core.request import Request
 from jengine.core.scheduling_options import STRATEGIES, StrategyName
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
@@ -21,6 +21,7 @@ class Limits:
         strategies: the strategies that set_strategy accepts.
         eos_token_ids: tokens that end a sequence, unless its request sets ignore_eos.
         embedder: how the model embeds; None if the engine has no programs for embeddings.
+        reranker: how the model scores pairs of texts; None if its folder does not say.
     """
 
     sequence: SequenceLimits
@@ -29,6 +30,7 @@ class Limits:
     eos_token_ids: tuple[int, ...]
     strategies: tuple[StrategyName, ...] = STRATEGIES
     embedder: Embedder | None = None
+    reranker: Reranker | None = None
 
     def check_strategy(self, strategy: str) -> StrategyName:
         """Checks that a strategy can be used, and returns it.

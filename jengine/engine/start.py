@@ -16,9 +16,9 @@ from jengine.base.compiles import compile_count
 from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument, OutOfMemory
 from jengine.base.progress import Progress, begin
-from jengine.checkpoints import Reranker, read_reranker, read_sampling_defaults, read_text, resolve
+from jengine.checkpoints import read_reranker, read_sampling_defaults, read_text, resolve
 from jengine.core.config import EngineConfig
-from jengine.core.pooling import Embedder
+from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
@@ -171,6 +171,7 @@ def _start(
         save_costs=warmed_up.save_costs,
         recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
         embedder=started.embedder,
+        reranker=started.reranker,
     )
     return engine, started
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from jengine.base.errors import ModelError
-from jengine.checkpoints.sentence_transformers import Reranker, choose_embedder, read_embedder, read_reranker
-from jengine.core.pooling import Embedder
+from jengine.checkpoints.sentence_transformers import choose_embedder, read_embedder, read_reranker
+from jengine.core.pooling import Embedder, Reranker
 from tests.golden.embedding_models import write_modules
 
 FLAGS = {

@@ -14,7 +14,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, PoolingParams, Request, SamplingParams
 from jengine.api.prompts import POOLED
-from jengine.api.reranking import judgement, judging_prompts
+from jengine.api.scoring import scoring_of
 from jengine.core.updates import Pooled, TokenUpdate
 from jengine.engine.engine import Engine
 from tests.engine.on_demand import on_demand
@@ -217,18 +217,15 @@ def test_scores_of_an_embedding_model(llm: LLM) -> None:
 
 def test_scores_of_a_reranker(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(write_reranker)
-    reranker = llm.started.reranker
-    assert reranker is not None
-    ((prompt, true), (_, false)) = judging_prompts(
-        [("q?", "d.")], reranker, llm.tokenizer, "Be kind.", LENGTH
-    )
+    scoring = scoring_of("q?", "d.", "Be kind.", llm.engine.limits, llm.tokenizer)
+    true, false = (task.params for task in scoring.tasks)
+    prompt: Any = scoring.tasks[0].prompt()
+    assert prompt == scoring.tasks[1].prompt()
     text = "<Instruct>: Be kind.\n<Query>: q?\n<Document>: d.\n<Answer>: "
     assert prompt["prompt_token_ids"] == llm.tokenizer.encode(text, add_special_tokens=False)
     outputs = llm.generate([p for p in PROMPTS for _ in "tf"], [true, false] * len(PROMPTS), use_tqdm=False)
     for i, case in enumerate(CASES):
-        assert judgement(outputs[2 * i], outputs[2 * i + 1]).outputs.score == pytest.approx(
-            case.probability, abs=1e-4
-        )
+        assert scoring.scores(outputs[2 * i : 2 * i + 2]) == pytest.approx([case.probability], abs=1e-4)
     assert (outputs[-1].num_cached_tokens or 0) >= 128, "both requests share what is computed"
     (scored,) = llm.score("q?", "d.", instruction="Be kind.", use_tqdm=False)
     assert scored.prompt_token_ids == prompt["prompt_token_ids"] and 0.0 < scored.outputs.score < 1.0

@@ -148,7 +148,7 @@ def test_a_model_without_embeddings_names_the_option(llm: LLM) -> None:
         llm.embed(TEXT)
     with pytest.raises(
         InvalidArgument,
-        match=r"model=.*: scores need an embedding model, see the option embeddings, or a reranker",
+        match=r"embeddings=False: this model cannot score: .* cross-encoders are not supported",
     ):
         llm.score(TEXT, TEXT)
 

@@ -1,0 +1,227 @@
+"""Scores of pairs of texts: what the engine is asked, and how its outputs become scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jengine.api.embeddings import ScoringOutput, ScoringRequestOutput
+from jengine.api.prompts import TokensPrompt, check_length
+from jengine.base.errors import InvalidArgument, JengineError, ModelError
+from jengine.core.pooling import Reranker
+from jengine.core.request import RequestOutput, SamplingParams
+from jengine.engine.limits import Limits
+from jengine.text.tokenizer import Tokenizer
+
+Pair = tuple[str, str]  # a query and a document
+Side = Literal["queries", "documents"]
+
+
+class ScoringTask(NamedTuple):
+    """A request to the engine.
+
+    Attributes:
+        prompt: makes the prompt, in any thread; raises InvalidArgument or ModelError.
+        params: None for an embedding.
+        side, index: the text that the prompt holds, or the last one of them.
+    """
+
+    prompt: Callable[[], str | TokensPrompt]
+    params: SamplingParams | None
+    side: Side
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """The requests that score pairs of texts.
+
+    Attributes:
+        tasks: the requests.
+        pairs: for each pair of texts, the indices of the two tasks that its score compares.
+        score: the score, from the outputs of these two tasks. Both have finished.
+        embeds: whether the tasks are embeddings of different texts. Otherwise each two successive ones have
+            the same prompt.
+    """
+
+    tasks: Sequence[ScoringTask]
+    pairs: Sequence[tuple[int, int]]
+    score: Callable[[RequestOutput, RequestOutput], float]
+    embeds: bool
+
+    def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
+        """The score of each pair, from the outputs of all tasks."""
+        return [self.score(outputs[first], outputs[second]) for first, second in self.pairs]
+
+    def prompts(self, outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
+        """One of the outputs for each prompt that was computed."""
+        return outputs if self.embeds else outputs[::2]
+
+    def results(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
+        """The results of LLM.score.
+
+        Raises:
+            JengineError: a request ended before its end.
+        """
+        for output in outputs:
+            ended = output.outputs[0]
+            if ended.finish_reason in ("abort", "error"):
+                why = "" if ended.stop_reason is None else f": {ended.stop_reason}"
+                raise JengineError(
+                    f"the request ended without a score, with finish_reason {ended.finish_reason!r}{why}"
+                )
+        return [
+            _result(self.prompts([outputs[first], outputs[second]]), score)
+            for (first, second), score in zip(self.pairs, self.scores(outputs), strict=True)
+        ]
+
+
+def scoring_of(
+    queries: str | Sequence[str],
+    documents: str | Sequence[str],
+    instruction: str | None,
+    limits: Limits,
+    tokenizer: Tokenizer,
+) -> Scoring:
+    """How the model scores these pairs.
+
+    Args:
+        queries, documents, instruction: as for LLM.score.
+
+    Raises:
+        InvalidArgument: the numbers of texts differ, an item is not text, or the model cannot score.
+    """
+    pairs = paired(queries, documents)
+    if limits.reranker is not None:
+        return _by_judgement(pairs, limits.reranker, tokenizer, instruction, limits.sequence.max_model_len)
+    if limits.embedder is None:
+        limit = (
+            "this model cannot score: that takes an embedding model (embeddings=True when the engine starts),"
+            " or a reranker whose modules.json has a LogitScore; cross-encoders are not supported"
+        )
+        raise InvalidArgument("embeddings", False, limit)
+    if instruction is not None:
+        raise InvalidArgument(
+            "instruction", instruction, "is for rerankers; add it to the queries of an embedding model"
+        )
+    return _by_similarity(pairs)
+
+
+def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[Pair]:
+    """One query with each document, or as many queries as documents.
+
+    Raises:
+        InvalidArgument: the numbers differ, or an item is not text.
+    """
+    left, right = _texts("queries", queries), _texts("documents", documents)
+    if len(left) not in (1, len(right)):
+        raise InvalidArgument(
+            "queries", f"{len(left)} queries", f"must be one, or as many as documents ({len(right)})"
+        )
+    return [*zip(left * len(right) if len(left) == 1 else left, right, strict=True)]
+
+
+def _by_similarity(pairs: Sequence[Pair]) -> Scoring:
+    """Compares the texts' embeddings. Each different text is embedded once."""
+    places: dict[str, int] = {}
+    tasks: list[ScoringTask] = []
+    sides: tuple[Side, Side] = ("queries", "documents")
+    for index, pair in enumerate(pairs):
+        for side, text in zip(sides, pair, strict=True):
+            if text not in places:
+                places[text] = len(tasks)
+                tasks.append(ScoringTask(partial(str, text), None, side, index))
+    return Scoring(
+        tasks=tasks,
+        pairs=[(places[query], places[document]) for query, document in pairs],
+        score=_cosine,
+        embeds=True,
+    )
+
+
+def _cosine(query: RequestOutput, document: RequestOutput) -> float:
+    """The cosine of the angle between two embeddings."""
+    assert query.embedding is not None and document.embedding is not None
+    a, b = query.embedding.astype(np.float64), document.embedding.astype(np.float64)
+    return float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
+
+
+def _by_judgement(
+    pairs: Sequence[Pair],
+    reranker: Reranker,
+    tokenizer: Tokenizer,
+    instruction: str | None,
+    max_model_len: int,
+) -> Scoring:
+    """Compares the probabilities of the reranker's two tokens, as the next token. Each pair has a prompt and
+    two requests: one for the log probability of the true token, one for that of the false one.
+    """
+    tokens = reranker.true_token_id, reranker.false_token_id
+    each = [
+        SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[token], logprobs=0, detokenize=False)
+        for token in tokens
+    ]
+    tasks = []
+    for index, pair in enumerate(pairs):
+        prompt = cache(partial(_judging_prompt, pair, reranker, tokenizer, instruction, max_model_len))
+        tasks += [ScoringTask(prompt, params, "documents", index) for params in each]
+    return Scoring(
+        tasks=tasks, pairs=[(i, i + 1) for i in range(0, len(tasks), 2)], score=_probability, embeds=False
+    )
+
+
+def _judging_prompt(
+    pair: Pair, reranker: Reranker, tokenizer: Tokenizer, instruction: str | None, max_model_len: int
+) -> TokensPrompt:
+    """Asks whether the document fits the query.
+
+    Raises:
+        InvalidArgument: a text is too long, or the template rejects it.
+        ModelError: the model has no chat template.
+    """
+    template = tokenizer.chat_templates.get("default")
+    if template is None:
+        raise ModelError(
+            "the reranker has no chat template, which is needed to build its prompts", file=tokenizer.folder
+        )
+    rule = reranker.instruction if instruction is None else instruction
+    rules = [] if rule is None else [{"role": "system", "content": rule}]
+    messages = [*rules, {"role": "query", "content": pair[0]}, {"role": "document", "content": pair[1]}]
+    text = template.render(messages, add_generation_prompt=reranker.add_generation_prompt)
+    check_length(tokenizer, text, max_model_len)
+    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _probability(true: RequestOutput, false: RequestOutput) -> float:
+    """The probability of the true token against the false one."""
+    margin = _logprob(true) - _logprob(false)
+    return 1.0 / (1.0 + math.exp(-margin)) if margin > -700.0 else 0.0
+
+
+def _logprob(output: RequestOutput) -> float:
+    """Log probability of the only allowed token."""
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    return completion.logprobs[0][completion.token_ids[0]].logprob
+
+
+def _result(computed: Sequence[RequestOutput], score: float) -> ScoringRequestOutput:
+    """The result of a pair, whose prompts are these."""
+    return ScoringRequestOutput(
+        request_id="_".join(output.request_id for output in computed),
+        outputs=ScoringOutput(score=score),
+        prompt_token_ids=[token for output in computed for token in output.prompt_token_ids],
+        num_cached_tokens=sum(output.num_cached_tokens or 0 for output in computed),
+    )
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    texts = [given] if isinstance(given, str) else list(given)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidArgument(name, given, "must be a text, or a list of at least one")
+    return texts
