@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.core.beam_params import BeamSearchParams
     from jengine.core.config import EngineConfig
-    from jengine.core.pooling import Embedder, PoolingParams
+    from jengine.core.pooling import Embedder, PoolingParams, Reranker
     from jengine.core.request import (
         CompletionOutput,
         FinishReason,
@@ -115,6 +115,7 @@ __all__ = [
     "Request",
     "RequestHandle",
     "RequestOutput",
+    "Reranker",
     "ResetPrefixCache",
     "SamplingParams",
     "Scoring",
@@ -184,7 +185,7 @@ _MODULES = {
     "jengine.insight.recording.records": ("EngineFacts",),
     "jengine.insight.recording.totals": ("StepTotals",),
     "jengine.insight.recording.trace": ("Readers", "Trace"),
-    "jengine.core.pooling": ("Embedder", "PoolingParams"),
+    "jengine.core.pooling": ("Embedder", "PoolingParams", "Reranker"),
     "jengine.insight.profiling.capture": ("capture_process", "read_profiles"),
     "jengine.insight.profiling.data": ("Profile", "ProfileOptions"),
     "jengine.api.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),

@@ -28,13 +28,13 @@ class ScoringTask(NamedTuple):
     Attributes:
         prompt: makes the prompt, in any thread; raises InvalidArgument or ModelError.
         params: None for an embedding.
-        side, index: the text that the prompt holds, or the last one of them.
+        side, position: the text that the prompt holds; a pair's document if it holds both.
     """
 
     prompt: Callable[[], str | TokensPrompt]
     params: SamplingParams | None
     side: Side
-    index: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

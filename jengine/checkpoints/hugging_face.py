@@ -57,6 +57,7 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
         ModelError: a field is missing, invalid or not supported, or contradicts another.
     """
     try:
+        _check_head(fields)
         family = str(fields["model_type"])
         if family not in FAMILIES:
             raise ModelError(
@@ -86,6 +87,15 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
     text = fields if FAMILIES[family].text_part is None else fields["text_config"]
     warn_of_unknown(hf, text, frozenset(("layer_types", *UNLESS_READ)), file)
     return config
+
+
+def _check_head(fields: dict[str, Any]) -> None:
+    """Raises ModelError for a classification head."""
+    for name in fields.get("architectures") or ():
+        if str(name).endswith("Classification"):
+            raise ModelError(
+                f"{name} has a classification head; cross-encoders and other classifiers are not supported"
+            )
 
 
 def _fields(fields: dict[str, Any], family: Family) -> Fields:

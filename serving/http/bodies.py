@@ -35,6 +35,7 @@ IGNORED = frozenset(
 )
 # as long as the body
 LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))
+LONG_FIELDS |= {"text_1", "text_2", "data_1", "data_2", "queries", "query", "documents"}
 DOCUMENTS = frozenset(
     ("tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format", "guided_json")
 )
@@ -100,6 +101,47 @@ class EmbeddingBody(embedding_create_params.EmbeddingCreateParams, total=False):
     add_special_tokens: bool
     pooling: str
     normalize: bool
+
+
+class ScoringExtras(TypedDict, total=False):
+    """Fields of both requests for scores. `instruction`: for rerankers."""
+
+    model: str
+    user: str
+    request_id: str
+    priority: int
+    timeout: float
+    cache_salt: str
+    instruction: str
+
+
+@with_config(STRICT)
+class ScoreBody(ScoringExtras, total=False):
+    """/v1/score: vLLM has given the texts three pairs of names, of which a request uses one."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    queries: str | list[str]
+    documents: str | list[str]
+    data_1: str | list[str]
+    data_2: str | list[str]
+
+
+@with_config(STRICT)
+class Document(TypedDict):
+    """A document in the form of Cohere and Jina."""
+
+    text: str
+
+
+@with_config(STRICT)
+class RerankBody(ScoringExtras, total=False):
+    """/v1/rerank. `top_n`: 0 for all."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: int
+    return_documents: bool
 
 
 @with_config(STRICT)
@@ -278,4 +320,5 @@ CHAT_ONLY = frozenset(
 )
 CHAT = Form(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))
 EMBEDDING = Form(EmbeddingBody, sampling=False)
+SCORE, RERANK = Form(ScoreBody, sampling=False), Form(RerankBody, sampling=False)
 TOKENIZE, DETOKENIZE = Form(TokenizeBody, sampling=False), Form(DetokenizeBody, sampling=False)

@@ -105,16 +105,19 @@ def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedReque
 
 
 def _numbers(output: RequestOutput) -> Any:
-    """The numbers of a finished request, little-endian float32.
+    """The numbers of a finished request, little-endian float32. Raises as check_finished."""
+    check_finished(output, "its embedding")
+    assert output.embedding is not None
+    return output.embedding.astype("<f4")
 
-    Raises:
-        Refusal: the request was aborted.
-    """
-    if output.embedding is None:
-        reason = str(output.outputs[0].stop_reason)
+
+def check_finished(output: RequestOutput, wanted: str) -> None:
+    """Raises Refusal if the request was aborted, without what was wanted."""
+    ended = output.outputs[0]
+    if ended.finish_reason in ("abort", "error"):
+        reason = str(ended.stop_reason)
         raise Refusal(
             STATUS.get(reason, grpc.StatusCode.INTERNAL),
-            f"the request ended without its embedding: {reason}",
+            f"the request ended without {wanted}: {reason}",
             cause="abort",
         )
-    return output.embedding.astype("<f4")

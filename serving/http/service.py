@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from openai.types import CompletionUsage
@@ -38,7 +38,7 @@ class HttpService(Service):
         PATH: of requests that need the engine, for logs.
     """
 
-    PATH: ClassVar[str]
+    PATH: str
 
     def __init__(self, shared: Shared, most_bytes: int, parsers: tuple[str, str] = ("auto", "auto")) -> None:
         super().__init__(shared)

@@ -24,7 +24,15 @@ LINKS = {
     "/version": "jengine's version",
     "/metrics": "metrics for Prometheus, if --metrics-port is given",
 }
-POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+POSTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/tokenize",
+    "/detokenize",
+)
 
 
 def api(parts: Parts) -> ASGIApp:

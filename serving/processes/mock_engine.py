@@ -23,6 +23,7 @@ from jengine import (
     Pooled,
     PromptScores,
     Request,
+    Reranker,
     ResetPrefixCache,
     SequenceLimits,
     SetStrategy,
@@ -58,6 +59,7 @@ class MockEngine:
 
     Args:
         embedding_size: numbers in an embedding; 0: embeddings are not supported.
+        reranker: in its limits. Both of its tokens are equally probable.
         seconds: duration of a step.
         fail_at: index of the step that raises an error, from 0.
     """
@@ -74,6 +76,7 @@ class MockEngine:
         seconds: float = 0.0,
         fail_at: int | None = None,
         embedding_size: int = 0,
+        reranker: Reranker | None = None,
     ) -> None:
         room = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=pages)
         self.limits = Limits(
@@ -82,6 +85,7 @@ class MockEngine:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             embedder=Embedder(size=embedding_size) if embedding_size else None,
+            reranker=reranker,
         )
         self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
         self._waiting: deque[_Sequence] = deque()
@@ -224,7 +228,8 @@ class MockEngine:
     def _next(self, request_id: str, sequence: _Sequence) -> TokenUpdate:
         request, params = sequence.request, sequence.request.params
         prompt = request.prompt_token_ids
-        token = prompt[(request.sample_index + sequence.generated) % len(prompt)]
+        allowed = params.allowed_token_ids
+        token = allowed[0] if allowed else prompt[(request.sample_index + sequence.generated) % len(prompt)]
         sequence.generated += 1
         reason = stop_reason = None
         if sequence.generated > params.min_tokens:

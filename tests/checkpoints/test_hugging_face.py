@@ -34,6 +34,14 @@ def test_unknown_family() -> None:
         read("llama_gqa", model_type="unheard_of")
 
 
+def test_classifiers_are_refused_by_name() -> None:
+    for family in ({}, {"model_type": "bert"}):
+        with pytest.raises(
+            ModelError, match=r"LlamaForSequenceClassification has a classification head; cross-encoders"
+        ):
+            read("llama_gqa", architectures=["LlamaForSequenceClassification"], **family)
+
+
 def test_mistral_has_a_window_unless_it_says_no() -> None:
     assert read("mistral_window").windows == (24, 24)
     assert read("mistral_window", sliding_window=None).windows == ()

@@ -24,6 +24,8 @@ PATHS = {
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
     "/v1/models",
     "/metrics",
     "/healthz",

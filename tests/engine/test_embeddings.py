@@ -5,6 +5,7 @@ generation.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jengine.api.prompts import POOLED
 from jengine.api.scoring import scoring_of
 from jengine.core.updates import Pooled, TokenUpdate
 from jengine.engine.engine import Engine
+from jengine.serving.http.embedded import EmbeddedApi
 from tests.engine.on_demand import on_demand
 from tests.golden import embedding_models
 from tests.golden.embedding_models import SIZE, write_embedder, write_reranker
@@ -234,6 +236,40 @@ def test_scores_of_a_reranker(make_llm: Callable[..., LLM]) -> None:
     assert llm.engine.compiles_since_start == 0
     with pytest.raises(InvalidArgument, match="at most max_model_len - 1 = 191"):
         llm.score("q?", "d. " * 1000)
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])
+@pytest.mark.parametrize("kind", [write_embedder, write_reranker])
+def test_scores_over_http(
+    kind: Callable[..., Path], path: str, shared: LLM, make_llm: Callable[..., LLM]
+) -> None:
+    llm = shared if kind is write_embedder else make_llm(kind)
+    expected = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+    texts = ("text_1", "text_2") if path == "/v1/score" else ("query", "documents")
+
+    async def main() -> dict[str, Any]:
+        online = AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer)
+        api = EmbeddedApi(online, "tiny")
+        try:
+            reply = await api.post(
+                path, json.dumps(dict(zip(texts, (TEXTS[0], TEXTS), strict=True))).encode()
+            )
+        finally:
+            api.close()
+            await online.close()
+        answer: dict[str, Any] = json.loads(reply.body)
+        return answer
+
+    answer = asyncio.run(main())
+    if path == "/v1/score":
+        scores = [one["score"] for one in answer["data"]]
+    else:
+        scores = [
+            one["relevance_score"] for one in sorted(answer["results"], key=lambda one: int(one["index"]))
+        ]
+        assert [one["relevance_score"] for one in answer["results"]] == sorted(scores, reverse=True)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    assert len(set(scores)) == len(TEXTS)
 
 
 def test_a_checkpoint_without_an_output_head_embeds_only(make_llm: Callable[..., LLM]) -> None:

@@ -65,6 +65,7 @@ def post(server: MockServer, path: str, **body: Any) -> tuple[int, dict[str, Any
         ("/completions", {"prompt": "a"}),
         ("/chat/completions", {"messages": []}),
         ("/embeddings", {"input": "a"}),
+        ("/rerank", {"query": "a"}),
     ],
 )
 def test_ids_have_a_limit_over_http(server: MockServer, path: str, field: dict[str, Any]) -> None:

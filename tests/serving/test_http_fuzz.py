@@ -13,7 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
-from jengine.serving.http.bodies import CHAT, COMPLETION, DETOKENIZE, IGNORED, NEUTRAL, TOKENIZE
+from jengine.serving.http.bodies import (
+    CHAT,
+    COMPLETION,
+    DETOKENIZE,
+    IGNORED,
+    NEUTRAL,
+    RERANK,
+    SCORE,
+    TOKENIZE,
+)
 from tests.serving.conftest import MockServer, serve_mock
 from tests.serving.test_fuzz import REALS, TEXTS, WHOLE
 from tests.serving.test_http_tools import CALL, ECHO, WEATHER
@@ -22,10 +31,20 @@ from tests.text.conftest import byte_level, write
 FORMS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
+    "/v1/score": SCORE,
+    "/v1/rerank": RERANK,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }
-STATUSES = {200, 400, 404, 405, 409, 413, 415, 429}
+NEEDED = {  # fields that make a valid request
+    "/v1/chat/completions": ("messages",),
+    "/v1/completions": ("prompt",),
+    "/v1/score": ("text_1", "text_2"),
+    "/v1/rerank": ("query", "documents"),
+    "/tokenize": ("prompt",),
+    "/detokenize": ("tokens",),
+}
+STATUSES = {200, 400, 404, 405, 409, 413, 415, 429, 504}  # 504: a timeout before the scores
 NAMES = (
     "role",
     "content",
@@ -85,6 +104,11 @@ LIKELY: dict[str, list[Any]] = {
     "n": [1, 2, 5],
     "temperature": [0, 1.0],
     "tokens": [[1, 2], [70]],
+    "text_1": ["The quick brown fox", ["a", "b"]],
+    "text_2": ["a", ["a", "b"], ["a"] * 50, ["a", "\ud800"]],
+    "query": ["The quick brown fox", ""],
+    "documents": [["a", "b"], ["a", {"text": "b"}], [*"abcdefghij"]],
+    "top_n": [0, 1, 3],
     "model": ["mock", "", "gpt"],
     "request_id": ["a", ""],
     "timeout": [0, 0.01, 10],
@@ -117,9 +141,8 @@ def body_of(path: str, rng: random.Random) -> bytes:
     for name in rng.sample(names, rng.choice([0, 0, 1, 2, 8])):
         body[name] = value(rng)
     if rng.random() < 0.85:
-        for name in ("prompt", "messages", "tokens"):
-            if name in form._known and (name != "messages" or "prompt" not in form._known):
-                body.setdefault(name, LIKELY[name][0])
+        for name in NEEDED[path]:
+            body.setdefault(name, LIKELY[name][0])
         body.setdefault("max_tokens", 5) if form in (CHAT, COMPLETION) else None
     raw = json.dumps(body).encode()
     if rng.random() < 0.1:
@@ -183,11 +206,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "seed, requests", [(0, 300), *(pytest.param(seed, 2000, marks=pytest.mark.full) for seed in range(1, 6))]
+    "seed, requests", [(0, 400), *(pytest.param(seed, 2000, marks=pytest.mark.full) for seed in range(1, 6))]
 )
 def test_requests_at_random(folder: Path, seed: int, requests: int, caplog: pytest.LogCaptureFixture) -> None:
     """The long ones are 10,000 together."""
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_mock(folder, server={"http_port": 0}, embedding_size=8) as server:
         fuzz(server, seed, requests)
     wrong = [
         record
