@@ -165,6 +165,8 @@ def test_fields_have_a_size(server: MockServer, field: str, size: int) -> None:
     [
         (bodies.DETOKENIZE, {"tokens": ["a"] * 5000}),
         (bodies.TOKENIZE, {"tools": [1] * 5000}),
+        (bodies.SCORE, {"text_1": "a", "text_2": [1] * 5000}),
+        (bodies.RERANK, {"query": "a", "documents": [1] * 5000}),
     ],
 )
 def test_a_list_is_checked_up_to_its_first_invalid_item(
@@ -186,7 +188,7 @@ def test_a_list_is_checked_up_to_its_first_invalid_item(
     monkeypatch.setattr(form, "_validator", Counting(form._validator))
     with pytest.raises(InvalidArgument):
         form.read(body)
-    assert counts == [1]
+    assert len(counts) == 1 and 1 <= counts[0] <= 10, "an item has as many errors as its union has types"
 
 
 # --- the size of answers --------------------------------------------------------------------------

@@ -4,7 +4,10 @@ client.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,9 @@ import grpc
 import httpx
 import pytest
 
-from jengine import Load, StepTotals
+from jengine import EngineDead, Load, StepTotals
 from jengine.serving.grpc.client import Client, Retries, ServerError
-from jengine.serving.logs.status_log import Sample, line
+from jengine.serving.logs.status_log import Sample, line, write_status
 from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.wire import Starting
 from tests.serving.leaks import wait_until
@@ -81,6 +84,60 @@ def test_a_line_of_statistics_only_if_anything_happened() -> None:
         == "compiled in the background: 12 of 41 programs"
     )
     assert StepTotals().prompt_tokens == 0, "what the log reads"
+
+
+class Engine:
+    """Goes through these states, one at each look: what it does while it starts, or its load."""
+
+    totals, generated = StepTotals(), 0
+
+    def __init__(self, states: list[str | Load]) -> None:
+        self.states = states
+
+    @property
+    def load(self) -> Load:
+        if not self.states:
+            raise asyncio.CancelledError
+        self.now = self.states.pop(0)
+        if isinstance(self.now, str):
+            raise EngineDead("it starts")
+        return self.now
+
+    @property
+    def why_not_ready(self) -> str:
+        return str(self.now)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_line_every_ten_seconds(
+    terminal: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it starts, only without a terminal; while it serves, if anything happens; and again after a
+    restart.
+    """
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    states = [
+        "loading weights",
+        "compiling",
+        a_load(),
+        a_load(),
+        a_load(running=2),
+        "loading programs",
+        a_load(),
+        a_load(waiting=1),
+    ]
+    with caplog.at_level(logging.INFO, "jengine.serving"), contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(write_status(Engine([*states])))
+    starts = [] if terminal else ["loading weights", "compiling"], [] if terminal else ["loading programs"]
+    expected = [*starts[0], "running: 2, waiting: 0", *starts[1], "running: 0, waiting: 1"]
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == expected
+    assert slept == [10.0] * len(states)
 
 
 def test_every_interface_says_how_far_the_start_is(tokenizer_folder: Path, tmp_path: Path) -> None:
