@@ -240,9 +240,8 @@ class MockEngine:
         if reason is None and len(prompt) + sequence.generated >= sequence.max_len:
             reason = "length"
         logprobs = None if params.logprobs is None else _logprobs(token, params.logprobs)
-        return TokenUpdate(
-            request_id, token, reason, stop_reason, logprobs, 0, sequence.scheduled, sequence.cached
-        )  # type: ignore[arg-type]
+        times = 0, sequence.scheduled, sequence.cached
+        return TokenUpdate(request_id, token, reason, stop_reason, logprobs, *times)  # type: ignore[arg-type]
 
     def _embedding(self, request_id: str, sequence: _Sequence) -> Pooled:
         params, size = sequence.request.pooling, self.limits.embedder.size if self.limits.embedder else 0
