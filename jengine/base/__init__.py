@@ -1,0 +1,1 @@
+"""Helpers that know no requests, models or engines: errors, checks, display, progress, GGUF files."""

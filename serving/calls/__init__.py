@@ -1,0 +1,1 @@
+"""What all protocols share about a call: its interface, errors, ids, the current model."""

@@ -1,0 +1,1 @@
+"""The gRPC services and clients, and conversions to and from protobuf."""

@@ -1,0 +1,1 @@
+"""Keys, certificates, limits, and the sandbox."""

@@ -1,0 +1,1 @@
+"""The engine's process: messages, start, watchdog, replacement."""

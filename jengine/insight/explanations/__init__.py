@@ -1,0 +1,1 @@
+"""Rules that find bottlenecks in traces."""

@@ -1,0 +1,1 @@
+"""Profiles of processes: threads, locks, memory, garbage collection, system calls."""

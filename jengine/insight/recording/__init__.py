@@ -1,0 +1,1 @@
+"""What an engine records about its steps and requests."""
