@@ -1,0 +1,1 @@
+"""Properties and defaults of devices."""

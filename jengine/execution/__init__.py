@@ -1,0 +1,1 @@
+"""Programs: compiled, saved, loaded and run; the cache on the device."""

@@ -1,0 +1,1 @@
+"""Meshes, collectives, and the link between processes."""

@@ -1,0 +1,1 @@
+"""Which requests run in a step; pages, costs and strategies."""

@@ -1,0 +1,1 @@
+"""Keys and buckets of programs, and which of them are ready."""

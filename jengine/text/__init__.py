@@ -1,0 +1,1 @@
+"""Tokenizers, stop strings, token masks and grammars."""
