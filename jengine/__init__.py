@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jengine.api.llm import LLM
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
-    from jengine.api.scoring import Scoring
+    from jengine.api.scoring import Scoring, scoring_of
     from jengine.api.script_tokenizer import ScriptTokenizer
     from jengine.base.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.base.interrupts import uninterrupted
@@ -153,6 +153,7 @@ __all__ = [
     "read_profiles",
     "run_engine",
     "run_operation",
+    "scoring_of",
     "start_engine",
     "uninterrupted",
 ]
@@ -202,7 +203,7 @@ _MODULES = {
         "check_entries",
     ),
     "jengine.api.request_handle": ("OutputKind", "RequestHandle"),
-    "jengine.api.scoring": ("Scoring",),
+    "jengine.api.scoring": ("Scoring", "scoring_of"),
     "jengine.api.script_tokenizer": ("ScriptTokenizer",),
     "jengine.scheduling.forecasts.forecast": ("Prediction",),
     "jengine.core.scheduling_options": ("StrategyName",),

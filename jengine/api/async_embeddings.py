@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from jengine.api.backend import Backend
 from jengine.api.embeddings import EmbeddingRequestOutput
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import RequestHandle
-from jengine.api.scoring import Scoring, scoring_of
 from jengine.core.pooling import Pooling, require_embedder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
@@ -97,17 +95,3 @@ class AsyncEmbeddings(ABC):
         )
         self.backend.limits.validate(requests[0])
         return PreparedPrompt(requests, StopAutomaton(()))
-
-    def scoring(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None
-    ) -> Scoring:
-        """The requests that score pairs of texts, which are yours to prepare and submit, and how their
-        outputs become scores.
-
-        Args:
-            queries, documents, instruction: as for LLM.score.
-
-        Raises:
-            InvalidArgument: the numbers of texts differ, an item is not text, or the model cannot score.
-        """
-        return scoring_of(queries, documents, instruction, self.backend.limits, self.tokenizer)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from openai.types import CompletionUsage
 
-from jengine import InvalidArgument, SamplingParams
+from jengine import InvalidArgument, SamplingParams, scoring_of
 from jengine.serving.guards.admission import client_of
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import RERANK, SCORE, Body, Form
@@ -77,7 +77,9 @@ class ScoringService(HttpService):
             asked = self._kind.read(body)
             llm, names = self._models.llm, dict(zip(("queries", "documents"), asked.names, strict=True))
             call.names = names
-            scoring = llm.scoring(asked.queries, asked.documents, instruction=body.get("instruction"))
+            scoring = scoring_of(
+                asked.queries, asked.documents, body.get("instruction"), llm.backend.limits, llm.tokenizer
+            )
             if not scoring.embeds:
                 self._check_prompts(asked, len(scoring.pairs), body.get("instruction", ""))
             places = [
