@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cpu import native
 from pallas_kernels.cpu.calls import call, register
-from pallas_kernels.cpu.emit import I32, I64, PTR, Code, constant, vector
+from pallas_kernels.cpu.code import LINE, Code, share
+from pallas_kernels.cpu.types import I32, I64, PTR, vector
 
-LINE, LINES = 64, 4  # bytes of a cache line; lines read at once
+LINES = 4  # cache lines read at once
 AHEAD = 8192  # prefetch distance in bytes
 LONGEST = 1024  # maximum number of parts
 # per run, so that calling the program takes a small share, and as many as steps in `Step.seconds_ahead`
@@ -52,26 +52,22 @@ def source() -> str:
     away.
     """
     code, words = Code(), vector(I64, LINE // 8)
-    frame, part, parts = code.function("read", [I64] * 3, internal=False)
-    b, frame = code.b, code.b.inttoptr(frame, PTR)
+    frame, part, parts = code.kernel("read")
     lines, shape = code.argument(frame, 0)
     arrays = code.word(frame, 9, PTR)
-    with code.loop(0, code.word(shape, 0), 1, [constant(words, 0)]) as each:
-        data = code.word(code.load(code.at(arrays, code.mul(code.add(each.index, 2), 8)), PTR, 8), 3, PTR)
-        count = b.sdiv(b.zext(code.load(code.at(lines, code.mul(each.index, 4)), I32, 4), I64), I64(LINES))
-        first, end = (code.mul(b.sdiv(code.mul(count, n), parts), LINES) for n in (part, code.add(part, 1)))
-        with code.loop(first, end, LINES, [each.values[0], *[constant(words, 0)] * (LINES - 1)]) as loop:
-            found = []
-            for n, sums in enumerate(loop.values):
-                place = code.at(data, code.mul(code.add(loop.index, n), LINE))
-                code.fetch(code.at(place, AHEAD))
-                found.append(b.xor(sums, code.load(place, words, 8)))
-            loop.next(found)
-        total: Any = loop.results[0]
-        for other in loop.results[1:]:
-            total = b.xor(total, other)
-        each.next([total])
-    half = code.shuffle(each.results[0], each.results[0], range(LINE // 16))
-    code.store(half, code.at(code.result(frame, 0)[0], code.mul(b.srem(part, I64(LONGEST)), LINE // 2)), 8)
-    b.ret_void()
-    return str(code.module)
+    sums = [code.variable(code.constant(words, 0)) for _ in range(LINES)]
+    with code.loop(0, code.word(shape, 0)) as each:
+        data = code.word(code.load(PTR, arrays + (each + 2) * 8, 8), 3, PTR)
+        count = code.load(I32, lines + each * 4, 4).unsigned_to(I64) // LINES
+        first, end = (n * LINES for n in share(count, part, parts))
+        with code.loop(first, end, LINES) as line:
+            for n, total in enumerate(sums):
+                place = data + (line + n) * LINE
+                code.prefetch(place + AHEAD)
+                total.set(total.get() ^ code.load(words, place, 8))
+    found = sums[0].get()
+    for other in sums[1:]:
+        found = found ^ other.get()
+    half = found.pick(range(LINE // 16))
+    code.store(half, code.result(frame, 0)[0] + part % LONGEST * (LINE // 2), 8)
+    return code.text()

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_kernels.cpu.emit import BF16, F32, I8, I16, I32, I64
-from pallas_kernels.cpu.expressions import LANES, ROUNDING, Kernel, Value, Variable, vector
+from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.formats import SIZES
+from pallas_kernels.cpu.types import BF16, F32, I8, I16, I32, I64, LANES, vector
+from pallas_kernels.cpu.values import Value, Variable
 
 SPAN = 64  # tokens of a block
 BYTES = 64  # of a vector
 LEAST, MASKED = -1e29, -1e30  # for rows that have seen no token yet: 2 ** (MASKED - LEAST) is 0, not NaN
 LOG2_E = float(np.log2(np.e))
 LARGEST_POWER = 126.0  # of two
+ROUNDING = 1.5 * 2.0**23  # float32 numbers of about this size have no fractional digits
 
 
 def _powers(degree: int) -> list[float]:
@@ -41,7 +43,7 @@ def _powers(degree: int) -> list[float]:
 POWERS = {degree: (*_powers(degree), 1.0) for degree in (4, 6)}  # relative errors of 7e-6 and 1e-8
 
 
-def numbers(code: Kernel, address: Value, stored: str, pairs: bool, count: int) -> Value:
+def numbers(code: Code, address: Value, stored: str, pairs: bool, count: int) -> Value:
     """Loads 16 float32 or 32 bfloat16 from stored numbers, as 16 int32; 0 from the count-th on. uint8 is the
     bits of e4m3."""
     total = 2 * LANES if pairs else LANES
@@ -65,7 +67,7 @@ def _of_e4m3(bits: Value, total: int) -> Value:
     return (magnitude.bits(kind) | ((whole & 0x80) << 24)).bits(real)
 
 
-def rounded(code: Kernel, real: Value, pairs: bool) -> Value:
+def rounded(code: Code, real: Value, pairs: bool) -> Value:
     """Rounds 16 float32 to bfloat16, to nearest even, as int16."""
     if pairs:  # a processor with products of pairs has the conversion too
         return real.to(vector(BF16)).bits(vector(I16))
@@ -73,7 +75,7 @@ def rounded(code: Kernel, real: Value, pairs: bool) -> Value:
     return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).to(vector(I16))
 
 
-def power_of_two(code: Kernel, x: Value, degree: int = 6) -> Value:
+def power_of_two(code: Code, x: Value, degree: int = 6) -> Value:
     """2 ** x for x up to LARGEST_POWER, 0 for x <= -127; float32."""
     x = x.most(-127.0)  # the bits of its exponent are those of 0
     shifted = x + ROUNDING  # the last bits are x, rounded
@@ -82,7 +84,7 @@ def power_of_two(code: Kernel, x: Value, degree: int = 6) -> Value:
     y = code.constant(x.kind, first)
     for c in others:
         y = code.fma(y, f, code.constant(x.kind, c))
-    kind = vector(I32, x.kind.count) if hasattr(x.kind, "count") else I32
+    kind = I32 if x.kind == F32 else vector(I32, x.kind.count)
     return (y.bits(kind) + (shifted.bits(kind) << 23)).bits(x.kind)
 
 
@@ -122,7 +124,7 @@ class Product:
 
     def write(
         self,
-        code: Kernel,
+        code: Code,
         left: Value,
         right: Value | Callable[[Value, int], Value],
         out: Value,
@@ -164,7 +166,7 @@ class Product:
 
 
 def pack_keys(
-    code: Kernel, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool
+    code: Code, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool
 ) -> None:
     """Transposes keys of SPAN tokens: to[depth][SPAN].
 
@@ -192,7 +194,7 @@ def pack_keys(
 
 
 def pack_values(
-    code: Kernel,
+    code: Code,
     places: Value,
     later: Value,
     base: Value,
@@ -263,9 +265,7 @@ class Softmax:
     cap: Value
     twice: Value
 
-    def write(
-        self, code: Kernel, row: Value, start: Value, scores: Value, weights: Value, pairs: bool
-    ) -> None:
+    def write(self, code: Code, row: Value, start: Value, scores: Value, weights: Value, pairs: bool) -> None:
         """Converts a row's scores, float32 [SPAN] from token start on, to weights, bfloat16 if pairs,
         otherwise float32.
         """
@@ -309,7 +309,7 @@ class Softmax:
             else:
                 code.store(weight, weights + n * BYTES)
 
-    def weight_of(self, code: Kernel, row: Value, sink: Value) -> Value:
+    def weight_of(self, code: Code, row: Value, sink: Value) -> Value:
         """Weight of a sink in a row's sum of weights: float32."""
         exponent = sink * LOG2_E - code.load(F32, self.largest + row * 4) * self.scale
         return power_of_two(code, exponent.least(LARGEST_POWER))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.cpu.expressions import LANES
 from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.native import Target
+from pallas_kernels.cpu.types import LANES
 
 ROWS = 96  # maximum rows of an item, unless a query has more
 

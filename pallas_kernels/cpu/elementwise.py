@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from pallas_kernels.cpu import native
 from pallas_kernels.cpu.attention_blocks import LARGEST_POWER, LOG2_E, power_of_two, rounded
 from pallas_kernels.cpu.calls import call, register
-from pallas_kernels.cpu.emit import F32, I16, I32, I64
-from pallas_kernels.cpu.expressions import LANES, Kernel, Value, vector
+from pallas_kernels.cpu.code import Code, share
 from pallas_kernels.cpu.formats import SIZES, processor
 from pallas_kernels.cpu.kinds import INPUTS
+from pallas_kernels.cpu.types import F32, I16, I32, LANES, vector
+from pallas_kernels.cpu.values import Value
 
 GATES = "silu", "gelu_tanh"
 SHARED = 1 << 14  # minimum numbers for several threads
@@ -123,7 +124,7 @@ def source(target: native.Target, what: str, dtype: str) -> str:
     """The source of a module with the function `compute` of (frame, part, parts), and `one`, which returns
     one part.
     """
-    code = Kernel("compute", 3)
+    code = Code()
     arrays = _Arrays(code, dtype, processor(target).pairs and target.architecture == "x86")
     {"rotate": _rotate, "rotate_qkv": _rotate_qkv, "norm": _norm}.get(what, _gate)(arrays, what)
     return code.text() + ALONE
@@ -142,9 +143,9 @@ def _register(what: str, dtype: str, size: int) -> str:
 class _Arrays:
     """Arguments and result in XLA's call frame. Numbers are read and written 16 at a time, as float32."""
 
-    def __init__(self, code: Kernel, dtype: str, converts: bool) -> None:
+    def __init__(self, code: Code, dtype: str, converts: bool) -> None:
         self.code, self.dtype, self.size, self._converts = code, dtype, SIZES[dtype], converts
-        self._frame, self.part, self.parts = code.arguments
+        self._frame, self.part, self.parts = code.kernel("compute")
         self.out, _ = self.result(0)
 
     def argument(self, index: int) -> tuple[Value, Value]:
@@ -155,11 +156,11 @@ class _Arrays:
         return self.code.result(self._frame, index)
 
     def extent(self, shape: Value, axis: int) -> Value:
-        return self.code.load(I64, shape + axis * 8)
+        return self.code.word(shape, axis)
 
     def share(self, count: Value) -> tuple[Value, Value]:
         """First and end of this part's share of `count`."""
-        return count * self.part // self.parts, count * (self.part + 1) // self.parts
+        return share(count, self.part, self.parts)
 
     def raw(self, place: Value) -> Value:
         """Loads numbers without conversion."""
@@ -233,7 +234,7 @@ def _norm(arrays: _Arrays, _: str) -> None:
         with code.loop(whole, count) as n:
             number = arrays.read_one(x + base + n * size)
             total.set(number * number + total.get())
-        root = code.call("llvm.sqrt.f32", F32, [total.get() / count.to(F32) + eps])
+        root = code.intrinsic("sqrt", total.get() / count.to(F32) + eps)
         scale = (1.0 / root).splat()
         with code.loop(0, count, LANES) as n:
             at = n.least(count - LANES) * size  # the last vector starts earlier instead of ending later

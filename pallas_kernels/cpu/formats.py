@@ -12,8 +12,10 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from pallas_kernels.cpu.emit import BF16, F32, HALF, I8, I16, I32, Code, constant, vector
+from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.native import Target
+from pallas_kernels.cpu.types import BF16, F16, F32, I8, I16, I32, vector
+from pallas_kernels.cpu.values import Value
 
 SIZES = {"bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # bytes of a number
 
@@ -86,9 +88,9 @@ class Format:
     weight: str
     step: int
     sums: Any
-    load_x: Callable[[Code, Any], Any]
-    load_weight: Callable[[Code, Any], Any]
-    dot: Callable[[Code, Any, Any, Any], Any]
+    load_x: Callable[[Code, Value], Value]
+    load_weight: Callable[[Code, Value], Value]
+    dot: Callable[[Code, Value, Value, Value], Value]
     factor: float = 1.0
     offset: int = 0
 
@@ -99,12 +101,12 @@ def plain_format(at: Processor, x: str, weight: str) -> Format:
     if x == "bfloat16" and at.pairs and weight != "float32":
         step = 2 * at.lanes
 
-        def load(dtype: str) -> Callable[[Code, Any], Any]:
+        def load(dtype: str) -> Callable[[Code, Value], Value]:
             return lambda code, place: _pairs(code, at, place, dtype, step)
 
         return Format(x, weight, step, vector(F32, at.lanes), load(x), load(weight), _dot_pairs, factor)
 
-    def floats(dtype: str) -> Callable[[Code, Any], Any]:
+    def floats(dtype: str) -> Callable[[Code, Value], Value]:
         return lambda code, place: as_floats(code, at, place, dtype, at.lanes)
 
     return Format(x, weight, at.lanes, vector(F32, at.lanes), floats(x), floats(weight), _dot_floats, factor)
@@ -115,15 +117,14 @@ def byte_format(at: Processor) -> Format:
     sums = vector(I32, at.lanes)
     step = {"madd": at.lanes * 2, "widened": at.lanes}.get(at.bytes, at.lanes * 4)
 
-    def raw(code: Code, place: Any) -> Any:
-        return code.load(place, vector(I8, step))
+    def raw(code: Code, place: Value) -> Value:
+        return code.load(vector(I8, step), place)
 
-    def wide(code: Code, place: Any) -> Any:
-        return code.b.sext(raw(code, place), vector(I16 if at.bytes == "madd" else I32, step))
+    def wide(code: Code, place: Value) -> Value:
+        return raw(code, place).to(vector(I16 if at.bytes == "madd" else I32, step))
 
-    def unsigned(code: Code, place: Any) -> Any:
-        weight = raw(code, place)
-        return code.b.xor(weight, constant(weight.type, -128))
+    def unsigned(code: Code, place: Value) -> Value:
+        return raw(code, place) ^ -128
 
     if at.bytes == "vnni":  # multiplies unsigned by signed bytes
         return Format("int8", "int8", step, sums, raw, unsigned, _dot_vnni, offset=128)
@@ -132,79 +133,70 @@ def byte_format(at: Processor) -> Format:
     return Format("int8", "int8", step, sums, load, load, dot)
 
 
-def as_floats(code: Code, at: Processor, place: Any, dtype: str, count: int) -> Any:
+def as_floats(code: Code, at: Processor, place: Value, dtype: str, count: int) -> Value:
     """Converts stored numbers to float32; those of e4m3 are divided by 256."""
-    b = code.b
+    kind, bits = vector(F32, count), vector(I32, count)
     if dtype == "float32":
-        return code.load(place, vector(F32, count))
+        return code.load(kind, place)
     if dtype == "bfloat16":
-        bits = b.zext(code.load(place, vector(I16, count)), vector(I32, count))
-        return b.bitcast(b.shl(bits, constant(bits.type, 16)), vector(F32, count))
-    stored = code.load(place, vector(I8, count))
+        return (code.load(vector(I16, count), place).unsigned_to(bits) << 16).bits(kind)
+    stored = code.load(vector(I8, count), place)
     if dtype == "int8":
-        return b.sitofp(stored, vector(F32, count))
-    short = b.sext(stored, vector(I16, count))
+        return stored.to(kind)
+    short = stored.to(vector(I16, count))
     if at.halves:  # the bits of a float16 with a different exponent bias
-        bits = b.and_(b.shl(short, constant(short.type, 7)), constant(short.type, 0xBFFF - 0x10000))
-        return b.fpext(b.bitcast(bits, vector(HALF, count)), vector(F32, count))
-    wide = b.sext(stored, vector(I32, count))
-    size = b.shl(b.and_(wide, constant(wide.type, 0x7F)), constant(wide.type, 20))
-    usual = b.add(size, constant(wide.type, 112 << 23))
-    # the smallest normal number, which the next exponent adds to a subnormal one
-    one = constant(vector(F32, count), 2.0**-14)
-    small = b.fsub(b.bitcast(b.or_(size, constant(wide.type, 113 << 23)), one.type), one)
-    subnormal = b.icmp_unsigned("<", size, constant(wide.type, 1 << 23))
-    bits = b.select(subnormal, b.bitcast(small, wide.type), usual)
-    return b.bitcast(b.or_(bits, b.and_(wide, constant(wide.type, -(1 << 31)))), vector(F32, count))
+        return ((short << 7) & (0xBFFF - 0x10000)).bits(vector(F16, count)).to(kind)
+    wide = stored.to(bits)
+    size = (wide & 0x7F) << 20
+    # The smallest normal number, which the next exponent adds to a subnormal one.
+    one = 2.0**-14
+    small = (size | (113 << 23)).bits(kind) - one
+    magnitude = size.below(1 << 23).choose(small.bits(bits), size + (112 << 23))
+    return (magnitude | (wide & -(1 << 31))).bits(kind)
 
 
-def _pairs(code: Code, at: Processor, place: Any, dtype: str, step: int) -> Any:
+def _pairs(code: Code, at: Processor, place: Value, dtype: str, step: int) -> Value:
     """Loads bfloat16."""
     if dtype == "bfloat16":
-        return code.load(place, vector(BF16, step))
-    low, high = (
-        as_floats(code, at, code.at(place, part * SIZES[dtype] * step // 2), dtype, step // 2)
-        for part in (0, 1)
+        return code.load(vector(BF16, step), place)
+    half = step // 2
+    return as_pairs(
+        *(as_floats(code, at, place + part * SIZES[dtype] * half, dtype, half) for part in (0, 1))
     )
-    return as_pairs(code, low, high)
 
 
-def as_pairs(code: Code, low: Any, high: Any) -> Any:
+def as_pairs(low: Value, high: Value) -> Value:
     """Combines two vectors of float32 that are bfloat16 numbers into one of bfloat16."""
-    count = 2 * low.type.count
-    low, high = (code.b.bitcast(part, vector(I16, count)) for part in (low, high))
+    count = 2 * low.kind.count
+    low, high = (part.bits(vector(I16, count)) for part in (low, high))
     upper = [2 * n + 1 for n in range(count)]  # upper half of each number
-    return code.b.bitcast(code.shuffle(low, high, upper), vector(BF16, count))
+    return low.shuffled(high, upper).bits(vector(BF16, count))
 
 
-def _dot_pairs(code: Code, sums: Any, x: Any, weight: Any) -> Any:
-    name = (
-        "llvm.x86.avx512bf16.dpbf16ps.512"
-        if sums.type.count == 16
-        else "llvm.aarch64.neon.bfdot.v4f32.v8bf16"
-    )
-    return code.call(name, sums.type, sums, x, weight)
+def _dot_pairs(code: Code, sums: Value, x: Value, weight: Value) -> Value:
+    by_arm, by_x86 = "llvm.aarch64.neon.bfdot.v4f32.v8bf16", "llvm.x86.avx512bf16.dpbf16ps.512"
+    return code.call(by_x86 if sums.kind.count == 16 else by_arm, sums.kind, sums, x, weight)
 
 
-def _dot_floats(code: Code, sums: Any, x: Any, weight: Any) -> Any:
-    return code.call(f"llvm.fmuladd.v{sums.type.count}f32", sums.type, x, weight, sums)
+def _dot_floats(code: Code, sums: Value, x: Value, weight: Value) -> Value:
+    return code.fma(x, weight, sums)
 
 
-def _dot_vnni(code: Code, sums: Any, x: Any, weight: Any) -> Any:
-    name = f"llvm.x86.avx512.vpdpbusd.{32 * sums.type.count}"
+def _dot_vnni(code: Code, sums: Value, x: Value, weight: Value) -> Value:
+    name = f"llvm.x86.avx512.vpdpbusd.{32 * sums.kind.count}"
     if llvm.llvm_version_info[0] < 22:  # older versions take words of four numbers
-        x, weight = (code.b.bitcast(side, sums.type) for side in (x, weight))
-    return code.call(name, sums.type, sums, weight, x)
+        x, weight = x.bits(sums.kind), weight.bits(sums.kind)
+    return code.call(name, sums.kind, sums, weight, x)
 
 
-def _dot_sdot(code: Code, sums: Any, x: Any, weight: Any) -> Any:
-    return code.call("llvm.aarch64.neon.sdot.v4i32.v16i8", sums.type, sums, x, weight)
+def _dot_sdot(code: Code, sums: Value, x: Value, weight: Value) -> Value:
+    return code.call("llvm.aarch64.neon.sdot.v4i32.v16i8", sums.kind, sums, x, weight)
 
 
-def _dot_madd(code: Code, sums: Any, x: Any, weight: Any) -> Any:
-    name = "llvm.x86.avx512.pmaddw.d.512" if sums.type.count == 16 else "llvm.x86.avx2.pmadd.wd"
-    return code.b.add(sums, code.call(name, sums.type, x, weight))
+def _dot_madd(code: Code, sums: Value, x: Value, weight: Value) -> Value:
+    name = "llvm.x86.avx512.pmaddw.d.512" if sums.kind.count == 16 else "llvm.x86.avx2.pmadd.wd"
+    return sums + code.call(name, sums.kind, x, weight)
 
 
-def _dot_widened(code: Code, sums: Any, x: Any, weight: Any) -> Any:
-    return code.b.add(sums, code.b.mul(x, weight))
+def _dot_widened(code: Code, sums: Value, x: Value, weight: Value) -> Value:
+    return sums + x * weight

@@ -12,15 +12,15 @@ import ctypes
 import platform
 import sys
 from functools import cache
-from typing import Any
-
-from llvmlite import ir
+from typing import NamedTuple
 
 from pallas_kernels.cpu import native
 from pallas_kernels.cpu.blocks import rounded
-from pallas_kernels.cpu.emit import F32, I8, I32, I64, PTR, VOID, Code, constant, vector
+from pallas_kernels.cpu.code import Code, share
 from pallas_kernels.cpu.formats import SIZES, processor
 from pallas_kernels.cpu.multiply import quantize
+from pallas_kernels.cpu.types import F32, I8, I32, I64, PTR, VOID, vector
+from pallas_kernels.cpu.values import Value
 
 SIDE, LINE = 16, 64  # rows of a tile, and bytes of a row
 OUTS = 2 * SIDE  # outputs of a block, and the minimum for a weight
@@ -46,6 +46,34 @@ def packed_bytes(rows: int, size: int, x: str) -> int:
     return -(-rows // SIDE) * -(-size * SIZES[x] // LINE) * SIDE * LINE
 
 
+class Operands(NamedTuple):
+    """Arguments of a function that multiplies a block: addresses, and int64.
+
+    Attributes:
+        packed: blocks of packed rows; strip: bytes of each.
+        row_bytes: of a weight; result_row: of the result.
+        rows: number of rows, at most that of the blocks.
+        row_scale, out_scale: scales of rows and of outputs, for bytes.
+        out_size: bytes of a number of the result.
+        ahead: prefetch distance for weights in bytes; 0: none.
+    """
+
+    packed: Value
+    strip: Value
+    weight: Value
+    row_bytes: Value
+    result: Value
+    result_row: Value
+    rows: Value
+    row_scale: Value
+    out_scale: Value
+    out_size: Value
+    ahead: Value
+
+
+KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, PTR, I64, I64)  # of Operands
+
+
 def tiles_module(target: native.Target, x: str, *, of_bytes: bool, hadamard: int = 1) -> str:
     """Functions `quantize` (for bytes), `pack` and `multiply`.
 
@@ -57,159 +85,138 @@ def tiles_module(target: native.Target, x: str, *, of_bytes: bool, hadamard: int
         quantize(code, processor(target), x, 2, 3, transformed=(hadamard, 4))
     _pack(code, SIZES["int8" if of_bytes else "bfloat16"], of_bytes)
     _multiply(code, of_bytes)
-    return str(code.module)
+    return code.text()
 
 
 def _pack(code: Code, item: int, of_bytes: bool) -> None:
     """Packs rows [rows, in] into [blocks, chunks, 16 four-byte words, 16 rows], padded with zeros."""
-    frame, part, parts = code.function("pack", [I64] * 3, internal=False)
-    b, frame = code.b, code.b.inttoptr(frame, PTR)
+    frame, part, parts = code.kernel("pack")
     source, shape = code.argument(frame, 0)
     if of_bytes:
         source, _ = code.result(frame, 2)
     into, _ = code.result(frame, 1)
-    rows, row_bytes = code.word(shape, 0), code.mul(code.word(shape, 1), item)
-    chunks = b.sdiv(code.add(row_bytes, LINE - 1), I64(LINE))
-    blocks = b.sdiv(code.add(rows, SIDE - 1), I64(SIDE))
-    line, zero = code.buffer(vector(I8, LINE)), constant(vector(I8, LINE), 0)
-    units = code.mul(blocks, chunks)
-    first, end = (b.sdiv(code.mul(units, n), parts) for n in (part, code.add(part, 1)))
-    lines = [code.buffer(vector(I8, LINE)) for _ in range(SIDE)]
-    with code.loop(first, end, 1) as unit:
-        block, chunk = b.sdiv(unit.index, chunks), b.srem(unit.index, chunks)
-        start = code.mul(chunk, LINE)
-        count = code.least(b.sub(row_bytes, start), LINE)
+    rows, row_bytes = code.word(shape, 0), code.word(shape, 1) * item
+    chunks = (row_bytes + (LINE - 1)) // LINE
+    blocks = (rows + (SIDE - 1)) // SIDE
+    zero = code.constant(vector(I8, LINE), 0)
+    lines = [code.memory(LINE) for _ in range(SIDE)]
+    with code.loop(*share(blocks * chunks, part, parts)) as unit:
+        block, start = unit // chunks, unit % chunks * LINE
+        count = (row_bytes - start).least(LINE)
         for n, line in enumerate(lines):
-            row = code.add(code.mul(block, SIDE), n)
+            row = block * SIDE + n
             code.store(zero, line)
-            with b.if_then(b.icmp_signed("<", row, rows)):
-                code.call(
-                    "memcpy", PTR, line, code.at(source, code.add(code.mul(row, row_bytes), start)), count
-                )
-        turned = transposed(code, [code.load(line, vector(I32, SIDE)) for line in lines])
-        for n, words in enumerate(turned):
-            code.store(words, code.at(into, code.add(code.mul(unit.index, SIDE * LINE), n * LINE)))
-    b.ret_void()
+            with code.when(row < rows):
+                code.call("memcpy", PTR, line, source + (row * row_bytes + start), count)
+        for n, words in enumerate(transposed([code.load(vector(I32, SIDE), line) for line in lines])):
+            code.store(words, into + (unit * (SIDE * LINE) + n * LINE))
 
 
 def _multiply(code: Code, of_bytes: bool) -> None:
     item = 1 if of_bytes else 2
-    config = ir.GlobalVariable(code.module, vector(I8, LINE), "config")
-    config.initializer, config.linkage, config.global_constant, config.align = (
-        ir.Constant(vector(I8, LINE), list(CONFIG)),
-        "internal",
-        True,
-        64,
-    )
     for blocks in (1, 2):
         _block(code, f"block_{blocks}", blocks, of_bytes)
-    frame, part, parts = code.function("multiply", [I64] * 3, internal=False)
-    b, frame = code.b, code.b.inttoptr(frame, PTR)
+    frame, part, parts = code.kernel("multiply")
     (weight, shape), (packed, _) = code.argument(frame, 1), code.result(frame, 1)
     result, result_shape = code.result(frame, 0)
     rows, (count, size) = code.word(result_shape, 0), (code.word(shape, index) for index in (0, 1))
     out_scale, row_scale = (
         (code.argument(frame, 2)[0], code.result(frame, 3)[0]) if of_bytes else (weight, weight)
     )
-    row_bytes, out_size = code.mul(size, item), code.result_size(frame, 0)
-    # bytes of a block of packed rows
-    strip = code.mul(b.sdiv(code.add(row_bytes, LINE - 1), I64(LINE)), SIDE * LINE)
-    units = b.sdiv(code.add(count, OUTS - 1), I64(OUTS))
-    first, end = (b.sdiv(code.mul(units, n), parts) for n in (part, code.add(part, 1)))
-    code.call("llvm.x86.ldtilecfg", VOID, config.bitcast(PTR))
-    with code.loop(first, end, 1) as unit, code.loop(0, rows, 2 * SIDE) as pair:
-        # the last may overlap: both compute equal results
-        o = code.least(code.mul(unit.index, OUTS), b.sub(count, I64(OUTS)))
-        ahead = b.select(b.icmp_signed("==", pair.index, I64(0)), code.mul(row_bytes, OUTS), I64(0))
-        args = [
-            code.at(packed, code.mul(b.sdiv(pair.index, I64(SIDE)), strip)),
-            strip,
-            code.at(weight, code.mul(o, row_bytes)),
-            row_bytes,
-            code.at(result, code.mul(code.add(code.mul(pair.index, count), o), out_size)),
-            code.mul(count, out_size),
-            code.least(b.sub(rows, pair.index), 2 * SIDE),
-            code.at(row_scale, code.mul(pair.index, 4)),
-            code.at(out_scale, code.mul(o, 4)),
-            out_size,
-            ahead,
-        ]
-        with b.if_else(b.icmp_signed(">", args[6], I64(SIDE))) as (two, one):
+    row_bytes, out_size = size * item, code.result_size(frame, 0)
+    result_row, strip = count * out_size, (row_bytes + (LINE - 1)) // LINE * (SIDE * LINE)
+    code.call("llvm.x86.ldtilecfg", VOID, code.data("config", CONFIG))
+    with (
+        code.loop(*share((count + (OUTS - 1)) // OUTS, part, parts)) as unit,
+        code.loop(0, rows, 2 * SIDE) as row,
+    ):
+        o = (unit * OUTS).least(count - OUTS)  # the last may overlap: both compute equal results
+        given = Operands(
+            packed=packed + row // SIDE * strip,
+            strip=strip,
+            weight=weight + o * row_bytes,
+            row_bytes=row_bytes,
+            result=result + (row * count + o) * out_size,
+            result_row=result_row,
+            rows=(rows - row).least(2 * SIDE),
+            row_scale=row_scale + row * 4,
+            out_scale=out_scale + o * 4,
+            out_size=out_size,
+            ahead=row.equals(0).choose(row_bytes * OUTS, 0),
+        )
+        with code.if_else(given.rows > SIDE) as (two, one):
             with two:
-                code.call("block_2", VOID, *args)
+                code.call("block_2", VOID, *given)
             with one:
-                code.call("block_1", VOID, *args)
+                code.call("block_1", VOID, *given)
     code.call("llvm.x86.tilerelease", VOID)
-    b.ret_void()
 
 
 def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
-    """Multiplies 32 outputs by one or two blocks of rows."""
-    kinds = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, PTR, I64, I64)
-    packed, strip, weight, row_bytes, result, result_row, rows, row_scale, out_scale, out_size, ahead = (
-        code.function(name, kinds)
-    )
-    b, whole = code.b, code.b.and_(row_bytes, I64(-LINE))
-    rest = b.sub(row_bytes, whole)
-    dot = "llvm.x86.tdpbssd" if of_bytes else "llvm.x86.tdpbf16ps"
+    """Writes a function with this name and Operands, which multiplies OUTS outputs by one or two blocks of
+    rows.
+    """
+    given = Operands(*code.function(name, KINDS))
+    whole = given.row_bytes.rounded_down(LINE)
+    rest = given.row_bytes - whole
     # register, half of the outputs, block
     sums = [(2 * n + block, n, block) for n in range(2) for block in range(blocks)]
 
-    def multiplied(chunk: Any, weights: Any, stride: Any) -> None:
+    def instruction(name: str, *operands: Value | int) -> None:
+        """An instruction for tiles. Python integers are registers."""
+        operands = tuple(code.constant(I8, each) if isinstance(each, int) else each for each in operands)
+        code.call(f"llvm.x86.{name}", VOID, *operands)
+
+    def multiply(chunk: Value, weights: Value, stride: Value) -> None:
         for n in range(2):
-            code.call(
-                "llvm.x86.tileloadd64",
-                VOID,
-                I8(WEIGHTS[n]),
-                code.at(weights, code.mul(stride, n * SIDE)),
-                stride,
-            )
+            instruction("tileloadd64", WEIGHTS[n], weights + stride * (n * SIDE), stride)
         for block in range(blocks):
-            place = code.at(packed, code.add(code.mul(strip, block), code.mul(chunk, SIDE)))
-            code.call("llvm.x86.tileloadd64", VOID, I8(PACKED[block]), place, I64(LINE))
+            place = given.packed + (given.strip * block + chunk * SIDE)
+            instruction("tileloadd64", PACKED[block], place, code.whole(LINE))
         for register, n, block in sums:
-            code.call(dot, VOID, I8(register), I8(WEIGHTS[n]), I8(PACKED[block]))
+            instruction("tdpbssd" if of_bytes else "tdpbf16ps", register, WEIGHTS[n], PACKED[block])
 
     for register, _, _ in sums:
-        code.call("llvm.x86.tilezero", VOID, I8(register))
-    with code.loop(0, whole, LINE) as chunks:
-        here = code.at(weight, chunks.index)
-        with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
+        instruction("tilezero", register)
+    with code.loop(0, whole, LINE) as chunk:
+        here = given.weight + chunk
+        with code.when(given.ahead > 0):
             for n in range(OUTS):
-                code.fetch(code.at(here, code.add(ahead, code.mul(row_bytes, n))))
-        multiplied(chunks.index, here, row_bytes)
-    with b.if_then(b.icmp_signed("!=", rest, I64(0))):
-        tail = code.buffer(vector(I8, OUTS * LINE))
-        with code.loop(0, OUTS, 1) as row:
-            line = code.at(tail, code.mul(row.index, LINE))
-            code.store(constant(vector(I8, LINE), 0), line)
-            code.call(
-                "memcpy", PTR, line, code.at(weight, code.add(code.mul(row.index, row_bytes), whole)), rest
-            )
-        multiplied(whole, tail, I64(LINE))
+                code.prefetch(here + (given.ahead + given.row_bytes * n))
+        multiply(chunk, here, given.row_bytes)
+    with code.when(rest > 0):
+        tail = code.memory(OUTS * LINE)
+        with code.loop(0, OUTS) as row:
+            line = tail + row * LINE
+            code.store(code.constant(vector(I8, LINE), 0), line)
+            code.call("memcpy", PTR, line, given.weight + (row * given.row_bytes + whole), rest)
+        multiply(whole, tail, code.whole(LINE))
 
-    kind = vector(I32 if of_bytes else F32, SIDE)
-    tile = code.buffer(vector(I8, SIDE * LINE))
+    tile = code.memory(SIDE * LINE)
     for register, n, block in sums:
-        code.call("llvm.x86.tilestored64", VOID, I8(register), tile, I64(LINE))
-        sides = [code.load(code.at(tile, n * LINE), kind) for n in range(SIDE)]
-        for place_in_block, values in enumerate(transposed(code, sides)):
-            own = I64(block * SIDE + place_in_block)
-            with b.if_then(b.icmp_signed("<", own, rows)):
-                if of_bytes:
-                    scale = code.splat(code.load(code.at(row_scale, code.mul(own, 4)), F32, 4), SIDE)
-                    values = b.fmul(b.sitofp(values, vector(F32, SIDE)), scale)
-                    values = b.fmul(values, code.load(code.at(out_scale, 4 * SIDE * n), vector(F32, SIDE), 4))
-                place = code.at(result, code.add(code.mul(own, result_row), code.mul(out_size, SIDE * n)))
-                with b.if_else(b.icmp_signed("==", out_size, I64(2))) as (half, full):
-                    with half:
-                        code.store(rounded(code, values), place, 2)
-                    with full:
-                        code.store(values, place, 4)
-    b.ret_void()
+        instruction("tilestored64", register, tile, code.whole(LINE))
+        sides = [
+            code.load(vector(I32 if of_bytes else F32, SIDE), tile + line * LINE) for line in range(SIDE)
+        ]
+        for own, values in enumerate(transposed(sides), block * SIDE):
+            with code.when(given.rows > own):
+                _store(code, given, own, n, values, of_bytes)
 
 
-def transposed(code: Code, lines: list[Any]) -> list[Any]:
+def _store(code: Code, given: Operands, row: int, half: int, values: Value, of_bytes: bool) -> None:
+    """Stores a row's sums for one half of the outputs."""
+    if of_bytes:
+        values = values.to(vector(F32, SIDE)) * code.load(F32, given.row_scale + row * 4, 4).splat(SIDE)
+        values = values * code.load(vector(F32, SIDE), given.out_scale + 4 * SIDE * half, 4)
+    place = given.result + (given.result_row * row + given.out_size * (SIDE * half))
+    with code.if_else(given.out_size.equals(2)) as (short, full):
+        with short:
+            code.store(rounded(values), place, 2)
+        with full:
+            code.store(values, place, 4)
+
+
+def transposed(lines: list[Value]) -> list[Value]:
     """Transposes vectors, as many as each has lanes, a power of two."""
     count, half = len(lines), 1
     while half < count:
@@ -218,7 +225,7 @@ def transposed(code: Code, lines: list[Any]) -> list[Any]:
         for n in range(count):
             if n // half % 2 == 0:
                 one, other = lines[n], lines[n + half]
-                made[n] = code.shuffle(one, other, low)
-                made[n + half] = code.shuffle(one, other, [place + half for place in low])
+                made[n] = one.shuffled(other, low)
+                made[n + half] = one.shuffled(other, [place + half for place in low])
         lines, half = made, 2 * half
     return lines
