@@ -24,7 +24,7 @@ from jengine.execution.sampler import sample, with_wanted_logprobs
 from jengine.execution.sampling_row import pack_sampling, sampling_of
 from jengine.scheduling.step_plan import SlotReset
 from jengine.table.program_table import Variant
-from pallas_kernels.products import product
+from pallas_kernels.weights import product
 
 HIDDEN = 768
 ARMS: dict[str, Variant | None] = {"product": None, **{variant: variant for variant in get_args(Variant)}}

@@ -30,8 +30,8 @@ from benchmarks.machine import made_model, save
 from benchmarks.reading import reader
 from benchmarks.steps import Model, Step, least
 from pallas_kernels.cpu.team import threads
-from pallas_kernels.products import product
 from pallas_kernels.quantized import quantize
+from pallas_kernels.weights import product
 
 FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},

@@ -35,6 +35,7 @@ from pallas_kernels.support import (
 from pallas_kernels.support import DTYPES as DTYPES
 from pallas_kernels.support import HOPPER as HOPPER
 from pallas_kernels.support import Impl as Impl
+from pallas_kernels.weights import prepare as prepare_product
 from pallas_kernels.work_list import WorkList
 from pallas_kernels.xla import Queries, Rotation
 
@@ -334,8 +335,7 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
     It does nothing on other devices.
 
     Args:
-        weights: weights of products, arrays or Quantized. They, q and k_pages may be any objects with shapes
-            and dtypes.
+        weights: parameters of products. They, q and k_pages may be any objects with shapes and dtypes.
         q: queries of attention, [..., heads, head_dim].
     """
     if on_cpu(device) and products.cpu_refused() is None:
@@ -346,7 +346,7 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
         elementwise.prepare(str(q.dtype))
         for weight in weights:
             if len(weight.shape) > 1:
-                products.prepare(weight)
+                prepare_product(weight)
 
 
 def _plain(pages: Pages) -> jax.Array:

@@ -71,7 +71,11 @@ class Int4:
 
     def __getitem__(self, index: Any) -> Int4:
         """Indices of leading axes."""
-        return self if index is Ellipsis else self.map(lambda array: array[index])
+        return self.map(lambda array: array[index])
+
+    def dequantized(self) -> jax.Array:
+        """The represented array [..., in]."""
+        return transform(wide(self), self.hadamard).astype(self.dtype)
 
     def map(self, function: Any) -> Int4:
         """Returns the same weight with the function applied to each array."""
@@ -202,11 +206,6 @@ def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         better, tried(jnp.float32(SHRUNK[0])), jnp.array(SHRUNK[1:], jnp.float32)
     )
     return numbers, scale, offset
-
-
-def dequantize_int4(x: Int4) -> jax.Array:
-    """The represented array [..., in], in x.dtype."""
-    return transform(wide(x), x.hadamard).astype(x.dtype)
 
 
 def wide(x: Int4) -> jax.Array:

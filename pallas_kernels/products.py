@@ -1,51 +1,165 @@
-"""Products of activations and weights that are stored output-major, [out, in].
+"""Products of activations and weights that are stored output-major, [*out, in], in any format.
 
-Weights are plain, eight-bit with a scale per output, or four-bit with a scale per group. On a CPU there are
-several forms of a product. The fastest depends on the processor, the dtypes and the number of rows. `using`
-sets the forms for programs traced within it; the default is the kernel.
+`Weight` is what models multiply by, and `StoredWeight` what the formats of parameters add to it: one class
+each, in `plain.py`, `eight_bits.py` and `four_bits.py`. `weights.py` finds the class of a parameter.
+
+On a CPU there are several forms of a product. The fastest depends on the processor, the dtypes and the number
+of rows. A weight knows the forms to use; the default is the kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_kernels import product_dispatch
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.devices import cpu_refused as cpu_refused
 from pallas_kernels.devices import traced_for, traced_for_cpu
-from pallas_kernels.int4 import Int4
-from pallas_kernels.product_xla import Weight as Weight
-from pallas_kernels.product_xla import by_xla
-from pallas_kernels.quantized import Quantized, quantize
+from pallas_kernels.groups import Groups
 from pallas_kernels.rows import Rows, array_of
+from pallas_kernels.support import Impl
 
 # products use the same form up to each number of rows; larger ones are a further class
 ROW_CLASSES = 1, 16, 64
 
-_forms: ContextVar[Mapping[str, str]] = ContextVar("forms", default={})  # noqa: B039  # never written
+# pairs of a `form_key` and "kernel", "amx" or "xla"; missing keys mean "kernel"
+Forms = tuple[tuple[str, str], ...]
+Axes = tuple[str | None, ...]  # a name per axis
 
 
-@contextmanager
-def using(forms: Mapping[str, str]) -> Iterator[None]:
-    """Traces products in these forms on a CPU, in this thread.
+@runtime_checkable
+class Weight(Protocol):
+    """A matrix [*out, in] that multiplies activations, several of them, [groups, *out, in], or a table of
+    vectors.
 
-    Args:
-        forms: maps `form_key` to "kernel", "amx" or "xla". "amx" uses the kernel if a weight is too small for
-            AMX tiles. Missing keys mean the default.
+    Weights are JAX pytrees, so programs can take them as arguments and pass them to control flow.
     """
-    token = _forms.set(forms)
-    try:
-        yield
-    finally:
-        _forms.reset(token)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[*out, in], however the numbers are stored."""
+
+    def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        """Multiplies x [rows, in] by the matrix -> [rows, outs], in x's dtype or the given one.
+
+        Sums are float32, or int32 for int8 numbers. A norm of x is computed as x is quantized, where a kernel
+        can do both.
+        """
+
+    def grouped_product(
+        self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
+    ) -> jax.Array:
+        """Multiplies each row of x by the matrix of its group; see `product_dispatch.grouped_product`."""
+
+    def take(self, rows: jax.Array) -> jax.Array:
+        """Rows int32[N] of a table [n, size] -> [N, size]. Rows out of bounds give the last row."""
+
+    def __getitem__(self, index: Any) -> Weight:
+        """The weight at an index of leading axes, such as an expert's matrix."""
+
+
+class StoredWeight(Weight, Protocol):
+    """A weight in the format of a parameter. Its arrays may be abstract where nothing is computed.
+
+    Attributes:
+        forms: of products on a CPU.
+    """
+
+    @property
+    def forms(self) -> Forms: ...
+
+    @property
+    def dtype(self) -> Any:
+        """dtype of the represented numbers."""
+
+    @property
+    def format(self) -> str:
+        """The dtype of a plain weight or of eight-bit numbers; "w8a8" or "fp8 inputs" if rows of x are
+        quantized too; "by group"; or "int4".
+        """
+
+    @property
+    def plain(self) -> jax.ShapeDtypeStruct:
+        """The represented array: its shape, dtype and sharding."""
+
+    def with_forms(self, forms: Forms) -> Self:
+        """The same weight with other forms of products."""
+
+    def flat(self) -> Self:
+        """[*out, in] -> [outs, in]. On a CPU, a matrix product reads two axes in place, but would copy
+        three.
+        """
+
+    def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
+        """`product` by a flat weight, by XLA, for any device."""
+
+    def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
+        """`product` by a flat weight, by a CPU's kernel. "amx" uses another one if a weight is too small for
+        AMX tiles.
+        """
+
+    def on_gpu(
+        self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
+    ) -> jax.Array:
+        """`product` by a flat weight, on a GPU; see `product_dispatch.quantized_product`."""
+
+    def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
+        """Why no GPU's kernel supports a dense or a grouped product with rows x, or None."""
+
+    def prepare(self, x: str | None = None) -> None:
+        """Registers with XLA the CPU kernels for products with this weight; see `weights.prepare`."""
+
+    def dequantized(self) -> jax.Array:
+        """The represented array."""
+
+    def axes(self, names: Axes) -> Any:
+        """The names of the axes of each of the parameter's arrays, given those of the represented array."""
+
+    def fit(self, array: jax.Array) -> Any:
+        """Converts an array to a parameter of this format, with the shardings of this weight's abstract
+        arrays.
+        """
+
+    def converted_bytes(
+        self, x: jax.typing.DTypeLike, *, grouped: bool, device: jax.Device | None = None
+    ) -> int:
+        """Bytes of temporaries of a product: converted numbers, or partial sums if a kernel reads the weight
+        as stored.
+        """
+
+
+class QuantizedWeight(StoredWeight, Protocol):
+    """A weight whose numbers and scales a checkpoint may store."""
+
+    @property
+    def group(self) -> int | None:
+        """Inputs per scale; None: a scale for each output."""
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether each group has an offset beside its scale."""
+
+    @property
+    def parts(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """The arrays to read from a checkpoint: numbers and scales. Offsets have the same shape as scales."""
+
+    def joined(
+        self,
+        numbers: np.ndarray,
+        scale: np.ndarray,
+        offset: np.ndarray | None,
+        place: Callable[[np.ndarray, Any], jax.Array],
+    ) -> Any:
+        """Combines these arrays to a parameter.
+
+        Args:
+            place: puts an array on the devices of an abstract one.
+        """
 
 
 def form_key(rows: int, x: str, weight: str) -> str:
@@ -53,88 +167,41 @@ def form_key(rows: int, x: str, weight: str) -> str:
 
     Args:
         x: dtype.
-        weight: see `kind_of`.
+        weight: see `StoredWeight.format`.
     """
     most = next((most for most in ROW_CLASSES if rows <= most), None)
     return f"{x} * {weight}, {'more rows' if most is None else f'{most} rows'}"
 
 
-def prepare(weight: Any, x: str | None = None) -> None:
-    """Registers with XLA the CPU kernels for products with this weight.
-
-    Args:
-        weight: an array, a Quantized or an Int4, or any object with the same shape and dtypes.
-        x: dtype of the other operand; None: the dtype of the weight, or the one that it represents.
-    """
-    if cpu_refused() is None:
-        from pallas_kernels.cpu import products
-
-        if isinstance(weight, Int4):
-            products.prepare_int4(x or weight.dtype, weight)
-        else:
-            products.prepare(x or str(weight.dtype), kind_of(weight), getattr(weight, "hadamard", 1))
+def forms_of(forms: Mapping[str, str]) -> Forms:
+    """Forms by `form_key`, for weights."""
+    return tuple(sorted(forms.items()))
 
 
-def product(x: Rows, weight: Weight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """Multiplies x [rows, in] by weight [out, in]. A norm of x is computed as x is quantized, where a kernel
-    can do both.
-
-    Returns:
-        [rows, out] in x's dtype or the given one. Sums are float32, or int32 for int8 numbers.
-    """
+def product_by_form(x: Rows, weight: StoredWeight, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """The product of x [rows, in] and a flat weight [out, in], in the form for the default device."""
     dtype = jnp.dtype(dtype or x.dtype)
-    form = _form(x, weight)
-    if form == "xla" and isinstance(weight, Quantized | Int4) and not traced_for_cpu():
-        return product_dispatch.quantized_product(x, weight, dtype, device=traced_for())
-    x, xla = array_of(x), partial(by_xla, dtype=dtype)
+    if not traced_for_cpu():
+        return weight.on_gpu(x, dtype, device=traced_for())
+    form, x = _form(x, weight), array_of(x)
     if form == "xla":
-        return xla(x, weight)
-    y: jax.Array = lax.platform_dependent(
-        x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype, form=form), default=xla
-    )
+        return weight.by_xla(x, dtype)
+
+    def kernel(x: jax.Array, weight: StoredWeight) -> jax.Array:
+        return weight.by_cpu_kernel(x, dtype, form)
+
+    def xla(x: jax.Array, weight: StoredWeight) -> jax.Array:
+        return weight.by_xla(x, dtype)
+
+    y: jax.Array = lax.platform_dependent(x, weight, cpu=kernel, default=xla)
     return y
 
 
-def _form(x: Rows, weight: Weight) -> str:
-    """The form of a product on a CPU; "xla" on other devices."""
-    if not traced_for_cpu() or cpu_refused() is not None:
+def _form(x: Rows, weight: StoredWeight) -> str:
+    if cpu_refused() is not None:
         return "xla"
-    kind = kind_of(weight)
-    if (
-        str(x.dtype) not in INPUTS
-        or kind not in (*WEIGHTS, "w8a8", "fp8 inputs", "int4")
-        or min(x.shape[0], *weight.shape) == 0
-    ):
+    kind = weight.format
+    supported = str(x.dtype) in INPUTS and kind in (*WEIGHTS, "w8a8", "fp8 inputs", "int4")
+    if not supported or min(x.shape[0], *weight.shape) == 0:
         return "xla"
-    return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
-
-
-def kind_of(weight: Any) -> str:
-    """A weight's dtype or "int4"; "w8a8" or "fp8 inputs" if rows of x are quantized too; "by group"."""
-    if isinstance(weight, Int4):
-        return "int4"
-    if not isinstance(weight, Quantized):
-        return str(weight.dtype)
-    if weight.by_group:
-        return "by group"
-    return weight.kind if not weight.inputs else "w8a8" if weight.kind == "int8" else "fp8 inputs"
-
-
-def _by_cpu_kernel(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any], form: str) -> jax.Array:
-    from pallas_kernels.cpu import products
-
-    if isinstance(weight, Int4):
-        return products.product_of_int4(x, weight, dtype)
-    if form == "amx" and products.why_no_tiles(str(x.dtype), kind_of(weight), weight.shape[0]) is None:
-        if isinstance(weight, Quantized):
-            return products.product_by_tiles(x, weight.values, weight.scale, dtype, weight.hadamard)
-        return products.product_by_tiles(x, weight, None, dtype)
-    if not isinstance(weight, Quantized):
-        return products.product(x, weight, None, dtype)
-    if not weight.inputs:
-        return products.product(x, weight.values, weight.scale, dtype)
-    if weight.kind == "int8":
-        return products.product_of_bytes(x, weight.values, weight.scale, dtype, weight.hadamard)
-    rows = quantize(x, weight.kind)
-    y = products.product(rows.values.astype(x.dtype), weight.values, weight.scale, jnp.float32)
-    return (y * rows.scale[:, None]).astype(dtype)
+    return dict(weight.forms).get(form_key(x.shape[0], str(x.dtype), kind), "kernel")

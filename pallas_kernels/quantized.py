@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hadamard import gain, transform
-from pallas_kernels.int4 import Int4, dequantize_int4
+from pallas_kernels.int4 import Int4
 
 GROUP = 128  # numbers of a row that share a scale, if a row has several
 SMALLEST = 1e-30  # minimum for a row's largest magnitude: rows of zeros stay zero
@@ -59,14 +59,15 @@ class Quantized:
 
     def __getitem__(self, index: Any) -> Quantized:
         """Indices of leading axes."""
-        if index is Ellipsis:  # nnx reads a parameter's value this way
-            return self
         return replace(self, values=self.values[index], scale=self.scale[index])
 
-
-def is_quantized(node: object) -> bool:
-    """A leaf predicate for functions on trees with Quantized and Int4."""
-    return isinstance(node, Quantized | Int4)
+    def dequantized(self) -> jax.Array:
+        """The represented array [..., size]."""
+        wide = numbers(self).astype(jnp.float32)
+        if self.by_group:
+            groups = wide.reshape(*self.scale.shape, GROUP) * self.scale[..., None]
+            return groups.reshape(wide.shape).astype(self.dtype)
+        return transform(wide * self.scale[..., None], self.hadamard).astype(self.dtype)
 
 
 Pages = jax.Array | Quantized  # of a cache: [num_pages, kv_heads, page_size, head_dim]
@@ -106,10 +107,4 @@ def movable(x: Quantized) -> Quantized:
 
 def dequantize(x: Quantized | Int4) -> jax.Array:
     """[..., size] of x.dtype."""
-    if isinstance(x, Int4):
-        return dequantize_int4(x)
-    wide = numbers(x).astype(jnp.float32)
-    if x.by_group:
-        groups = wide.reshape(*x.scale.shape, GROUP) * x.scale[..., None]
-        return groups.reshape(wide.shape).astype(x.dtype)
-    return transform(wide * x.scale[..., None], x.hadamard).astype(x.dtype)
+    return x.dequantized()

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import reference, xla
 from pallas_kernels.qkv import HeadNorm, Qkv, QkvProduct
-from pallas_kernels.quantized import dequantize, is_quantized, movable, quantize
+from pallas_kernels.quantized import Quantized, dequantize, movable, quantize
 from tests.kernels.interpreted import more_scales, with_sinks
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -62,7 +62,7 @@ def poisoned(pages, tables, page_size, starts, ends):
     def put(x, value):
         return jnp.where(used.reshape(NUM_PAGES, 1, page_size, *[1] * (x.ndim - 3)), x, value)
 
-    if not is_quantized(pages):
+    if not isinstance(pages, Quantized):
         return put(pages, jnp.nan)
     return replace(pages, values=put(pages.values, 0x7F), scale=put(pages.scale, jnp.nan))
 

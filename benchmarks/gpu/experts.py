@@ -20,8 +20,9 @@ from pallas_kernels import product_dispatch
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.groups import grouped
 from pallas_kernels.int4 import quantize_int4
-from pallas_kernels.quantized import dequantize, is_quantized, quantize
+from pallas_kernels.quantized import quantize
 from pallas_kernels.timing import CHAIN, chained
+from pallas_kernels.weights import stored
 
 KINDS = (*STORED, "int4")
 GOAL = 0.7
@@ -109,7 +110,7 @@ def _error(got: jax.Array, x: jax.Array, chosen: np.ndarray, weight: Any) -> flo
     def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         row, expert = args
         matrix = weight[expert]
-        wide = dequantize(matrix) if is_quantized(matrix) else matrix
+        wide = stored(matrix).dequantized()
         return jnp.einsum("oi,i->o", wide.astype(jnp.float32), row.astype(jnp.float32), precision="highest")
 
     want = np.asarray(jax.jit(lambda *args: jax.lax.map(one, args))(x[some], jnp.asarray(chosen[some])))

@@ -24,15 +24,17 @@ from jengine.checkpoints.quantization import fitted
 from jengine.checkpoints.weights import load
 from jengine.models import Model, Params, build
 from jengine.models.config import ModelConfig
-from jengine.models.layers import Attend, Calibrated, flattened
+from jengine.models.layers import Attend
 from jengine.parallel.mesh import with_shardings
 from jengine.text.tokenizer import Tokenizer
 from pallas_kernels.gptq import gptq
+from pallas_kernels.groups import Groups
 from pallas_kernels.hadamard import gain, transform
 from pallas_kernels.int4 import Int4, pack
-from pallas_kernels.products import product
+from pallas_kernels.products import Weight
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.quantized import is_quantized
+from pallas_kernels.rows import Rows, array_of
+from pallas_kernels.weights import is_weight, product, stored, weight_of
 from pallas_kernels.xla import Rotation, rotate
 
 LENGTH, SEQUENCES = 512, 64  # tokens per sequence; maximum sequences
@@ -106,23 +108,25 @@ def calibrate(
 
     def prepared(array: jax.Array, target: Any, axes: tuple[str | None, ...]) -> Any:
         stacked = len(axes) > 2 and axes[0] is None
-        if not isinstance(target, Int4) or stacked:
+        if stored(target).format != "int4" or stacked:
             return fitted(array, target)
-        return _Waiting(array, target, bar.update)
+        return Calibrated(array, target, bar.update)
 
-    total = sum(isinstance(leaf, Int4) for leaf in jax.tree.leaves(targets, is_leaf=is_quantized))
+    total = sum(stored(leaf).format == "int4" for leaf in jax.tree.leaves(targets, is_leaf=is_weight))
     with progress_bar(total=total, desc="calibrating", show=progress) as bar:
-        mixed = jax.tree.map(prepared, params, targets, model.axes, is_leaf=is_quantized)
+        mixed = jax.tree.map(prepared, params, targets, model.axes, is_leaf=is_weight)
         count, length = tokens.shape
         positions = jnp.tile(jnp.arange(length), count)
         model.bind(mixed).hidden(jnp.asarray(tokens.reshape(-1)), positions, _attend(count))
     return jax.tree.map(
-        lambda leaf: leaf.result() if isinstance(leaf, _Waiting) else leaf, mixed, is_leaf=_is_leaf
+        lambda leaf: leaf.result() if isinstance(leaf, Calibrated) else leaf, mixed, is_leaf=is_weight
     )
 
 
-class _Waiting(Calibrated):
-    """A weight that is quantized when its first product runs."""
+class Calibrated:
+    """A `Weight` that is quantized when its first product runs. If anything else uses it first, it is rounded
+    to nearest.
+    """
 
     def __init__(self, weight: jax.Array, target: Int4, count: Any) -> None:
         self.weight = weight
@@ -130,16 +134,27 @@ class _Waiting(Calibrated):
         self.shape = target.shape
         self.made: Int4 | None = None
 
-    def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        x = array_of(x)
         if self.made is None:
             self.made = self.quantized(x)
             self.count(1)
-        y: jax.Array = _product(x, flattened(self.made), dtype=dtype)
+        y: jax.Array = _product(x, self.made, dtype=dtype)
         return y
+
+    def grouped_product(self, x: jax.Array, groups: Groups, **how: Any) -> jax.Array:
+        return weight_of(self.result()).grouped_product(x, groups, **how)
+
+    def take(self, rows: jax.Array) -> jax.Array:
+        return weight_of(self.result()).take(rows)
+
+    def __getitem__(self, index: Any) -> Weight:
+        return weight_of(self.result())[index]
 
     def quantized(self, x: jax.Array) -> Int4:
         block, group = self.target.hadamard, self.target.group
-        weight = transform(flattened(self.weight).astype(jnp.float32), block) / gain(block)
+        flat = self.weight.reshape(-1, self.weight.shape[-1])
+        weight = transform(flat.astype(jnp.float32), block) / gain(block)
         numbers, scale, offset = (
             part.reshape(*self.shape[:-1], -1) for part in gptq(weight, _moments(x, block), group)
         )
@@ -148,15 +163,11 @@ class _Waiting(Calibrated):
         return placed
 
     def result(self) -> Int4:
-        """The quantized weight. If no product used the weight, it is rounded to nearest."""
+        """The quantized weight."""
         if self.made is None:
-            self.made = fitted(self.weight, self.target)  # type: ignore[assignment]
+            self.made = fitted(self.weight, self.target)
         assert self.made is not None
         return self.made
-
-
-def _is_leaf(node: Any) -> bool:
-    return is_quantized(node) or isinstance(node, _Waiting)
 
 
 def _attend(count: int) -> Attend:

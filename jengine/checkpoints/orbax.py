@@ -17,12 +17,12 @@ import jax
 import numpy as np
 
 from jengine.base.errors import ModelError
-from pallas_kernels.quantized import Quantized, is_quantized
+from pallas_kernels.weights import is_weight
 
 BATCH = 64 * 2**20  # bytes; the parameter that fills a batch may be larger
 
 
-def by_name(tree: Any, is_leaf: Callable[[Any], bool] = is_quantized) -> dict[str, Any]:
+def by_name(tree: Any, is_leaf: Callable[[Any], bool] = is_weight) -> dict[str, Any]:
     """Flattens nested dicts of parameters, with keys joined by dots."""
     paths, _ = jax.tree.flatten_with_path(tree, is_leaf=is_leaf)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
@@ -75,7 +75,7 @@ def restore(
     _check(folder, by_name(found), wanted)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    arrays: dict[str, jax.Array | Quantized] = {}
+    arrays: dict[str, Any] = {}
     with context:
         for batch in _batches(wanted.items()):
             with _failing("is not a complete Orbax checkpoint", folder):

@@ -22,7 +22,7 @@ from jengine.checkpoints.experts import each_expert
 from jengine.checkpoints.files import read_tensors
 from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
-from jengine.checkpoints.quantization import Target, fitted, joined, parts_of, placed, plain
+from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
 from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
@@ -33,8 +33,8 @@ from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import with_shardings
 from pallas_kernels.host_memory import zeros
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import GROUP, Quantized, is_quantized
+from pallas_kernels.products import QuantizedWeight
+from pallas_kernels.weights import is_weight, quantized
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 # Constants in older checkpoints, perhaps in unsupported dtypes: frequencies, and masks of GPT-2 and GPT-NeoX.
@@ -94,7 +94,7 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
             stored.shape, stored.dtype, sharding=sharding if stored.shape == target.shape else whole
         )
 
-    def finish(name: str, array: jax.Array) -> jax.Array | Quantized | Int4:
+    def finish(name: str, array: jax.Array) -> Any:
         target = parameters[name]
         if array.shape != target.shape:
             tensors = disassemble(np.asarray(array), taken_apart[name])
@@ -121,18 +121,18 @@ def _from_tensors(
 ) -> Params:
     tensors = read(path, model, tensors)
 
-    def place(target: Target, source: tuple[Piece, ...]) -> jax.Array | Quantized | Int4:
-        kept = model.config.stored is not None and is_quantized(target)
-        parameter = (
-            _kept(target, source, tensors)
+    def place(target: Any, source: tuple[Piece, ...]) -> Parameter:
+        kept = model.config.stored is not None and is_weight(target)
+        parameter: Parameter = (
+            _kept(quantized(target), source, tensors)
             if kept
             else fitted(_placed(plain(target), source, tensors), target)
-        )  # type: ignore[arg-type]
+        )
         gc.collect(0)  # JAX frees the host's copy in Python's garbage collection
         count(num_bytes(parameter))
         return parameter
 
-    return jax.tree.map(place, targets, model.sources, is_leaf=is_quantized)
+    return jax.tree.map(place, targets, model.sources, is_leaf=is_weight)
 
 
 def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> jax.Array:
@@ -142,13 +142,11 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Te
     return placed(assemble(target, source, tensors), target)
 
 
-def _kept(
-    target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]
-) -> Quantized | Int4:
+def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Any:
     """Loads a parameter whose tensors are stored in the form that programs use."""
-    numbers, scale = parts_of(target)
+    numbers, scale = target.parts
     source = tuple(piece._replace(transposed=False) for piece in source)  # groups are always [out, in]
-    group = target.group if isinstance(target, Int4) else GROUP if target.by_group else None
+    group = target.group
     found: dict[str, Groups] = {}
     for piece in source:
         tensor = tensors[piece.name]
@@ -174,15 +172,15 @@ def _kept(
             piece._replace(part=piece.part[: len(scale.shape)], columns=slice(None)) for piece in source
         )
         scales = whole(scale, lambda groups: groups.by_output(), by_output)
-        return joined(whole(numbers, lambda groups: groups.values, source), scales, None, target)
+        return target.joined(whole(numbers, lambda groups: groups.values, source), scales, None, placed)
     by_group = tuple(piece.grouped(len(target.shape), group) for piece in source)
     scales = whole(scale, lambda groups: groups.scale, by_group)
     offsets = None
-    if isinstance(target, Int4) and target.offset is not None:  # zero for tensors without offsets
+    if target.has_offset:  # zero for tensors without offsets
         offsets = whole(
             scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group
         )
-    return joined(whole(numbers, lambda groups: groups.values, source), scales, offsets, target)
+    return target.joined(whole(numbers, lambda groups: groups.values, source), scales, offsets, placed)
 
 
 def num_bytes(tree: Any) -> int:

@@ -15,12 +15,12 @@ from jengine.models.by_layer import at
 from jengine.models.cache import CacheGroup, paged
 from pallas_kernels import dispatch, latent_dispatch
 from pallas_kernels.flashinfer import decode as flashinfer
-from pallas_kernels.quantized import is_quantized
+from pallas_kernels.weights import is_weight
 
 
 def prepare(spec: ExecutionSpec) -> None:
     """Registers the custom calls of these programs with XLA, before they are loaded."""
-    weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
+    weights = jax.tree.leaves(spec.params, is_leaf=is_weight)
     device = spec.mesh.devices.flat[0]
     for group in paged(spec.groups):
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)

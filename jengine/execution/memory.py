@@ -20,12 +20,10 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models.by_layer import at
 from jengine.models.cache import paged
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import product_dispatch
 from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, is_quantized
 from pallas_kernels.tuning import BLOCKS, CORES
+from pallas_kernels.weights import is_weight, stored
 from pallas_kernels.work_list import PARTS
 
 CPU_DEFAULT = 1 << 30  # bytes
@@ -273,29 +271,16 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
 
 def _fixed(spec: ExecutionSpec) -> int:
     """Of any program with products: one converted weight at a time, and the workspace of libraries."""
-    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
-    converted = max((_converted(spec, matrix) for matrix in matrices), default=0)
+    parameters = jax.tree.leaves(spec.params, is_leaf=is_weight)
+    converted = max((_converted(spec, parameter) for parameter in parameters), default=0)
     return converted + (0 if spec.mesh.devices.flat[0].platform == "cpu" else WORKSPACE)
 
 
-def _converted(spec: ExecutionSpec, matrix: Quantized | Int4) -> int:
-    """Bytes of temporaries of a product with the weight: its converted numbers, or partial sums if a kernel
-    reads it as stored.
-    """
-    numbers: int = math.prod(_own(matrix.values))
-    if not isinstance(matrix, Int4):
-        return 4 * numbers
-    experts = len(matrix.shape) > 2 and matrix.shape[0] == spec.model.config.num_experts
-    own = matrix.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype))
-    x: Any = jax.ShapeDtypeStruct((1, own.shape[-1]), spec.model.dtype)
-    why_unsupported = (
-        product_dispatch.why_grouped_product_unsupported
-        if experts
-        else product_dispatch.why_quantized_product_unsupported
-    )
-    if why_unsupported(x, own, device=spec.mesh.devices.flat[0]) is None:
-        return 0 if experts else numbers
-    return 64 * numbers  # a word holds eight four-bit numbers, which are first expanded to int32
+def _converted(spec: ExecutionSpec, parameter: Any) -> int:
+    """Bytes of temporaries of a product with one device's part of a parameter."""
+    own = stored(jax.tree.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype), parameter))
+    experts = len(parameter.shape) > 2 and parameter.shape[0] == spec.model.config.num_experts
+    return own.converted_bytes(spec.model.dtype, grouped=experts, device=spec.mesh.devices.flat[0])
 
 
 def _own(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:

@@ -17,22 +17,23 @@ import jax
 
 from jengine.execution.program_folder import write_private
 from jengine.execution.spec import ExecutionSpec, cpu_features
-from pallas_kernels.products import cpu_refused, kind_of
-from pallas_kernels.quantized import is_quantized
+from pallas_kernels.devices import cpu_refused
+from pallas_kernels.products import forms_of
+from pallas_kernels.weights import is_weight, stored
 
 
 def with_forms(spec: ExecutionSpec, forms: Mapping[str, str]) -> ExecutionSpec:
-    return dataclasses.replace(spec, product_forms=tuple(sorted(forms.items())))
+    return dataclasses.replace(spec, product_forms=forms_of(forms))
 
 
 def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
-    """The argument of `pallas_kernels.products.using`; empty if the device is not a CPU."""
+    """The form of each product by `form_key`; empty if the device is not a CPU."""
     if spec.mesh.devices.flat[0].platform != "cpu" or cpu_refused() is not None:
         return {}
     from pallas_kernels.cpu import choice
 
-    weights = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if len(leaf.shape) > 1]
-    kinds = sorted({kind_of(weight) for weight in weights})
+    weights = [stored(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight)]
+    kinds = sorted({weight.format for weight in weights if len(weight.shape) > 1})
     config = spec.model.config
     shape = 2 * config.intermediate_size, config.hidden_size  # of the largest product of a layer
     by_place = not spec.table.batch_invariant

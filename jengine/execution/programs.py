@@ -29,7 +29,6 @@ from jengine.execution.program_cache import Loaded, ProgramCache
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
-from pallas_kernels.products import using
 
 CompilerOptions = dict[str, str | bool]  # XLA's
 UNTUNED: CompilerOptions = {
@@ -231,7 +230,7 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     device = spec.mesh.devices.flat[0]
     # kernels are lowered for this device's instruction set
     lowered_for = device if device.platform == "gpu" else None
-    with jax.default_device(lowered_for), using(dict(spec.product_forms)):
+    with jax.default_device(lowered_for):
         return jax.jit(function, donate_argnums=program.donated, **how).lower(*program.args)
 
 

@@ -48,7 +48,7 @@ class ExecutionSpec:
         num_states: recurrent states of sequences and snapshots, the null state included; 0: the model has
             none.
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
-        product_forms: on a CPU, see `pallas_kernels.products.using`.
+        product_forms: on a CPU, see `pallas_kernels.products.Forms`.
         attention_backend: implementation of decode attention, see `EngineConfig`.
     """
 

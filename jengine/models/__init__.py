@@ -23,12 +23,15 @@ from jengine.core.config import FOUR_BITS
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import StoredWeights
 from jengine.models.family import Decoder, Family, TextPart
+from jengine.models.layers import Matrix
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.hadamard import block_of
 from pallas_kernels.int4 import KINDS, TILE, pack, quantize_int4
+from pallas_kernels.products import Forms
 from pallas_kernels.quantized import Quantized, quantize
+from pallas_kernels.weights import is_weight, stored
 
 QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to this dtype too
     "int8": ("int8", False),
@@ -93,13 +96,15 @@ FAMILIES: dict[str, Family] = dict(sorted(item for module in _MODULES for item i
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model without its weights. params, axes and sources are nested dicts with the same structure.
+    """A model without its weights. params, axes, sources and matrices are nested dicts with the same
+    structure.
 
     Attributes:
         params: the abstract parameters of programs: each is a jax.ShapeDtypeStruct, or a Quantized or Int4 of
             several.
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors that make up each parameter, a tuple of pieces.Piece.
+        matrices: whether each parameter is read as a Weight.
         group_size, calibrated: as in `build`.
         prefix: as in Decoder.
         text_part, skipped, unread: as in Family.
@@ -113,6 +118,7 @@ class Model:
     params: Params
     axes: Any
     sources: Any
+    matrices: Any
     prefix: str
     text_part: TextPart | None
     skipped: tuple[str, ...]
@@ -134,6 +140,14 @@ class Model:
         if self.quantization not in FOUR_BITS:
             return self.quantization
         return f"{self.quantization}, groups of {self.group_size}{', calibrated' if self.calibrated else ''}"
+
+    def with_forms(self, params: Params, forms: Forms) -> Params:
+        """The parameters, with forms of products on a CPU."""
+
+        def formed(parameter: Any, is_matrix: bool) -> Any:
+            return stored(parameter).with_forms(forms) if is_matrix else parameter
+
+        return jax.tree.map(formed, params, self.matrices, is_leaf=is_weight) if forms else params
 
     def bind(self, params: Params) -> Decoder:
         """The module with these parameters. It works inside and outside of traced functions."""
@@ -198,7 +212,7 @@ def build(
 
     def abstract(parameter: Any) -> Any:
         plain, axes = parameter.get_value(), parameter.get_metadata("axes")
-        if not parameter.get_metadata("matrix"):
+        if not isinstance(parameter, Matrix) or parameter.get_metadata("exact"):
             return plain
         vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in RULES else 1
         if config.stored is not None and not vocabulary:
@@ -233,6 +247,7 @@ def build(
         params=tree(abstract),
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),
+        matrices=tree(lambda p: isinstance(p, Matrix)),
         prefix=module.prefix,
         text_part=FAMILIES[config.family].text_part,
         skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),

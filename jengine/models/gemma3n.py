@@ -25,7 +25,7 @@ from jengine.models.hf_config import (
     rope_by_layer_types,
     windows_by_layer_types,
 )
-from jengine.models.layers import Attend, GatedMlp, RMSNorm, dense, matrix, param
+from jengine.models.layers import Attend, GatedMlp, RMSNorm, dense, exact_matrix, matrix, param
 from jengine.models.pieces import Piece
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.activations import gated
@@ -63,17 +63,15 @@ class Streams(nnx.Module):
         self.active, self.scaled = parts.active, parts.scaled
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.router_norm")
 
-        def small(tensor: str, *shape: int) -> nnx.Param[jax.Array]:
-            return param(shape, dtype, (None,) * len(shape), Piece(f"{name}.{tensor}", shape))
+        def small(tensor: str, *shape: int) -> nnx.Param[Any]:
+            return exact_matrix(shape, dtype, (None, None), Piece(f"{name}.{tensor}", shape))
 
         self.router, self.mix = (
             small("modality_router.weight", count, hidden),
             small("prediction_coefs.weight", count**2, count),
         )
-        self.share, self.scale = (
-            small("correction_coefs.weight", count, count),
-            small("correct_output_scale", hidden),
-        )
+        self.share = small("correction_coefs.weight", count, count)
+        self.scale = param((hidden,), dtype, (None,), Piece(f"{name}.correct_output_scale", (hidden,)))
 
     def kinds(self, x: jax.Array) -> jax.Array:
         """[N, hidden] -> [N, streams]"""
@@ -156,10 +154,10 @@ class Gemma3n(Gemma4):
         altup, square = config.altup, (config.hidden_size, config.hidden_size)
         assert altup is not None
 
-        def others(name: str) -> nnx.Param[jax.Array]:
+        def others(name: str) -> nnx.Param[Any]:
             count = altup.streams - 1
             pieces = (Piece(f"{self.prefix}{name}.{i}.weight", square, (i,)) for i in range(count))
-            return param((count, *square), dtype, (None, None, None), *pieces)
+            return exact_matrix((count, *square), dtype, (None, None, None), *pieces)
 
         self.into, self.out_of = others("altup_projections"), others("altup_unembed_projections")
 

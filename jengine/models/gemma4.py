@@ -32,6 +32,7 @@ from jengine.models.layers import (
     RMSNorm,
     dense,
     embed,
+    exact_matrix,
     matrix,
     param,
     row_parallel_dense,
@@ -94,7 +95,7 @@ class Gemma4Experts(Experts):
             for i in range(2)
         )
         down = Piece(f"{name}.experts.down_proj", (experts, hidden, ffn), (EVERY, EVERY, real))
-        self.router = param(
+        self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.proj.weight", (experts, hidden))
         )
         self.router_scale = param((hidden,), dtype, (None,), Piece(f"{name}.router.scale", (hidden,)))

@@ -19,8 +19,8 @@ from jengine.models.layers import (
     Mlp,
     dense,
     embed,
+    exact_matrix,
     lookup,
-    param,
     vocabulary,
 )
 from jengine.models.pieces import Part, Piece, stacked
@@ -42,7 +42,7 @@ class Gpt2(nnx.Module):
         hidden = config.hidden_size
         places = (config.max_position, hidden)
         self.embed = vocabulary(config, hidden, dtype, "transformer.wte.weight")
-        self.positions = param(places, dtype, (None, None), Piece("transformer.wpe.weight", places))
+        self.positions = exact_matrix(places, dtype, (None, None), Piece("transformer.wpe.weight", places))
 
         def layer(name: str) -> Layer:
             return Layer(

@@ -13,7 +13,7 @@ from jax import lax
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
-from jengine.models.layers import Attention, Block, dense, matrix, param
+from jengine.models.layers import Attention, Block, dense, exact_matrix, matrix, param
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Piece, heads, qkv_parts
@@ -50,7 +50,7 @@ class GptOssExperts(Experts):
         downs = Piece(
             f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True
         )
-        self.router = param(
+        self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
         )
         self.router_bias = param((experts,), dtype, (None,), Piece(f"{name}.router.bias", (experts,)))

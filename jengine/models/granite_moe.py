@@ -11,7 +11,7 @@ import jax
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.granite import Granite, read_granite
-from jengine.models.layers import Block, matrix, param
+from jengine.models.layers import Block, exact_matrix, matrix
 from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Piece
 
@@ -27,7 +27,7 @@ class GraniteExperts(Experts):
             for i in range(2)
         )
         down = Piece(f"{name}.output_linear.weight", (experts, hidden, ffn), (EVERY, EVERY, real))
-        self.router = param(
+        self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.layer.weight", (experts, hidden))
         )
         self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,11 +14,10 @@ from jengine.models.config import ModelConfig
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.int4 import Int4
-from pallas_kernels.products import Weight, product
+from pallas_kernels.products import Weight
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly, rms_norm
-from pallas_kernels.quantized import Quantized, dequantize
 from pallas_kernels.rows import Gated, Normed, Rows, Sum, array_of
+from pallas_kernels.weights import weight_of
 from pallas_kernels.xla import Rotation
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
@@ -83,43 +81,37 @@ class Mixer(Protocol):
 def param(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece
 ) -> nnx.Param[jax.Array]:
-    """Declares a parameter: its abstract value, its logical axes and its checkpoint tensors."""
-    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=False)  # type: ignore[arg-type]
+    """Declares an array: its abstract value, its logical axes and its checkpoint tensors."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source)  # type: ignore[arg-type]
+
+
+class Matrix(nnx.Param[Any]):
+    """A parameter that is read as a `Weight`: `self.down[...]`. Only `dense`, `lookup` and experts use it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        weight = weight_of(self.get_value())
+        return weight if index is Ellipsis else weight[index]
 
 
 def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[Any]:
-    """Declares a parameter [*out, in] that may be quantized. Only `dense` and `lookup` use it."""
-    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=True)
+    """Declares a weight [*out, in], or a table of vectors, that may be quantized."""
+    return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, exact=False)
 
 
-class Calibrated:
-    """A weight that is quantized when its inputs are known; see checkpoints/calibration.py."""
-
-    shape: tuple[int, ...]
-
-    def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-        """Multiplies x [N, in] by the weight -> [N, outs]."""
-        raise NotImplementedError
-
-    def __getitem__(self, index: Any) -> Calibrated:
-        """Returns itself: nnx reads a parameter's value by indexing."""
-        return self
+def exact_matrix(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece
+) -> nnx.Param[Any]:
+    """Declares a weight, or a table, that is never quantized, such as a router's."""
+    return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, exact=True)
 
 
 def dense(
-    x: Rows,
-    weight: Weight | Calibrated,
-    bias: jax.Array | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
+    x: Rows, weight: Weight, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None
 ) -> jax.Array:
     """Multiplies x [N, in] by weight [*out, in] and adds bias [*out] -> [N, *out], in x's dtype or the given
     one.
     """
-    y = (
-        weight.product(array_of(x), dtype)
-        if isinstance(weight, Calibrated)
-        else product(x, flattened(weight), dtype)
-    )
+    y = weight.product(x, dtype)
     if bias is not None:
         y += bias.reshape(-1).astype(y.dtype)  # on two axes, which cuBLASLt fuses
     return y.reshape(x.shape[0], *weight.shape[:-1])
@@ -131,23 +123,9 @@ def row_parallel_dense(x: jax.Array, weight: Weight, bias: jax.Array | None = No
     return y if bias is None else y + bias.astype(y.dtype)
 
 
-def flattened(weight: Any) -> Any:
-    """[*out, in] -> [outs, in]. On a CPU, a matrix product reads two axes in place, but would copy three."""
-    if isinstance(weight, Int4):
-        return weight.map(flattened)
-    if isinstance(weight, Quantized):
-        return dataclasses.replace(
-            weight,
-            values=flattened(weight.values),
-            scale=flattened(weight.scale) if weight.by_group else weight.scale.reshape(-1),
-        )
-    return weight.reshape(-1, weight.shape[-1])
-
-
 def lookup(table: Weight, rows: jax.Array) -> jax.Array:
     """Rows int32[N] of table [n, size] -> [N, size]. For padding, rows may be out of bounds."""
-    taken: Weight = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), table)
-    return dequantize(taken) if isinstance(taken, Quantized | Int4) else taken
+    return table.take(rows)
 
 
 def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> nnx.Param[Any]:

@@ -16,7 +16,7 @@ from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import attention_biases, decoder
-from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense, matrix, param, unit
+from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense, exact_matrix, matrix, unit
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Piece
@@ -48,7 +48,7 @@ class Llama4Experts(Experts):
         down = Piece(
             f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True
         )
-        self.router = param(
+        self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
         )
         self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)

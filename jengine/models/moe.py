@@ -12,7 +12,7 @@ from jax import lax
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, window_everywhere
-from jengine.models.layers import Block, dense, matrix, param, value
+from jengine.models.layers import Block, dense, exact_matrix, matrix, value
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
@@ -56,7 +56,7 @@ class Experts(nnx.Module):
         every = range(experts)
         gates = (piece(e, part, (ffn, hidden), real, i) for e in every for i, part in enumerate(gate_up))
         downs = (piece(e, down, (hidden, ffn), EVERY, real) for e in every)
-        self.router = param(
+        self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden))
         )
         self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *gates)

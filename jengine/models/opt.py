@@ -20,8 +20,8 @@ from jengine.models.layers import (
     Mlp,
     dense,
     embed,
+    exact_matrix,
     lookup,
-    param,
     vocabulary,
 )
 from jengine.models.pieces import Piece
@@ -56,7 +56,7 @@ class Opt(nnx.Module):
             return (
                 None
                 if size == hidden
-                else param(shape, dtype, (None, None), Piece(f"model.decoder.{name}.weight", shape))
+                else exact_matrix(shape, dtype, (None, None), Piece(f"model.decoder.{name}.weight", shape))
             )
 
         def layer(name: str) -> Layer:
@@ -68,7 +68,7 @@ class Opt(nnx.Module):
             )
 
         self.embed = vocabulary(config, size, dtype, "model.decoder.embed_tokens.weight")
-        self.positions = param(
+        self.positions = exact_matrix(
             places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places)
         )
         self.project_in, self.project_out = (

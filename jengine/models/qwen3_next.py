@@ -26,6 +26,7 @@ from jengine.models.layers import (
     Recur,
     RMSNorm,
     dense,
+    exact_matrix,
     matrix,
     param,
     row_parallel_dense,
@@ -79,7 +80,7 @@ class GatedDeltaNet(nnx.Module):
         )
         mixed, by_head = self.mixed_source(linear, name, hidden), ("heads", None, None)
         self.mixed = matrix((laid, linear.channels + values, hidden), dtype, by_head, *mixed)
-        self.gates = param(
+        self.gates = exact_matrix(
             (laid, 2 * linear.group, hidden), dtype, by_head, *self.gates_source(linear, name, hidden)
         )
         convolved = by_kind(linear, f"{name}.conv1d.weight", 1, linear.taps)
@@ -183,7 +184,7 @@ class SharedExperts(Experts):
         hidden = config.hidden_size
         shared = dataclasses.replace(config, intermediate_size=config.shared_expert_size, mlp_bias=False)
         self.shared = GatedMlp(shared, dtype, f"{name}.shared_expert")
-        self.shared_gate = param(
+        self.shared_gate = exact_matrix(
             (1, hidden), dtype, (None, None), Piece(f"{name}.shared_expert_gate.weight", (1, hidden))
         )
 

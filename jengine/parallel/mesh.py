@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jengine.base.errors import InvalidArgument
 from jengine.parallel.collectives import AXIS
 from pallas_kernels.devices import visible_devices
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, is_quantized
+from pallas_kernels.weights import is_weight, stored
 
 RULES = {"kv_heads": AXIS, "heads": AXIS, "ffn": AXIS, "vocab": AXIS}  # other axes are replicated
 
@@ -83,20 +81,13 @@ def shard_mapped(
 
 
 def with_shardings(mesh: Mesh, params: Any, axes: Any) -> Any:
-    """Adds shardings to abstract parameters, given a tree of tuples of logical axis names. A scale has all
-    axes but the last, unless it is for a group of inputs.
-    """
+    """Adds shardings to abstract parameters, given a tree of tuples of logical axis names."""
 
-    def place(array: Any, names: tuple[str | None, ...]) -> Any:
-        if isinstance(array, Int4):
-            return array.map(lambda one: place(one, names))
-        if isinstance(array, Quantized):
-            return dataclasses.replace(
-                array,
-                values=place(array.values, names),
-                scale=place(array.scale, names if array.by_group else names[:-1]),
-            )
+    def place(array: Any, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, PartitionSpec(*(RULES.get(name or "") for name in names)))
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    return jax.tree.map(place, params, axes, is_leaf=is_quantized)
+    def placed(parameter: Any, names: tuple[str | None, ...]) -> Any:
+        return jax.tree.map(place, parameter, stored(parameter).axes(names))
+
+    return jax.tree.map(placed, params, axes, is_leaf=is_weight)

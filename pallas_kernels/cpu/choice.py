@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.products import why_no_tiles
 from pallas_kernels.cpu.tiles import OUTS
 from pallas_kernels.hadamard import block_of
-from pallas_kernels.products import ROW_CLASSES, form_key, product, using
+from pallas_kernels.products import ROW_CLASSES, form_key
 from pallas_kernels.quantized import quantize
+from pallas_kernels.weights import product, stored
 
 MANY = 256  # number of rows representing a prompt
 REPEATS = 5
@@ -47,7 +49,7 @@ def forms(
     """Forms for every number of rows, by `form_key`.
 
     Args:
-        x: dtype of activations; kinds: of weights, see `products.kind_of`.
+        x: dtype of activations; kinds: of weights, see `products.StoredWeight.format`.
         shape: [out, in] of the measured weight.
         known: results of an earlier measurement.
         by_place: whether a form may sum a row depending on its place, as XLA's may.
@@ -72,18 +74,17 @@ def forms(
 def _fastest(able: Sequence[str], rows: int, x: str, kind: str, shape: tuple[int, int]) -> str:
     """The fastest form, by the minimum of alternating measurements."""
     inputs, weight = jnp.ones((rows, shape[1]), x), jnp.ones(shape, x if kind == "w8a8" else kind)
-    args: tuple[Any, Any] = (
-        inputs,
-        quantize(weight, "int8", inputs=True, hadamard=block_of(shape[1])) if kind == "w8a8" else weight,
+    given: Any = (
+        quantize(weight, "int8", inputs=True, hadamard=block_of(shape[1])) if kind == "w8a8" else weight
     )
     programs = {}
     for form in able:
-        with using({form_key(rows, x, kind): form}):
-            programs[form] = jax.jit(lambda x, weight: product(x, weight)).lower(*args).compile()
+        args = inputs, stored(given).with_forms(((form_key(rows, x, kind), form),))
+        programs[form] = partial(jax.jit(product).lower(*args).compile(), *args)
     least = dict.fromkeys(able, float("inf"))
     for _ in range(REPEATS):
         for form, program in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(program(*args))
+            jax.block_until_ready(program())
             least[form] = min(least[form], time.perf_counter() - start)
     return min(able, key=lambda form: least[form] * (CLEARLY if form == able[0] else 1))

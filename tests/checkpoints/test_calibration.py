@@ -21,8 +21,9 @@ from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer
 from pallas_kernels.gptq import DAMPING, gptq
 from pallas_kernels.hadamard import transform
-from pallas_kernels.int4 import Int4, dequantize_int4, pack, quantize_int4
-from pallas_kernels.quantized import Quantized, is_quantized
+from pallas_kernels.int4 import Int4, pack, quantize_int4
+from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.weights import is_weight
 from tests.checkpoints.test_quantized_conversion import VARIANT, declared, restored, same
 from tests.golden.weights import max_model_len, write_model
 from tests.models.test_quantization import logits
@@ -45,7 +46,7 @@ def test_products_with_such_inputs_are_nearer(size: int, group: int) -> None:
     assert numbers.shape == weight.shape and scale.shape == offset.shape == (48, -(-size // group))
     wide = [np.repeat(np.asarray(part), group, 1)[:, :size] for part in (scale, offset)]
     made = np.asarray(numbers) * wide[0] + wide[1]
-    nearest = dequantize_int4(quantize_int4(weight, group=group))
+    nearest = dequantize(quantize_int4(weight, group=group))
     errors = [float(jnp.abs(x @ (weight - other).T).mean()) for other in (made, nearest)]
     assert errors[0] < 0.6 * errors[1]
 
@@ -79,7 +80,7 @@ def test_few_inputs_mislead_little() -> None:
     weight = jax.random.normal(jax.random.key(2), (48, 128))
     seen, unseen = x[:130], x[130:]
     numbers, scale, offset = gptq(weight, seen.T @ seen, 128)
-    nearest = dequantize_int4(quantize_int4(weight, group=128))
+    nearest = dequantize(quantize_int4(weight, group=128))
     errors = [
         float(jnp.square(unseen @ (weight - made).T).mean()) for made in (numbers * scale + offset, nearest)
     ]
@@ -115,7 +116,7 @@ def test_a_calibrated_model_is_nearer_on_such_text(variant: str, tmp_path: Path)
     params = load_calibrated(tmp_path, calibrated, mesh, text, progress=False)
     rounded = load(tmp_path, calibrated, mesh, progress=False)
     assert jax.tree.structure(params) == jax.tree.structure(calibrated.params)
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    leaves = jax.tree.leaves(params, is_leaf=is_weight)
     assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves) and isinstance(
         params["embed"], Quantized
     )
@@ -141,7 +142,7 @@ def test_calibrated_parameters_are_as_calibrated_at_the_start(
     model = declared(config, quantization="int4", calibrated=True)
     params = restored(out)
     same(params, load_calibrated(folder, model, make_mesh(1), tokens, progress=False))
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    leaves = jax.tree.leaves(params, is_leaf=is_weight)
     assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves)
     loaded, direct = declared(read_config(out)), model
     assert (loaded.weights, loaded.params) == (
@@ -153,7 +154,7 @@ def test_calibrated_parameters_are_as_calibrated_at_the_start(
 def test_transformed_weights_stand_for_what_they_did() -> None:
     numbers = jnp.zeros((1, 64), jnp.int8).at[0, 0].set(1)
     ones = pack(numbers, jnp.ones((1, 1)), None, group=64, hadamard=64)
-    np.testing.assert_array_equal(dequantize_int4(ones), np.ones((1, 64)))  # the transform's first row
+    np.testing.assert_array_equal(dequantize(ones), np.ones((1, 64)))  # the transform's first row
 
 
 def test_text_is_cut_into_sequences(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from jengine.models import Params, build
 from jengine.models.rope import rope
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, dequantize, is_quantized
+from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.weights import is_weight
 from tests.checkpoints.gguf_models import write_gguf
 from tests.golden.weights import VARIANTS, Golden
 from tests.models.test_quantization import logits
@@ -77,9 +78,9 @@ def test_four_bits_stay_four_bits(tmp_path: Path) -> None:
     )
     gate_up = np.asarray(dequantize(layer["mlp"]["gate_up"]))
     np.testing.assert_allclose(gate_up[:, 1], stored["model.layers.1.mlp.up_proj.weight"], atol=1e-6)
-    assert not is_quantized(layer["attention"]["qkv"]) and isinstance(layer["attention"]["o"], Int4)
+    assert not is_weight(layer["attention"]["qkv"]) and isinstance(layer["attention"]["o"], Int4)
     np.testing.assert_array_equal(params["embed"], stored["model.embed_tokens.weight"])
-    assert not is_quantized(params["lm_head"])
+    assert not is_weight(params["lm_head"])
 
 
 def test_nothing_is_compiled_to_pack_matrices(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_logits_of_four_bits(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama_gqa", MIXED, **EVEN)
     tokens = Golden.read("llama_gqa").cases[3].prompt
     plain, params = loaded(tmp_path / "m.gguf", quantization="none")
-    assert not any(is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantized))
+    assert not any(is_weight(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_weight))
     np.testing.assert_allclose(
         logits(*loaded(tmp_path / "m.gguf"), tokens), logits(plain, params, tokens), atol=1e-4
     )
@@ -243,7 +244,7 @@ def test_conversions_of_a_file_with_options(tmp_path: Path) -> None:
     _, dense = loaded(
         convert(source, tmp_path / "dense", dtype="float32", quantization="none", progress=False)
     )
-    assert not any(is_quantized(leaf) for leaf in jax.tree.leaves(dense, is_leaf=is_quantized))
+    assert not any(is_weight(leaf) for leaf in jax.tree.leaves(dense, is_leaf=is_weight))
     eight, params = loaded(convert(source, tmp_path / "int8", quantization="int8", progress=False))
     assert eight.quantized == "int8" and isinstance(params["layers"][0]["mlp"]["down"], Quantized)
     kept = convert(source, tmp_path / "kept", progress=False)

@@ -19,7 +19,8 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import dequantize, is_quantized
+from pallas_kernels.quantized import dequantize
+from pallas_kernels.weights import is_weight
 from tests.golden.weights import VARIANTS, weights
 from tests.models.test_quantization import logits
 
@@ -78,15 +79,13 @@ def loaded(folder: Path, quantization: str | None = None, shards: int = 1) -> Pa
 
 
 def plain(params: Params) -> Params:
-    return jax.tree.map(
-        lambda x: np.asarray(dequantize(x) if is_quantized(x) else x), params, is_leaf=is_quantized
-    )
+    return jax.tree.map(lambda x: np.asarray(dequantize(x) if is_weight(x) else x), params, is_leaf=is_weight)
 
 
 def test_weights_are_what_the_format_says_in_four_bits_and_converted(tmp_path: Path) -> None:
     four, wide = write(tmp_path / "four", quantized=True), write(tmp_path / "wide", quantized=False)
     kept, converted, want = loaded(four), loaded(four, "none"), loaded(wide)
-    kinds = [leaf for leaf in jax.tree.leaves(kept, is_leaf=is_quantized) if is_quantized(leaf)]
+    kinds = [leaf for leaf in jax.tree.leaves(kept, is_leaf=is_weight) if is_weight(leaf)]
     assert len(kinds) == 4 and all(
         isinstance(leaf, Int4) and leaf.kind == "e2m1" and leaf.group == 32 for leaf in kinds
     )
@@ -100,7 +99,7 @@ def test_weights_are_what_the_format_says_in_four_bits_and_converted(tmp_path: P
 
 def test_weights_may_be_quantized_otherwise(tmp_path: Path) -> None:
     model = build(read_config(write(tmp_path / "four", quantized=True)), "float32", 64, "int8")
-    assert not any(isinstance(leaf, Int4) for leaf in jax.tree.leaves(model.params, is_leaf=is_quantized))
+    assert not any(isinstance(leaf, Int4) for leaf in jax.tree.leaves(model.params, is_leaf=is_weight))
     assert load(tmp_path / "four", model, make_mesh(1), progress=False)
 
 

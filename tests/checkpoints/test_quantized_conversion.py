@@ -21,7 +21,8 @@ from jengine.models.config_parts import Converted, StoredWeights
 from jengine.parallel.mesh import make_mesh
 from jengine.serving.processes.engines import model_engine
 from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, is_quantized
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.weights import is_weight
 from tests.batch_mocks import make_tokenizer
 from tests.engine.running import SMALL
 from tests.golden.weights import write_model
@@ -78,9 +79,7 @@ def test_parameters_are_as_quantized_on_load(kind: str, group: int, folder: Path
 def test_mixed_keeps_what_loses_most_in_eight_bits(variant: str, eight: set[str], tmp_path: Path) -> None:
     write_model(tmp_path, variant)
     model = declared(read_config(tmp_path), quantization="int4_mixed", group_size=64)
-    forms = {
-        name.rpartition(".")[2]: leaf for name, leaf in by_name(model.params).items() if is_quantized(leaf)
-    }
+    forms = {name.rpartition(".")[2]: leaf for name, leaf in by_name(model.params).items() if is_weight(leaf)}
     assert {name for name, leaf in forms.items() if isinstance(leaf, Quantized)} == eight and not forms[
         "qkv"
     ].inputs

@@ -20,7 +20,8 @@ from jengine.models import Params, build
 from jengine.models.config_parts import StoredWeights
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, dequantize, is_quantized
+from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.weights import is_weight
 from tests.checkpoints.quantized_models import (
     VARIANT,
     Quantizer,
@@ -105,13 +106,13 @@ def test_weights_stand_for_what_the_format_says(name: str, tmp_path: Path) -> No
         assert kind == form
         assert not isinstance(leaf, Quantized) or not leaf.inputs
     down, gate_up = (layer["mlp"][part] for part in ("down", "gate_up"))
-    down, gate_up = (np.asarray(dequantize(leaf) if is_quantized(leaf) else leaf) for leaf in (down, gate_up))
+    down, gate_up = (np.asarray(dequantize(leaf) if is_weight(leaf) else leaf) for leaf in (down, gate_up))
     np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
         gate_up[:, 0], stored["model.layers.1.mlp.gate_proj.weight"], rtol=1e-5, atol=1e-6
     )
     plain = loaded(tmp_path, "none")["layers"][1]["attention"]
-    assert not is_quantized(plain["qkv"])
+    assert not is_weight(plain["qkv"])
     np.testing.assert_allclose(
         plain["o"], stored["model.layers.1.self_attn.o_proj.weight"], rtol=1e-5, atol=1e-6
     )
@@ -164,7 +165,7 @@ def test_blocks_of_128_inputs_stay_in_eight_bits(config: dict[str, Any], tmp_pat
     np.testing.assert_allclose(
         dequantize(gate_up)[:, 1], stored["model.layers.1.mlp.up_proj.weight"], rtol=1e-6
     )
-    assert isinstance(layer["attention"]["qkv"], Quantized) and not is_quantized(down)
+    assert isinstance(layer["attention"]["qkv"], Quantized) and not is_weight(down)
     np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-6)
     kept, plain = (
         build(read_config(tmp_path), "float32", 64, quantization) for quantization in (None, "none")
@@ -186,7 +187,7 @@ def test_blocks_are_converted_on_load_where_no_kernel_multiplies_by_them(tmp_pat
     assert config.stored is not None
     spec = describe(EngineConfig.of("MODEL", {"max_model_len": 64}), config, make_mesh(1), tmp_path)
     assert spec.model.config.stored is None
-    assert not any(is_quantized(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized))
+    assert not any(is_weight(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight))
 
 
 @pytest.mark.parametrize("ignore", ["model.layers.0.mlp.down_proj", r"re:.*layers\.0\.mlp\.down_proj$"])
@@ -196,7 +197,7 @@ def test_modules_that_are_ignored(ignore: str, tmp_path: Path) -> None:
         tmp_path, config, packed_tensors(32, symmetric=True), plain=("layers.0.mlp.down_proj.weight",)
     )
     layers = loaded(tmp_path)["layers"]
-    assert not is_quantized(layers[0]["mlp"]["down"]) and isinstance(layers[1]["mlp"]["down"], Int4)
+    assert not is_weight(layers[0]["mlp"]["down"]) and isinstance(layers[1]["mlp"]["down"], Int4)
 
 
 def test_logits_are_those_of_the_dequantized(tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
     assert config.stored is not None
     model = build(config, "float32", 64)
     params = load(folder, model, make_mesh(1), progress=False)
-    assert is_quantized(params["layers"][0]["mlp"]["down"])
+    assert is_weight(params["layers"][0]["mlp"]["down"])
     np.testing.assert_allclose(logits(model, params, golden["prompt"]), golden["logits"], atol=1e-4)
 
 

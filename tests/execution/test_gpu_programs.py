@@ -26,10 +26,11 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import ahead_of_time, product_dispatch
+from pallas_kernels import ahead_of_time
+from pallas_kernels.four_bits import FourBits
 from pallas_kernels.groups import GRID
-from pallas_kernels.quantized import is_quantized
 from pallas_kernels.thunks import compiled_with_thunks
+from pallas_kernels.weights import is_weight
 from tests.execution.specs import temporaries_bound
 from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
@@ -189,7 +190,7 @@ def check_four_bit_experts_on_hopper() -> None:
         )
         assert not moved, "expert weights are read as they lie"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product_dispatch, "why_grouped_product_unsupported", lambda *args, **how: "as before")
+        patch.setattr(FourBits, "why_unsupported", lambda *args, **how: "as before")
         before = lower(spec, TrunkKey(8, 0)).compile().memory_analysis()
         assert before is not None and before.temp_size_in_bytes >= dequantized
 
@@ -344,9 +345,7 @@ def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | N
     }
     options = {"quantization": quantization} if quantization else {}
     spec = described("h200", 1, model, max_model_len=8192, **options)
-    weights = [
-        leaf for leaf in jax.tree.leaves(spec.params["layers"], is_leaf=is_quantized) if is_quantized(leaf)
-    ]
+    weights = [leaf for leaf in jax.tree.leaves(spec.params["layers"], is_leaf=is_weight) if is_weight(leaf)]
     assert len(weights) == 3 * 4 and all(leaf.values.dtype.itemsize == 1 for leaf in weights)
     shapes = "|".join(f"{math.prod(leaf.shape[:-1])},{leaf.shape[-1]}" for leaf in weights)
     for key in keys:

@@ -32,8 +32,9 @@ from pallas_kernels.int4 import (
     quantize_int4,
     words,
 )
-from pallas_kernels.products import form_key, product, using
+from pallas_kernels.products import form_key, forms_of
 from pallas_kernels.quantized import dequantize
+from pallas_kernels.weights import prepare, product, stored
 from tests.kernels.interpreted import normal
 from tests.kernels.test_masked import SETS, runs_here
 
@@ -164,13 +165,13 @@ def test_constant_groups_are_exact() -> None:
 def test_indices_of_leading_axes() -> None:
     made, wide = packed(6, 64, 32, offset=True)
     stacked = made.map(lambda array: array.reshape(2, 3, -1))
-    assert stacked.shape == (2, 3, 64) and stacked[...] is stacked
+    assert stacked.shape == (2, 3, 64)
     np.testing.assert_allclose(wide_values(stacked[1]), wide[3:], rtol=1e-6, atol=1e-6)
 
 
 def in_form(form: str, x: jax.Array, weight: Int4, dtype: str) -> np.ndarray[Any, Any]:
-    with using({form_key(x.shape[0], str(x.dtype), "int4"): form}):
-        lowered = jax.jit(lambda x, weight: product(x, weight, dtype)).lower(x, weight)
+    forms = forms_of({form_key(x.shape[0], str(x.dtype), "int4"): form})
+    lowered = jax.jit(lambda x, weight: stored(weight).with_forms(forms).product(x, dtype)).lower(x, weight)
     assert ("jengine_product" in lowered.as_text()) == (form == "kernel")
     got = lowered.compile()(x, weight)
     assert got.dtype == dtype
@@ -302,9 +303,9 @@ def test_a_gpu_gets_xlas_form() -> None:
 def test_without_llvmlite_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "cpu_refused", lambda: "llvmlite is not installed")
     weight, wide = packed(4, 64, 64, offset=False)
-    lowered = jax.jit(products.product).lower(jnp.ones((1, 64)), weight)
+    lowered = jax.jit(product).lower(jnp.ones((1, 64)), weight)
     assert "jengine" not in lowered.as_text()
     np.testing.assert_allclose(
         lowered.compile()(jnp.ones((1, 64)), weight)[0], wide.sum(1), rtol=1e-5, atol=1e-4
     )
-    products.prepare(weight)
+    prepare(weight)

@@ -15,8 +15,8 @@ import pytest
 from pallas_kernels.cpu import calls, multiply, native, products
 from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
-from pallas_kernels.products import product
 from pallas_kernels.quantized import quantize
+from pallas_kernels.weights import product
 
 AVX2 = "+sse2,+avx,+avx2,+fma,+f16c"
 AVX512 = AVX2 + ",+avx512f,+avx512bw,+avx512vl,+avx512dq"

@@ -14,6 +14,7 @@ from pallas_kernels import devices, product_dispatch, products
 from pallas_kernels.groups import grouped
 from pallas_kernels.int4 import Int4, pack
 from pallas_kernels.quantized import quantize
+from pallas_kernels.weights import product
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -104,7 +105,7 @@ def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_ho
         for module in devices, products:
             monkeypatch.setattr(module, "traced_for", lambda device=device: device)
         for weight in four_bits(64, 192, hadamard=64), eight_bits:
-            assert products.product(x, weight, jnp.float32).shape == (9, 64)
+            assert product(x, weight, jnp.float32).shape == (9, 64)
     assert taken == [((9, 192), "bfloat16", jnp.float32), ((16, 192), "bfloat16", jnp.float32)], (
         "transformed, and padded to a block"
     )

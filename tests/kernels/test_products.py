@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from pallas_kernels import products
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.hadamard import block_of, gain, transform
-from pallas_kernels.products import ROW_CLASSES, form_key, product, using
+from pallas_kernels.products import ROW_CLASSES, form_key, forms_of
 from pallas_kernels.quantized import Quantized, dequantize, quantize
+from pallas_kernels.weights import prepare, product, stored
 from tests.compiling import quickly_compiled
 from tests.kernels.interpreted import normal
 
@@ -72,8 +73,8 @@ def has_kernel(lowered: Any) -> bool:
 
 
 def in_form(form: str, x: jax.Array, weight: Any, dtype: str) -> np.ndarray[Any, Any]:
-    with using({form_key(x.shape[0], str(x.dtype), kind): form for kind in KINDS}):
-        lowered = jax.jit(lambda x, weight: product(x, weight, dtype)).lower(x, weight)
+    forms = forms_of({form_key(x.shape[0], str(x.dtype), kind): form for kind in KINDS})
+    lowered = jax.jit(lambda x, weight: stored(weight).with_forms(forms).product(x, dtype)).lower(x, weight)
     assert has_kernel(lowered) == (form == "kernel")
     got = lowered.compile()(x, weight)
     assert got.dtype == dtype
@@ -205,13 +206,13 @@ SAVED = """
 import json, pickle, sys
 import jax, jax.numpy as jnp
 from jax.experimental import serialize_executable
-from pallas_kernels import products
+from pallas_kernels.weights import prepare, product
 x, w = jnp.arange(8.0)[None], jnp.ones((4, 8))
 if sys.argv[1] == "save":
-    program = jax.jit(products.product).lower(x, w).compile()
+    program = jax.jit(product).lower(x, w).compile()
     open(sys.argv[2], "wb").write(pickle.dumps(serialize_executable.serialize(program)))
 else:
-    products.prepare(w)
+    prepare(w)
     program = serialize_executable.deserialize_and_load(*pickle.loads(open(sys.argv[2], "rb").read()))
     print(json.dumps(program(x, w).tolist()))
 """
@@ -232,8 +233,8 @@ def test_a_saved_program_finds_its_kernels(tmp_path: Path) -> None:
 def test_without_llvmlite_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = quantize(jnp.ones((4, 8)), "int8")
     weights = dequantize(weight), weight
-    assert all(has_kernel(jax.jit(products.product).lower(jnp.ones((1, 8)), one)) for one in weights)
+    assert all(has_kernel(jax.jit(product).lower(jnp.ones((1, 8)), one)) for one in weights)
     monkeypatch.setattr(products, "cpu_refused", lambda: "llvmlite is not installed")
     jax.clear_caches()  # of what was traced
-    assert not any(has_kernel(jax.jit(products.product).lower(jnp.ones((1, 8)), one)) for one in weights)
-    products.prepare(weight)
+    assert not any(has_kernel(jax.jit(product).lower(jnp.ones((1, 8)), one)) for one in weights)
+    prepare(weight)

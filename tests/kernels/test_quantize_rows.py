@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import activations, devices, product_dispatch, products
+from pallas_kernels import activations, devices, products, row_dispatch
+from pallas_kernels.product_support import EIGHT_BIT_ROWS, why_quantize_rows_unsupported
 from pallas_kernels.qkv import rms_norm
 from pallas_kernels.quantize_rows import GATES, Norm, quantize_rows
 from pallas_kernels.quantized import Quantized, quantize
 from pallas_kernels.rows import Gated, Normed, Sum, array_of
+from pallas_kernels.weights import product
 from tests.kernels.interpreted import RACES, interpret
 
 HOPPER: Any = SimpleNamespace(
@@ -144,30 +146,35 @@ def test_a_kernel_quantizes_what_a_product_for_hopper_takes(
     x, y, weight = numbers(0, rows, 128), numbers(1, rows, 128), numbers(2, 128)
     stored = quantize(numbers(3, 64, 128), "int8", inputs=True, hadamard=hadamard)
     whole = Sum(x, y)
-    assert products.product(Normed(whole, weight, 1e-5), stored).shape == (rows, 64)
+    assert product(Normed(whole, weight, 1e-5), stored).shape == (rows, 64)
     assert (whole.parts is None) and (array_of(whole) == x + y).all()
-    products.product(Gated(numbers(4, rows, 128, 2), "silu"), stored)
+    product(Gated(numbers(4, rows, 128, 2), "silu"), stored)
     plain = hadamard > 1
-    product = [] if rows > product_dispatch.EIGHT_BIT_ROWS else ["product of 16, 16"]
+    multiplied = [] if rows > EIGHT_BIT_ROWS else ["product of 16, 16"]
     first, second = (
         ("quantize float32",) * 2 if plain else ("quantize bfloat16 sum norm", "quantize bfloat16 gate")
     )
-    assert taken == [first, *product, second, *product]
+    assert taken == [first, *multiplied, second, *multiplied]
 
 
 def test_what_the_kernel_takes_and_why_not() -> None:
     x, ampere = numbers(0, 2, 128), SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
-    why = product_dispatch.why_quantize_rows_unsupported
-    assert why(x, device=HOPPER) is None
+    assert why_quantize_rows_unsupported(x, device=HOPPER) is None
     assert (
-        why(Gated(numbers(0, 2, 96, 2), "silu"), device=HOPPER)
+        why_quantize_rows_unsupported(Gated(numbers(0, 2, 96, 2), "silu"), device=HOPPER)
         == "size=96: the kernel takes multiples of 128"
     )
-    assert why(x.astype(jnp.int8), device=HOPPER) == "dtype=int8: the kernel takes bfloat16, float16, float32"
-    assert why(x, device=ampere) == "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"  # type: ignore[arg-type]
+    assert (
+        why_quantize_rows_unsupported(x.astype(jnp.int8), device=HOPPER)
+        == "dtype=int8: the kernel takes bfloat16, float16, float32"
+    )
+    assert (
+        why_quantize_rows_unsupported(x, device=ampere)
+        == "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"
+    )  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"impl='mosaic': device="):
-        product_dispatch.quantize_rows(x, "int8", impl="mosaic")
-    values, scale = product_dispatch.quantize_rows(x, "int8", places=8)
+        row_dispatch.quantize_rows(x, "int8", impl="mosaic")
+    values, scale = row_dispatch.quantize_rows(x, "int8", places=8)
     stored: Quantized = quantize(x, "int8")
     np.testing.assert_array_equal(values[:2], stored.values)
     np.testing.assert_array_equal(scale[:2], stored.scale)

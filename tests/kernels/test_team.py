@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu import native, team
-from pallas_kernels.products import product
+from pallas_kernels.weights import product
 
 # Each part works a while and counts, in the frame's words from the tenth on.
 COUNT = """

@@ -15,8 +15,9 @@ import pytest
 from pallas_kernels import products as forms
 from pallas_kernels.cpu import calls, choice, native, products, tiles
 from pallas_kernels.cpu.formats import processor
-from pallas_kernels.products import form_key, product, using
+from pallas_kernels.products import form_key, forms_of
 from pallas_kernels.quantized import quantize
+from pallas_kernels.weights import product, stored
 
 AMX = (
     "+sse2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+avx512vnni,"
@@ -139,10 +140,10 @@ def test_the_product(x_dtype: str, kind: str, shape: tuple[int, int, int], with_
     for dtype in ("float32", "bfloat16"):
         got = {}
         for form in ("amx", "xla"):
-            with using({form_key(rows, x_dtype, kind): form}):
-                lowered = jax.jit(lambda x, w: product(x, w, dtype)).lower(x, weight)  # noqa: B023
+            given = stored(weight).with_forms(forms_of({form_key(rows, x_dtype, kind): form}))
+            lowered = jax.jit(product, static_argnums=2).lower(x, given, dtype)
             assert ("jengine_tiles" in lowered.as_text()) == (form == "amx")
-            got[form] = np.asarray(lowered.compile()(x, weight), np.float64)
+            got[form] = np.asarray(lowered.compile()(x, given), np.float64)
         if kind == "w8a8" and hadamard > 1:  # sums in another order may round a byte otherwise
             np.testing.assert_allclose(got["amx"], got["xla"], atol=0.2)
         elif kind == "w8a8":
@@ -155,8 +156,8 @@ def test_the_product(x_dtype: str, kind: str, shape: tuple[int, int, int], with_
 
 def test_weights_too_small_for_a_tile_take_the_other_kernel() -> None:
     x, weight = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((31, 64), jnp.bfloat16)
-    with using({form_key(4, "bfloat16", "bfloat16"): "amx"}):
-        text = jax.jit(product).lower(x, weight).as_text()
+    given = stored(weight).with_forms(forms_of({form_key(4, "bfloat16", "bfloat16"): "amx"}))
+    text = jax.jit(product).lower(x, given).as_text()
     assert "jengine_product_bfloat16_bfloat16" in text and "jengine_tiles" not in text
 
 

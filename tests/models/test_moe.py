@@ -14,6 +14,7 @@ from flax import nnx
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models.moe import Experts
+from pallas_kernels.weights import weight_of
 from tests.compiling import QUICK
 from tests.golden.weights import VARIANTS
 
@@ -29,7 +30,11 @@ def experts(count: int) -> Experts:
 
 @functools.cache
 def compiled(form: str, count: int) -> Callable[..., jax.Array]:
-    return jax.jit(getattr(experts(count), form), compiler_options=QUICK)
+    def run(x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        y: jax.Array = getattr(experts(count), form)(x, chosen, weight_of(gate_up), weight_of(down))
+        return y
+
+    return jax.jit(run, compiler_options=QUICK)
 
 
 @pytest.mark.parametrize("form", ["by_block", "by_group"])

@@ -14,7 +14,8 @@ from jengine.checkpoints import load, read_config
 from jengine.models import Model, Params, build
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, dequantize, is_quantized
+from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.weights import is_weight
 from tests.compiling import QUICK
 from tests.golden.weights import Golden, max_model_len, write_model
 from tests.models.test_golden import DenseCausal
@@ -54,11 +55,11 @@ def models(
     params = load(folder, model, mesh, progress=False)
 
     def plain(leaf: Any) -> Any:
-        return dequantize(leaf) if is_quantized(leaf) else leaf
+        return dequantize(leaf) if is_weight(leaf) else leaf
 
-    widened = jax.jit(
-        lambda params: jax.tree.map(plain, params, is_leaf=is_quantized), compiler_options=QUICK
-    )(params)
+    widened = jax.jit(lambda params: jax.tree.map(plain, params, is_leaf=is_weight), compiler_options=QUICK)(
+        params
+    )
     return (model, params), (build(config, "float32", max_model_len(variant)), widened)
 
 
@@ -98,11 +99,11 @@ def test_int4_weights(variant: str, tmp_path: Path) -> None:
     params = mine[1]
     vocabulary = params.get("embed", params.get("wte"))
     assert isinstance(vocabulary, Quantized) and not vocabulary.inputs  # which bears four bits less well
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    leaves = jax.tree.leaves(params, is_leaf=is_weight)
     assert any(isinstance(leaf, Int4) for leaf in leaves)
 
 
-def test_what_is_quantized(tmp_path: Path) -> None:
+def test_what_is_weight(tmp_path: Path) -> None:
     """Every matrix of products and embeddings; no router, norm or bias."""
     (_, params), _ = models(tmp_path, "mixtral", "int8")
     layer = params["layers"][0]

@@ -36,7 +36,7 @@ from jengine.execution.programs import program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
-from pallas_kernels.quantized import is_quantized
+from pallas_kernels.weights import is_weight
 
 CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len
 WORKSPACE = 32 << 20  # maximum bytes that XLA gives cuBLAS beside a program's temporaries
@@ -165,7 +165,7 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     model, devices = spec.model, spec.mesh.size
     dtype = jnp.dtype(model.dtype)
     kind, inputs = QUANTIZATIONS.get(model.quantization or "", (str(dtype), False))
-    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if len(leaf.shape) > 1]
+    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight) if len(leaf.shape) > 1]
     width = jnp.dtype(kind).itemsize
     # formats vary between weights, and scales count
     if model.quantization in FOUR_BITS or model.config.stored is not None:

@@ -122,11 +122,13 @@ def partitions(tree: Any) -> Any:
 
 
 def of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of the leaves of its first argument, the parameters."""
-    tree = jax.tree.structure(spec.params)
+    """The same function of the leaves of its first argument, the parameters, which then know the spec's forms
+    of products.
+    """
+    tree, model, forms = jax.tree.structure(spec.params), spec.model, spec.product_forms
 
     @wraps(function)
     def of(params: Sequence[jax.Array], *others: Any) -> Any:
-        return function(jax.tree.unflatten(tree, params), *others)
+        return function(model.with_forms(jax.tree.unflatten(tree, params), forms), *others)
 
     return of
