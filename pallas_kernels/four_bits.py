@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from pallas_kernels import tuning, xla
 from pallas_kernels.groups import Groups
@@ -156,7 +157,7 @@ class FourBits:
         offset: np.ndarray | None,
         place: Callable[[np.ndarray, Any], jax.Array],
     ) -> Int4:
-        target, sharding = self.numbers, self.numbers.values.sharding
+        target, sharding = self.numbers, cast(NamedSharding, self.numbers.values.sharding)
         how: dict[str, Any] = {name: getattr(target, name) for name in ("group", "dtype", "kind", "hadamard")}
         how["parts"] = self._parts
         # compiling a program for each shape would take longer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,9 +50,6 @@ class Plain:
 
     def __getitem__(self, index: Any) -> Plain:
         return replace(self, array=self.array[index])
-
-    def __iter__(self) -> Iterator[Plain]:
-        return (replace(self, array=array) for array in self.array)
 
     def take(self, rows: jax.Array) -> jax.Array:
         return jnp.take(self.array, rows, axis=0, mode="clip")

@@ -25,7 +25,7 @@ from jengine.models.hf_config import (
     rope_by_layer_types,
     windows_by_layer_types,
 )
-from jengine.models.layers import Attend, GatedMlp, RMSNorm, dense, exact_matrix, matrix, param
+from jengine.models.layers import Attend, GatedMlp, Matrix, RMSNorm, dense, exact_matrix, matrix, param
 from jengine.models.pieces import Piece
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.activations import gated
@@ -63,7 +63,7 @@ class Streams(nnx.Module):
         self.active, self.scaled = parts.active, parts.scaled
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.router_norm")
 
-        def small(tensor: str, *shape: int) -> nnx.Param[Any]:
+        def small(tensor: str, *shape: int) -> Matrix:
             return exact_matrix(shape, dtype, (None, None), Piece(f"{name}.{tensor}", shape))
 
         self.router, self.mix = (
@@ -154,8 +154,9 @@ class Gemma3n(Gemma4):
         altup, square = config.altup, (config.hidden_size, config.hidden_size)
         assert altup is not None
 
-        def others(name: str) -> nnx.Param[Any]:
-            count = altup.streams - 1
+        self.others = count = altup.streams - 1
+
+        def others(name: str) -> Matrix:
             pieces = (Piece(f"{self.prefix}{name}.{i}.weight", square, (i,)) for i in range(count))
             return exact_matrix((count, *square), dtype, (None, None, None), *pieces)
 
@@ -169,14 +170,14 @@ class Gemma3n(Gemma4):
         own = self.layer_inputs(tokens, x)
         assert own is not None
         everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
-        streams = jnp.stack([x, *(_as_large(dense(x, weight), x) for weight in self.into[...])])
+        streams = jnp.stack([x, *(_as_large(dense(x, self.into[i]), x) for i in range(self.others))])
         layers: Sequence[Gemma3nLayer] = self.layers  # type: ignore[assignment]
         for i, layer in enumerate(layers):
             streams = layer(
                 i, streams, everywhere if self.config.window(i) is None else nearby, attend, own[:, i]
             )
-        first, others = streams[0], zip(streams[1:], self.out_of[...], strict=True)
-        together = sum((_as_large(dense(x, weight), first) for x, weight in others), start=first)
+        first, others = streams[0], (dense(streams[1 + i], self.out_of[i]) for i in range(self.others))
+        together = sum((_as_large(x, first) for x in others), start=first)
         return self.norm(together * jnp.asarray(1 / len(streams), first.dtype))
 
 

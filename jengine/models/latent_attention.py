@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax import lax
 
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import LatentAttention
-from jengine.models.layers import Attend, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.layers import Attend, Matrix, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.pieces import EVERY, Piece
 from pallas_kernels.qkv import Qkv
 from pallas_kernels.xla import Rotation, rotate
@@ -28,7 +27,7 @@ NORM_EPS = 1e-6  # for compressed queries and cached vectors, independent of the
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    q_down: nnx.Param[Any] | None = None  # for compressed queries
+    q_down: Matrix | None = None  # for compressed queries
     q_norm: RMSNorm | None = None
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:

@@ -88,19 +88,17 @@ def param(
 class Matrix(nnx.Param[Any]):
     """A parameter that is read as a `Weight`: `self.down[...]`. Only `dense`, `lookup` and experts use it."""
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Weight:  # type: ignore[override]
         weight = weight_of(self.get_value())
         return weight if index is Ellipsis else weight[index]
 
 
-def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[Any]:
+def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Matrix:
     """Declares a weight [*out, in], or a table of vectors, that may be quantized."""
     return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, exact=False)
 
 
-def exact_matrix(
-    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece
-) -> nnx.Param[Any]:
+def exact_matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Matrix:
     """Declares a weight, or a table, that is never quantized, such as a router's."""
     return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, exact=True)
 
@@ -128,7 +126,7 @@ def lookup(table: Weight, rows: jax.Array) -> jax.Array:
     return table.take(rows)
 
 
-def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> nnx.Param[Any]:
+def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> Matrix:
     """Declares a vector per token, for `embed` or an output head, sharded by tokens."""
     table, place = (config.vocab_size, size), (slice(0, config.vocab_size),)
     return matrix((config.padded(config.vocab_size), size), dtype, ("vocab", None), Piece(name, table, place))

@@ -17,6 +17,7 @@ from jengine.models.layers import (
     Attention,
     Layer,
     LayerNorm,
+    Matrix,
     Mlp,
     dense,
     embed,
@@ -52,7 +53,7 @@ class Opt(nnx.Module):
         hidden, size = config.hidden_size, config.embedding_size or config.hidden_size
         places = (config.max_position + OFFSET, hidden)
 
-        def project(name: str, *shape: int) -> nnx.Param[jax.Array] | None:
+        def project(name: str, *shape: int) -> Matrix | None:
             return (
                 None
                 if size == hidden
