@@ -29,6 +29,7 @@ from jengine.models.layers import Attend, GatedMlp, Matrix, RMSNorm, dense, exac
 from jengine.models.pieces import Piece
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.activations import gated
+from pallas_kernels.products import Weight
 from pallas_kernels.rows import Rows
 from pallas_kernels.xla import Rotation
 
@@ -154,7 +155,7 @@ class Gemma3n(Gemma4):
         altup, square = config.altup, (config.hidden_size, config.hidden_size)
         assert altup is not None
 
-        self.others = count = altup.streams - 1
+        self.inactive = count = altup.streams - 1
 
         def others(name: str) -> Matrix:
             pieces = (Piece(f"{self.prefix}{name}.{i}.weight", square, (i,)) for i in range(count))
@@ -165,19 +166,23 @@ class Gemma3n(Gemma4):
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Any:
         return Gemma3nLayer(config, dtype, name, index)
 
+    def each(self, stacked: Matrix) -> list[Weight]:
+        """The matrices of the inactive streams."""
+        return [stacked[i] for i in range(self.inactive)]
+
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         x = self.embedded(tokens)
         own = self.layer_inputs(tokens, x)
         assert own is not None
         everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
-        streams = jnp.stack([x, *(_as_large(dense(x, self.into[i]), x) for i in range(self.others))])
+        streams = jnp.stack([x, *(_as_large(dense(x, weight), x) for weight in self.each(self.into))])
         layers: Sequence[Gemma3nLayer] = self.layers  # type: ignore[assignment]
         for i, layer in enumerate(layers):
             streams = layer(
                 i, streams, everywhere if self.config.window(i) is None else nearby, attend, own[:, i]
             )
-        first, others = streams[0], (dense(streams[1 + i], self.out_of[i]) for i in range(self.others))
-        together = sum((_as_large(x, first) for x in others), start=first)
+        first, others = streams[0], zip(streams[1:], self.each(self.out_of), strict=True)
+        together = sum((_as_large(dense(x, weight), first) for x, weight in others), start=first)
         return self.norm(together * jnp.asarray(1 / len(streams), first.dtype))
 
 
