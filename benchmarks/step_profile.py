@@ -48,7 +48,7 @@ OPERATIONS = {
     "mlp products": ("GatedMlp.__call__", "product"),
     "rope": ("_rotated",),
     "cache write": ("kv_write",),
-    "attention": ("attend",),
+    "attention": ("PagedAttention.attend",),
     "norms": ("RMSNorm.__call__",),
     "activation": ("GatedMlp.__call__",),
     "embedding": ("embed",),

@@ -25,7 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, join, scores
+from pallas_kernels.support import GPU_OPTIONS
 from pallas_kernels.versions import store
 
 BLOCKS_TO_FILL = 216  # two for each of an A100's 108 multiprocessors
@@ -54,23 +56,14 @@ def paged_attention_decode(
     v_pages: jax.Array,
     block_tables: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
     splits: int | None = None,
 ) -> jax.Array:
     """See `attention_decode.paged_attention_decode`."""
     tiles, real = q[:, None], jnp.minimum(lengths, 1)
-    ways: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "splits": splits,
-    }
-    return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, **ways)[:, 0]
+    where = block_tables, lengths - 1, real
+    return paged_attention_prefill(tiles, k_pages, v_pages, *where, options, splits=splits)[:, 0]
 
 
 def paged_attention_prefill(
@@ -80,11 +73,8 @@ def paged_attention_prefill(
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
     splits: int | None = None,
 ) -> jax.Array:
     """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
@@ -98,21 +88,21 @@ def paged_attention_prefill(
             to.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
-        scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
+        options: without slopes.
         splits: number of parts of a sequence that blocks process in parallel; None: chosen by the shapes.
 
     Returns:
         [tiles, tile, heads, head_dim], in q's dtype.
     """
+    options.require(*GPU_OPTIONS)
     items, tile, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     group = heads // kv_heads
     step, columns = shape_of_block(tile * group, head_dim)
     blocks = -(-tile * group // columns)
     tokens = block_tables.shape[1] * page_size
-    splits = splits or default_splits(
-        items * blocks, kv_heads, tokens if window is None else min(window + tile, tokens)
-    )
+    read = tokens if options.window is None else min(options.window + tile, tokens)
+    splits, sinks = splits or default_splits(items * blocks, kv_heads, read), options.sinks
     queries = (
         q.reshape(items, tile, kv_heads, group, head_dim)
         .swapaxes(1, 2)
@@ -123,7 +113,7 @@ def paged_attention_prefill(
     shape = (splits, items, kv_heads, blocks)
     result = q.dtype if splits == 1 and sinks is None else jnp.dtype("float32")
     out, lse = plgpu.kernel(
-        partial(_kernel, group=group, scale=scale, window=window, soft_cap=soft_cap, splits=splits),
+        partial(_kernel, group=group, options=options.static, splits=splits),
         out_type=(
             jax.ShapeDtypeStruct((*shape, head_dim, columns), result),
             jax.ShapeDtypeStruct((*shape, columns), jnp.float32),
@@ -162,12 +152,12 @@ def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
 
 
 def _kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, out_ref: Any,
-    lse_ref: Any, *,
+    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, out_ref: Any, lse_ref: Any, *,
     q_smem: Any, k_smem: Any, v_smem: Any, p_smem: Any,
-    group: int, scale: float, window: int | None, soft_cap: float | None, splits: int,
+    group: int, options: AttentionOptions, splits: int,
 ) -> None:  # fmt: skip
     tile, columns = p_smem.shape
+    window = options.window
     head_dim, page_size, dtype = q_smem.shape[1], k_ref.shape[2], q_smem.dtype
     split, kv_head, index = (lax.axis_index(name) for name in ("split", "kv_head", "block"))
     blocks = out_ref.shape[3]
@@ -234,7 +224,7 @@ def _kernel(
         seen = (
             tokens <= last_seen if window is None else (tokens <= last_seen) & (tokens > last_seen - window)
         )
-        s, factor = scores(s, scale, soft_cap)
+        s, factor = scores(s, options)
         s = jnp.where(seen, s * factor, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=0))
         alpha = jnp.exp2(m - m_new)

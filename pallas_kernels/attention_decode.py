@@ -38,9 +38,11 @@ from pallas_kernels.hopper import (
     rows_by_warp,
     tiled,
 )
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.semaphores import signal
 from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, scores
+from pallas_kernels.support import GPU_OPTIONS
 from pallas_kernels.tuning import BLOCKS, DecodeCase, DecodeChoice
 from pallas_kernels.versions import store
 from pallas_kernels.work_list import TILE, WorkList, even_work
@@ -56,11 +58,8 @@ def paged_attention_decode(
     v_pages: Pages,
     block_tables: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
     work: WorkList | None = None,
     choice: DecodeChoice | None = None,
     device: jax.Device | None = None,
@@ -80,7 +79,7 @@ def paged_attention_decode(
             some before its window.
         lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0
             gives zeros.
-        scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
+        options: without slopes.
         work: a work list for these lengths and kv heads, and for this window or a larger one; None creates
             one. Many layers can share a list, best one that is `shared`.
         choice: the number of tiles in flight per block, at least 2; None uses `tuning.decode`.
@@ -93,15 +92,15 @@ def paged_attention_decode(
     Returns:
         [rows, heads, head_dim], in q's dtype.
     """
+    options.require(*GPU_OPTIONS)
     rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     group = heads // kv_heads
     padded = -(-group // 8) * 8  # TMA copies whole tiles of shared memory
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
     if work is None:
-        work = even_work(
-            lengths, kv_heads, blocks=tuning.decode_blocks(str(stored), head_dim, device), window=window
-        )
+        blocks = tuning.decode_blocks(str(stored), head_dim, device)
+        work = even_work(lengths, kv_heads, blocks=blocks, window=options.window)
     case = DecodeCase(str(stored), str(q.dtype), heads, kv_heads, head_dim, page_size, rows)
     stages = (choice or tuning.decode(case, device)).stages
     pairs = (
@@ -118,15 +117,7 @@ def paged_attention_decode(
     lists = work.first, work.items, work.joins, signals
 
     out, *_ = plgpu.kernel(
-        partial(
-            _kernel,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            rows=rows,
-            group=group,
-            sinks=sinks is not None,
-        ),
+        partial(_kernel, options=options.static, rows=rows, group=group, sinks=options.sinks is not None),
         out_type=(
             jax.ShapeDtypeStruct((rows * heads, head_dim), q.dtype),
             jax.ShapeDtypeStruct((work.slots, padded, head_dim), jnp.float32),
@@ -147,7 +138,15 @@ def paged_attention_decode(
         kernel_name="paged_attention_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(queries, k_pages, v_pages, block_tables, lengths, *lists, *([] if sinks is None else [sinks]))
+    )(
+        queries,
+        k_pages,
+        v_pages,
+        block_tables,
+        lengths,
+        *lists,
+        *([] if options.sinks is None else [options.sinks]),
+    )
     result: jax.Array = out.reshape(q.shape)
     return result
 
@@ -156,9 +155,10 @@ def _kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, length_ref: Any,
     first_ref: Any, item_ref: Any, join_ref: Any, signal_ref: Any, *refs: Any,
     ring: dict[str, Any], q_smem: Any, o_smem: Any, part_smem: Any, q_full: Any, p_smem: Any = None,
-    scale: float, window: int | None, soft_cap: float | None, rows: int, group: int, sinks: bool,
+    options: AttentionOptions, rows: int, group: int, sinks: bool,
 ) -> None:  # fmt: skip
     *sink_ref, out_ref, part_ref, sum_ref = refs
+    window = options.window
     *of_pairs, _, head_dim = q_smem.shape
     padded, heads = part_ref.shape[1], out_ref.shape[0] // rows
     warpgroup = lax.axis_index("warpgroup")
@@ -202,7 +202,7 @@ def _kernel(
                     _columns(k.scale.at[lax.rem(number, k.scale.shape[0])]), s.shape, [1]
                 )
             plgpu.barrier_arrive(k.free.at[stage])
-            s, factor = scores(s, scale, soft_cap)
+            s, factor = scores(s, options)
             s = jnp.where(seen(item, tile, window, (ROWS, TILE), 1, plgpu.Layout.WGMMA), s * factor, -jnp.inf)
             m_new = jnp.maximum(m, s.max(axis=1))
             alpha = jnp.exp2(m - m_new)

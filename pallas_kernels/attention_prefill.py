@@ -24,9 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import prefill_kernel, tuning
 from pallas_kernels.feed import ring
 from pallas_kernels.hopper import ROWS, tiled
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.prefill_form import form_of
 from pallas_kernels.quantized import Pages, Quantized, numbers
 from pallas_kernels.softmax import LOG2_E
+from pallas_kernels.support import GPU_OPTIONS
 from pallas_kernels.walk import Walk, longest_first
 
 TILE_GRID = 8  # the number of tokens of a tile is a multiple of this
@@ -39,11 +41,8 @@ def paged_attention_prefill(
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
     block_k: int | None = None,
     stages: int | None = None,
     blocks: int | None = None,
@@ -66,8 +65,7 @@ def paged_attention_prefill(
         positions: int32 [tiles], position of each tile's first query.
         lengths: int32 [tiles], real queries of each tile. The others return undefined, finite values. A tile
             without real queries reads nothing.
-        scale: positive.
-        window, soft_cap, sinks: as in `xla.paged_attention_decode`.
+        options: without slopes; scale is positive.
         block_k: keys per stage, a multiple of 64; None chooses by shape.
         stages: stages in flight; None chooses by shape and shared memory.
         blocks: thread blocks of the grid; None: as many as the device holds at a time. Results do not depend
@@ -80,6 +78,7 @@ def paged_attention_prefill(
     Returns:
         [tiles, tile, heads, head_dim], in q's dtype.
     """
+    options.require(*GPU_OPTIONS)
     tiles, tile, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
@@ -100,18 +99,12 @@ def paged_attention_prefill(
         "turn": plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
     }
     by_row = []
-    if sinks is not None:  # one value per (head, token) pair
-        values = jnp.repeat(sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
+    if options.sinks is not None:  # one value per (head, token) pair
+        values = jnp.repeat(options.sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
         by_row = [jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))]
     out: jax.Array = plgpu.kernel(
         partial(
-            prefill_kernel.run,
-            walk=walk,
-            form=form,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks is not None,
+            prefill_kernel.run, walk=walk, form=form, options=options.static, sinks=options.sinks is not None
         ),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},

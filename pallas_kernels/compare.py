@@ -13,6 +13,7 @@ import jax
 from pallas_kernels import dispatch, fastest
 from pallas_kernels.dispatch import Impl
 from pallas_kernels.fastest import Case
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.timing import chain, seconds
 from pallas_kernels.tuning import DecodeCase
 from pallas_kernels.tuning_cases import arrays
@@ -50,7 +51,9 @@ def compare(
 def total_seconds(case: DecodeCase, impl: Impl) -> float:
     """Of a call with each of the case's loads, on the default device."""
     q, k, v, loads = arrays(case)
-    attend = partial(dispatch.paged_attention_decode, scale=case.head_dim**-0.5, impl=impl)
+    attend = partial(
+        dispatch.paged_attention_decode, options=AttentionOptions(case.head_dim**-0.5), impl=impl
+    )
     program = chain(lambda q, tables, k, v, lengths: attend(q, k, v, tables, lengths))
     return sum(seconds(program, q, load.tables, k, v, load.lengths) for load in loads)
 

@@ -21,6 +21,7 @@ import jax
 
 from pallas_kernels import products, tuning, work_list, xla
 from pallas_kernels.flashinfer import decode as flashinfer
+from pallas_kernels.options import PLAIN, AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.support import (
@@ -29,6 +30,7 @@ from pallas_kernels.support import (
     kernel_serves,
     on_cpu,
     why_no_cache,
+    why_no_cpu_attention,
     why_no_cpu_cache,
     why_no_gpu_attention,
 )
@@ -43,20 +45,23 @@ why_flashinfer_unsupported = flashinfer.why_unsupported
 
 
 def why_decode_unsupported(
-    q: jax.Array, k_pages: Pages, v_pages: Pages, *, slopes: bool = False, device: jax.Device | None = None
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    options: AttentionOptions = PLAIN,
+    *,
+    device: jax.Device | None = None,
 ) -> str | None:
-    """Why the kernel for `paged_attention_decode` does not support these arrays, with slopes or without, or
-    None.
-    """
+    """Why the kernel for `paged_attention_decode` does not support these arrays and options, or None."""
     if on_cpu(device):
-        return products.cpu_refused() or why_no_cpu_cache(k_pages, v_pages)
+        return products.cpu_refused() or why_no_cpu_attention(k_pages, v_pages, options)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
     if capability(device) in HOPPER:
         from pallas_kernels.attention_decode import QUERIES
 
         if heads > QUERIES * kv_heads:
             return f"heads={heads}: the kernel takes at most {QUERIES} for each of {kv_heads} kv heads"
-    return why_no_gpu_attention(q, k_pages, v_pages, slopes, device)
+    return why_no_gpu_attention(q, k_pages, v_pages, options, device)
 
 
 def paged_attention_decode(
@@ -65,12 +70,8 @@ def paged_attention_decode(
     v_pages: Pages,
     block_tables: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    slopes: jax.Array | None = None,
     pages: int = 0,
     work: WorkList | None = None,
     impl: Impl = "auto",
@@ -79,6 +80,7 @@ def paged_attention_decode(
     """Attends from one query per sequence to all tokens of the sequence.
 
     Args:
+        options: see `AttentionOptions`.
         pages: see `xla.paged_attention_decode`. Kernels need no such limit: they read as many as each
             sequence has.
         work: from `decode_work`, for Hopper's kernel; None creates one for this call. Other implementations
@@ -89,34 +91,27 @@ def paged_attention_decode(
     Raises:
         ValueError: impl is "mosaic", "llvm" or "flashinfer", and this kernel does not support the call.
     """
-    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if flashinfer.serves(impl, q, k_pages, v_pages, window, soft_cap, slopes is not None, device):
-        del how["soft_cap"]
-        return flashinfer.paged_attention_decode(
-            q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how, device=device
-        )
-    if not kernel_serves(
-        impl, why_decode_unsupported(q, k_pages, v_pages, slopes=slopes is not None, device=device), device
-    ):
-        return xla.paged_attention_decode(
-            q, k_pages, v_pages, block_tables, lengths, **how, slopes=slopes, pages=pages
-        )
+    where = block_tables, lengths
+    if flashinfer.serves(impl, q, k_pages, v_pages, options, device):
+        k, v = _plain(k_pages), _plain(v_pages)
+        return flashinfer.paged_attention_decode(q, k, v, *where, options, device=device)
+    refused = why_decode_unsupported(q, k_pages, v_pages, options, device=device)
+    if not kernel_serves(impl, refused, device):
+        return xla.paged_attention_decode(q, k_pages, v_pages, *where, options, pages=pages)
     if on_cpu(device):
         from pallas_kernels.cpu import attention
 
-        return attention.paged_attention_decode(
-            q, k_pages, v_pages, block_tables, lengths, **how, slopes=slopes
-        )
+        return attention.paged_attention_decode(q, k_pages, v_pages, *where, options)
     if capability(device) in AMPERE:
         from pallas_kernels import ampere
 
-        return ampere.paged_attention_decode(
-            q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how
-        )
+        return ampere.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), *where, options)
     from pallas_kernels import attention_decode
 
-    how |= {"work": work, "device": device or jax.devices()[0]}
-    return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how)
+    device = device or jax.devices()[0]
+    return attention_decode.paged_attention_decode(
+        q, k_pages, v_pages, *where, options, work=work, device=device
+    )
 
 
 def decode_work(
@@ -149,14 +144,17 @@ def decode_work(
 
 
 def why_prefill_unsupported(
-    q: jax.Array, k_pages: Pages, v_pages: Pages, *, slopes: bool = False, device: jax.Device | None = None
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    options: AttentionOptions = PLAIN,
+    *,
+    device: jax.Device | None = None,
 ) -> str | None:
-    """Why the kernel for `paged_attention_prefill` does not support these arrays, with slopes or without, or
-    None.
-    """
+    """Why the kernel for `paged_attention_prefill` does not support these arrays and options, or None."""
     if on_cpu(device):
-        return products.cpu_refused() or why_no_cpu_cache(k_pages, v_pages)
-    refused = why_no_gpu_attention(q, k_pages, v_pages, slopes, device)
+        return products.cpu_refused() or why_no_cpu_attention(k_pages, v_pages, options)
+    refused = why_no_gpu_attention(q, k_pages, v_pages, options, device)
     if refused is None and capability(device) in HOPPER:
         from pallas_kernels.attention_prefill import TILE_GRID
 
@@ -172,12 +170,8 @@ def paged_attention_prefill(
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    slopes: jax.Array | None = None,
     pages: int = 0,
     impl: Impl = "auto",
     device: jax.Device | None = None,
@@ -186,37 +180,28 @@ def paged_attention_prefill(
     sequence's pages.
 
     Args:
-        pages, impl, device: as in `paged_attention_decode`.
+        options, pages, impl, device: as in `paged_attention_decode`.
         The others, and the result: see `xla.paged_attention_prefill`.
 
     Raises:
         ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
-    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if not kernel_serves(
-        impl, why_prefill_unsupported(q, k_pages, v_pages, slopes=slopes is not None, device=device), device
-    ):
-        return xla.paged_attention_prefill(
-            q, k_pages, v_pages, block_tables, positions, lengths, **how, slopes=slopes, pages=pages
-        )
+    where = block_tables, positions, lengths
+    refused = why_prefill_unsupported(q, k_pages, v_pages, options, device=device)
+    if not kernel_serves(impl, refused, device):
+        return xla.paged_attention_prefill(q, k_pages, v_pages, *where, options, pages=pages)
     if on_cpu(device):
         from pallas_kernels.cpu import attention
 
-        return attention.paged_attention_prefill(
-            q, k_pages, v_pages, block_tables, positions, lengths, **how, slopes=slopes
-        )
+        return attention.paged_attention_prefill(q, k_pages, v_pages, *where, options)
     if capability(device) in AMPERE:
         from pallas_kernels import ampere
 
-        return ampere.paged_attention_prefill(
-            q, _plain(k_pages), _plain(v_pages), block_tables, positions, lengths, **how
-        )
+        return ampere.paged_attention_prefill(q, _plain(k_pages), _plain(v_pages), *where, options)
     from pallas_kernels import attention_prefill
 
-    how["device"] = device or jax.devices()[0]
-    return attention_prefill.paged_attention_prefill(
-        q, k_pages, v_pages, block_tables, positions, lengths, **how
-    )
+    device = device or jax.devices()[0]
+    return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, *where, options, device=device)
 
 
 def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None) -> jax.Array:

@@ -47,6 +47,7 @@ from pallas_kernels import tuning
 from pallas_kernels.attention_join import Join, join
 from pallas_kernels.decode_feed import Item
 from pallas_kernels.hopper import COLUMNS, ROWS, per_row, product, tiled
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.semaphores import signal
 from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST
 from pallas_kernels.versions import store
@@ -64,9 +65,9 @@ def latent_attention_decode(
     pages: jax.Array,
     block_tables: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
     rank: int,
-    scale: float,
     work: WorkList | None = None,
     device: jax.Device | None = None,
     in_place: bool = True,
@@ -83,7 +84,7 @@ def latent_attention_decode(
         block_tables: int32 [rows, width], page ids in order.
         lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0
             gives zeros.
-        scale: multiplies the scores.
+        options: only a scale.
         work: from `latent_work`, for these lengths and heads; None creates one. Many layers can share a list.
         device: the device that this will run on, for its limits; None: an H100 or H200.
         in_place: products add to their accumulators in place. Pallas interprets only the other form, which
@@ -93,6 +94,7 @@ def latent_attention_decode(
     Returns:
         [rows, heads, rank], in q's dtype.
     """
+    options.require()
     rows, heads, key_dim = q.shape
     blocks, group = head_blocks(heads)
     padded = blocks * group
@@ -103,7 +105,7 @@ def latent_attention_decode(
     half = rank // HALVES
     copies = TILE // min(pages.shape[2], TILE)
     out, *_ = plgpu.kernel(
-        partial(_kernel, scale=scale, group=group, rank=rank, in_place=in_place),
+        partial(_kernel, scale=options.scale, group=group, rank=rank, in_place=in_place),
         out_type=(
             jax.ShapeDtypeStruct((rows, padded, rank), q.dtype),
             jax.ShapeDtypeStruct((work.slots, group, rank), jnp.float32),
@@ -155,11 +157,9 @@ def latent_work(heads: int, lengths: jax.Array, *, device: jax.Device | None = N
 
 
 def _kernel(
-    q_ref: Any, page_ref: Any, table_ref: Any, length_ref: Any, first_ref: Any, item_ref: Any, join_ref: Any,
-    signal_ref: Any,
+    q_ref: Any, page_ref: Any, table_ref: Any, length_ref: Any, first_ref: Any, item_ref: Any, join_ref: Any, signal_ref: Any,
     out_ref: Any, part_ref: Any, sum_ref: Any, *,
-    shared: Any, tiles: Any, weights: Any, factors: Any, q_full: Any, full: Any, free: Any, given: Any,
-    taken: Any,
+    shared: Any, tiles: Any, weights: Any, factors: Any, q_full: Any, full: Any, free: Any, given: Any, taken: Any,
     scale: float, group: int, rank: int, in_place: bool,
 ) -> None:  # fmt: skip
     queries, results, part_results, joined = shared

@@ -7,22 +7,28 @@ that; on a GPU it is computed by XLA, since kernels take head dims up to 256.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from pallas_kernels import dispatch
+from pallas_kernels.options import PLAIN, AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.support import DTYPES, HOPPER, PAGE_SIZES, Impl, capability, kernel_serves, on_cpu
 from pallas_kernels.work_list import WorkList
 
 
 def why_latent_decode_unsupported(
-    q: jax.Array, pages: Pages, *, rank: int, device: jax.Device | None = None
+    q: jax.Array,
+    pages: Pages,
+    options: AttentionOptions = PLAIN,
+    *,
+    rank: int,
+    device: jax.Device | None = None,
 ) -> str | None:
-    """Why no kernel for `latent_attention_decode` supports these arrays, or None."""
+    """Why no kernel for `latent_attention_decode` supports these arrays and options, or None."""
     if capability(device) not in HOPPER:
-        return dispatch.why_decode_unsupported(q, pages, pages, device=device)
+        return dispatch.why_decode_unsupported(q, pages, pages, options, device=device)
+    if (why := options.refused()) is not None:
+        return why
     if str(q.dtype) not in DTYPES:
         return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if isinstance(pages, Quantized):
@@ -52,9 +58,9 @@ def latent_attention_decode(
     pages: Pages,
     block_tables: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
     rank: int,
-    scale: float,
     most_pages: int = 0,
     work: WorkList | None = None,
     impl: Impl = "auto",
@@ -65,7 +71,7 @@ def latent_attention_decode(
     Args:
         q: [rows, heads, key_dim].
         pages: [num_pages, 1, page_size, key_dim]; a value is the first `rank` channels of its key.
-        block_tables, lengths, scale: see `xla.paged_attention_decode`.
+        block_tables, lengths, options: see `dispatch.paged_attention_decode`.
         most_pages: `pages` of `dispatch.paged_attention_decode`.
         work: from `latent_decode_work`, for Hopper's kernel; None creates one for this call. Other
             implementations need none.
@@ -76,20 +82,20 @@ def latent_attention_decode(
     Raises:
         ValueError: impl is "mosaic", "llvm" or "flashinfer", and this kernel does not support the call.
     """
-    refused = why_latent_decode_unsupported(q, pages, rank=rank, device=device)
+    refused = why_latent_decode_unsupported(q, pages, options, rank=rank, device=device)
+    where = block_tables, lengths
     if kernel_serves(impl, refused, device) and not on_cpu(device):
         from pallas_kernels import latent_decode
 
         assert not isinstance(pages, Quantized)
-        how: dict[str, Any] = {
-            "rank": rank,
-            "scale": scale,
-            "work": work,
-            "device": device or jax.devices()[0],
-        }
-        return latent_decode.latent_attention_decode(q, pages, block_tables, lengths, **how)
-    how = {"scale": scale, "pages": most_pages, "impl": impl, "device": device}
-    return dispatch.paged_attention_decode(q, pages, pages, block_tables, lengths, **how)[..., :rank]
+        device = device or jax.devices()[0]
+        return latent_decode.latent_attention_decode(
+            q, pages, *where, options, rank=rank, work=work, device=device
+        )
+    out = dispatch.paged_attention_decode(
+        q, pages, pages, *where, options, pages=most_pages, impl=impl, device=device
+    )
+    return out[..., :rank]
 
 
 def latent_decode_work(
@@ -113,9 +119,9 @@ def latent_attention_prefill(
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
     rank: int,
-    scale: float,
     most_pages: int = 0,
     device: jax.Device | None = None,
 ) -> jax.Array:
@@ -124,13 +130,12 @@ def latent_attention_prefill(
 
     Args:
         q: [tiles, tile, heads, key_dim].
-        pages, rank, most_pages: see `latent_attention_decode`.
+        pages, options, rank, most_pages: see `latent_attention_decode`.
         The others: see `xla.paged_attention_prefill`.
 
     Returns:
         [tiles, tile, heads, rank], in q's dtype.
     """
-    how: dict[str, Any] = {"scale": scale, "pages": most_pages, "device": device}
-    return dispatch.paged_attention_prefill(q, pages, pages, block_tables, positions, lengths, **how)[
-        ..., :rank
-    ]
+    where = block_tables, positions, lengths
+    out = dispatch.paged_attention_prefill(q, pages, pages, *where, options, pages=most_pages, device=device)
+    return out[..., :rank]

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.feed import Blocks, Ring, feed
 from pallas_kernels.hopper import ROWS, accumulate, per_row, product, product_then_accumulate
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.prefill_form import Form
 from pallas_kernels.softmax import MASKED, SMALLEST, scores
 from pallas_kernels.walk import Walk
@@ -53,9 +54,10 @@ class Item:
 def run(
     q_ref: Any, table_ref: Any, tile_ref: Any, *refs: Any,
     k: Ring, v: Ring, q_smem: Any, p_smem: Any = None, out_smem: Any, q_full: Any, turn: Any = None,
-    walk: Walk, form: Form, scale: float, window: int | None, soft_cap: float | None, sinks: bool,
+    walk: Walk, form: Form, options: AttentionOptions, sinks: bool,
 ) -> None:  # fmt: skip
     sink_ref, refs = (refs[0], refs[1:]) if sinks else (None, refs)
+    window = options.window
     *cache_refs, out_ref = refs  # pages of keys and of values, and their scales if they are eight-bit numbers
     _, tile, heads, head_dim = q_ref.shape
     kv_heads, page_size = cache_refs[0].shape[1:3]
@@ -121,7 +123,7 @@ def run(
             if k.scale is not None:
                 s = s * _along_columns(k.scale.at[slot])
             plgpu.barrier_arrive(k.free.at[slot])
-            s, factor = scores(s, scale, soft_cap)
+            s, factor = scores(s, options)
             whole = token + block_k - 1 <= item.position
             if window is not None:
                 whole &= token > item.end - 1 - window

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize, movable, quantize
 from pallas_kernels.xla import Queries, Rotation
@@ -74,23 +75,11 @@ def paged_attention_decode(
     v_pages: Pages,
     block_tables: jax.Array,
     lengths: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    slopes: jax.Array | None = None,
+    options: AttentionOptions,
 ) -> jax.Array:
     """See `xla.paged_attention_decode`."""
     tiles, real = q[:, None], jnp.minimum(lengths, 1)
-    ways: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "slopes": slopes,
-    }
-    return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, **ways)[:, 0]
+    return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, options)[:, 0]
 
 
 def paged_attention_prefill(
@@ -100,12 +89,7 @@ def paged_attention_prefill(
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    slopes: jax.Array | None = None,
+    options: AttentionOptions,
 ) -> jax.Array:
     """See `xla.paged_attention_prefill`."""
     tiles, tile, heads, head_dim = q.shape
@@ -126,19 +110,19 @@ def paged_attention_prefill(
     grouped = q.astype(jnp.float32).reshape(tiles, tile, kv_heads, heads // kv_heads, head_dim)
     k, v = tokens(k_pages), tokens(v_pages)
     at = positions[:, None] + jnp.arange(tile)
-    token, window = jnp.arange(width), window or width + tile
+    token, window = jnp.arange(width), options.window or width + tile
     # attended to by any query
     used = (token < (positions + lengths)[:, None]) & (token > positions[:, None] - window)
     v = jnp.where(used[:, None, :, None], v, 0.0)
     distance = at[..., None] - token
     seen = (distance >= 0) & (distance < window) & used[:, None]
-    scores = jnp.einsum("tqhgd,thkd->thgqk", grouped, k) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    if slopes is not None:
-        scores -= slopes.reshape(*scores.shape[1:3], 1, 1) * distance[:, None, None]
+    scores = jnp.einsum("tqhgd,thkd->thgqk", grouped, k) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    if options.slopes is not None:
+        scores -= options.slopes.reshape(*scores.shape[1:3], 1, 1) * distance[:, None, None]
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    sink = jnp.full(heads, -jnp.inf) if sinks is None else sinks
+    sink = jnp.full(heads, -jnp.inf) if options.sinks is None else options.sinks
     sink = jnp.broadcast_to(sink.reshape(*scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
     weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
     out = jnp.einsum("thgqk,thkd->tqhgd", weights, v).reshape(q.shape)

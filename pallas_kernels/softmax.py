@@ -11,17 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.options import AttentionOptions
+
 MASKED = -1e30  # finite, so that a row that has seen no token yet gives no NaN
 SMALLEST = 1e-30  # minimum of a sum used as a divisor
 LOG2_E = math.log2(math.e)
 
 
-def scores(s: jax.Array, scale: float, soft_cap: float | None) -> tuple[jax.Array, float]:
+def scores(s: jax.Array, options: AttentionOptions) -> tuple[jax.Array, float]:
     """Capped products of queries and keys, and the factor that scales them times log2(e), since hardware
     computes powers of two.
 
     With a positive scale the factor is positive.
     """
+    scale, soft_cap = options.scale, options.soft_cap
     if soft_cap is None:
         return s, scale * LOG2_E
     # tanh(x) = 1 - 2 / (1 + exp(2 x)), since the hardware's tanh has only eleven bits; and 1 / y as

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import jax
 
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 
 Impl = Literal["auto", "mosaic", "llvm", "flashinfer", "xla"]
@@ -18,12 +19,18 @@ HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada co
 DTYPES = ("bfloat16", "float16")
 STORED = (*DTYPES, "quantized int8", "quantized uint8")
 STORED_ON_CPU = ("bfloat16", "float32", "quantized int8", "quantized uint8")
+GPU_OPTIONS = "window", "soft_cap", "sinks"  # of attention, besides the scale
+CPU_OPTIONS = *GPU_OPTIONS, "slopes"
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of 64
 
 
 def on_cpu(device: jax.Device | None) -> bool:
     return getattr(device or jax.devices()[0], "platform", None) == "cpu"
+
+
+def why_no_cpu_attention(k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
+    return options.refused(*CPU_OPTIONS) or why_no_cpu_cache(k_pages, v_pages)
 
 
 def why_no_cpu_cache(k_pages: Pages, v_pages: Pages) -> str | None:
@@ -41,10 +48,10 @@ def why_no_cpu_cache(k_pages: Pages, v_pages: Pages) -> str | None:
 
 
 def why_no_gpu_attention(
-    q: jax.Array, k_pages: Pages, v_pages: Pages, slopes: bool, device: jax.Device | None
+    q: jax.Array, k_pages: Pages, v_pages: Pages, options: AttentionOptions, device: jax.Device | None
 ) -> str | None:
-    if slopes:
-        return "slopes: the kernel has no ALiBi"
+    if (why := options.refused(*GPU_OPTIONS)) is not None:
+        return why
     if str(q.dtype) not in DTYPES:
         return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:

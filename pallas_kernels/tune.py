@@ -28,6 +28,7 @@ import jax
 from pallas_kernels import compare, dispatch, fastest, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.devices import visible_devices
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.timing import chain, seconds
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 from pallas_kernels.tuning_cases import SHAPES, arrays, cases
@@ -77,7 +78,7 @@ def total_seconds(case: DecodeCase, choice: DecodeChoice) -> float:
     does not fit.
     """
     q, k, v, loads = arrays(case)
-    attend = partial(paged_attention_decode, scale=case.head_dim**-0.5, choice=choice)
+    attend = partial(paged_attention_decode, options=AttentionOptions(case.head_dim**-0.5), choice=choice)
     program = chain(lambda q, tables, k, v, lengths: attend(q, k, v, tables, lengths))
     try:
         return sum(seconds(program, q, load.tables, k, v, load.lengths) for load in loads)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.groups import Groups
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, movable, numbers, quantize
 
@@ -121,12 +122,8 @@ def paged_attention_decode(
     v_pages: Pages,
     block_tables: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    slopes: jax.Array | None = None,
     pages: int = 0,
 ) -> jax.Array:
     """One query per sequence, over all of the sequence's tokens.
@@ -138,13 +135,6 @@ def paged_attention_decode(
         block_tables: int32 [rows, width], page ids in order; pages behind the window may be another
             sequence's, or the null page.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros.
-        scale: multiplies the scores.
-        window: a query at position p attends to keys in (p - window, p]; None: all up to p.
-        soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap).
-        sinks: float32 [heads]; one additional score without a value in the softmax of each head, so weights
-            may sum to less than 1.
-        slopes: float32 [heads], at least 0 (ALiBi, Press et al., 2022); its product with the distance from a
-            query to a key is subtracted from the score, after any cap.
         pages: number of pages read of every sequence; 0: as many as the longest of each group of rows has.
 
     Returns:
@@ -157,22 +147,8 @@ def paged_attention_decode(
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, length = args
-        return _attend(
-            q,
-            k_pages,
-            v_pages,
-            table,
-            length - 1,
-            length,
-            scale,
-            window,
-            soft_cap,
-            sinks,
-            slopes,
-            pages,
-            DECODE_BLOCK,
-            dtype,
-        )
+        how = options, pages, DECODE_BLOCK, dtype
+        return _attend(q, k_pages, v_pages, table, length - 1, length, *how)
 
     out: jax.Array = lax.map(
         one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group))
@@ -187,19 +163,15 @@ def paged_attention_prefill(
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    slopes: jax.Array | None = None,
     pages: int = 0,
 ) -> jax.Array:
     """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
 
     Args:
         q: [tiles, tile, heads, head_dim]; the tile's own keys and values are already in the pages.
-        k_pages, v_pages, scale, window, soft_cap, sinks, slopes, pages: as in `paged_attention_decode`.
+        k_pages, v_pages, pages: as in `paged_attention_decode`.
         block_tables: int32 [tiles, width]; pages behind the first query's window may be another sequence's,
             or the null page.
         positions: int32 [tiles], of each tile's first query.
@@ -213,7 +185,7 @@ def paged_attention_prefill(
         tile, table, position, length = (
             lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, block_tables, positions, lengths)
         )
-        how = scale, window, soft_cap, sinks, slopes, pages, PREFILL_BLOCK, q.dtype
+        how = options, pages, PREFILL_BLOCK, q.dtype
         out = _attend(tile, k_pages, v_pages, table, position, position + length, *how)
         return lax.dynamic_update_slice_in_dim(tiles, out, i, 0)
 
@@ -242,11 +214,7 @@ def _attend(
     tables: jax.Array,
     positions: jax.Array,
     ends: jax.Array,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    slopes: jax.Array | None,
+    options: AttentionOptions,
     pages: int,
     block: int,
     dtype: jax.typing.DTypeLike,
@@ -256,6 +224,7 @@ def _attend(
     """
     n, queries, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
+    window, soft_cap, sinks, slopes = options.window, options.soft_cap, options.sinks, options.slopes
     width = tables.shape[1]
     step = min(max(block // page_size, 1), pages or width)  # pages in a block
     span = step * page_size
@@ -277,7 +246,7 @@ def _attend(
         k, k_scale = _read(k_pages, ids, dtype)
         v, v_scale = _read(v_pages, ids, dtype)
         v = jnp.where(used[:, None, :, None], v, 0)  # 0 * NaN is NaN
-        s = jnp.einsum("nhgqd,nhtd->nhgqt", grouped, k, preferred_element_type=jnp.float32) * scale
+        s = jnp.einsum("nhgqd,nhtd->nhgqt", grouped, k, preferred_element_type=jnp.float32) * options.scale
         if k_scale is not None:
             s *= k_scale[:, :, None, None]
         if soft_cap is not None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, xla
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import HeadNorm, Qkv, QkvProduct
 from pallas_kernels.quantized import Quantized, dequantize, movable, quantize
-from tests.kernels.interpreted import more_scales, with_sinks
+from tests.kernels.interpreted import more_scales, options_of
 
 pytestmark = pytest.mark.usefixtures("quickly")
 NUM_PAGES, WIDTH = 40, 7
@@ -84,11 +85,11 @@ def test_decode_matches_reference(shape, how, pages, dtype):
     clean = cache(rng, kv_heads, page_size, head_dim, dtype)
     k, v = (poisoned(x, tables, page_size, lengths - how.get("window", 1000), lengths) for x in clean)
     q = jnp.asarray(rng.normal(size=(8, heads, head_dim)), dtype)
-    how = with_sinks(how, heads)
-    run = jax.jit(partial(xla.paged_attention_decode, scale=0.3, pages=pages, **how))
+    options = options_of({"scale": 0.3, **how}, heads)
+    run = jax.jit(partial(xla.paged_attention_decode, options=options, pages=pages))
     got = run(q, k, v, tables, lengths)
     np.testing.assert_array_equal(got, run(q, *clean, tables, lengths))
-    want = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)
+    want = reference.paged_attention_decode(q, k, v, tables, lengths, options)
     np.testing.assert_allclose(got[1:], want[1:], atol=2e-6 if dtype == "float32" else 2e-2)
     assert not np.any(np.asarray(got[0]))
 
@@ -108,11 +109,11 @@ def test_prefill_matches_reference(tile, page_size, pages, how):
     q = jnp.asarray(rng.normal(size=(4, tile, 6, 32)), jnp.float32)
     starts, where = positions + 1 - how.get("window", 1000), (tables, positions, lengths)
     seen = [poisoned(x, tables, page_size, starts, positions + lengths) for x in clean]
-    how = with_sinks(how, 6)
-    run = jax.jit(partial(xla.paged_attention_prefill, scale=0.2, pages=pages, **how))
+    options = options_of({"scale": 0.2, **how}, 6)
+    run = jax.jit(partial(xla.paged_attention_prefill, options=options, pages=pages))
     got = np.asarray(run(q, *seen, *where))
     np.testing.assert_array_equal(got, run(q, *clean, *where))
-    want = np.asarray(reference.paged_attention_prefill(q, *seen, *where, scale=0.2, **how))
+    want = np.asarray(reference.paged_attention_prefill(q, *seen, *where, options))
     for i, n in enumerate(np.asarray(lengths)):
         np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)
     assert np.isfinite(got).all()
@@ -124,12 +125,12 @@ def test_a_window_and_a_cap_change_the_result_and_a_wide_window_does_not():
     tables, lengths = jnp.arange(1, 1 + WIDTH, dtype=jnp.int32)[None], jnp.array([100], jnp.int32)
     q = jnp.asarray(rng.normal(size=(1, 4, 32)), jnp.float32)
     plain, *others = (
-        np.asarray(reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how))
+        np.asarray(reference.paged_attention_decode(q, k, v, tables, lengths, AttentionOptions(0.3, **how)))
         for how in WAYS
     )
     differs = [not np.allclose(plain, other, atol=1e-3) for other in others]
     assert differs == [True, True, True, True, False]
-    alone = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, window=1)
+    alone = reference.paged_attention_decode(q, k, v, tables, lengths, AttentionOptions(0.3, window=1))
     last = v[tables[0, 99 // 16], :, 99 % 16]  # a query that sees its own token only takes its value
     np.testing.assert_allclose(alone[0], np.repeat(last, 2, axis=0), atol=1e-6)
 
@@ -147,7 +148,11 @@ def test_what_rows_hold_behind_their_windows_changes_no_bit(static):
     k, v = (x.at[0].set(jnp.nan).at[jnp.where(behind, tables, 0)].set(jnp.nan) for x in clean)
     freed = jnp.where(behind & (tables % 2 == 0), 0, tables)
     q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
-    run = jax.jit(partial(xla.paged_attention_decode, scale=0.3, window=20, pages=20 if static else 0))
+    run = jax.jit(
+        partial(
+            xla.paged_attention_decode, options=AttentionOptions(0.3, window=20), pages=20 if static else 0
+        )
+    )
     np.testing.assert_array_equal(run(q, k, v, freed, lengths), run(q, *clean, tables, lengths))
 
 
@@ -164,7 +169,9 @@ def test_blocks_before_the_window_are_not_read(monkeypatch):
     monkeypatch.setattr(jax.lax, "fori_loop", fori_loop)
     tables, lengths = jnp.ones((4, 24), jnp.int32), jnp.array([0, 300, 100, 380], jnp.int32)
     with jax.disable_jit():
-        xla.paged_attention_decode(jnp.ones((4, 4, 32)), k, v, tables, lengths, scale=0.3, window=20)
+        xla.paged_attention_decode(
+            jnp.ones((4, 4, 32)), k, v, tables, lengths, AttentionOptions(0.3, window=20)
+        )
     assert bounds == [(280 // xla.DECODE_BLOCK, 3), (0, 3)]
 
 
@@ -233,26 +240,26 @@ EIGHT_BITS = [("int8", 0), ("int8", WIDTH), ("float8_e4m3fn", WIDTH), ("float8_e
 @pytest.mark.parametrize(("how", "kind", "pages"), in_turn([(how,) for how in WAYS[:4]], EIGHT_BITS))
 def test_eight_bit_caches_match_reference(kind, how, pages):
     """NaN scales and values of tokens that no query attends to do not change the result."""
-    rng = np.random.default_rng(5)
+    rng, options = np.random.default_rng(5), AttentionOptions(0.3, **how)
     k, v = (movable(quantize(x, kind)) for x in cache(rng, 2, 16, 32, "float32"))
     lengths = jnp.array([0, 1, 15, 16, 17, 48, WIDTH * 16, 5], jnp.int32)
     tables = jnp.asarray(
         np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(8)]), jnp.int32
     )
     q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
-    want = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)
+    want = reference.paged_attention_decode(q, k, v, tables, lengths, options)
     seen = [poisoned(x, tables, 16, lengths - how.get("window", 1000), lengths) for x in (k, v)]
-    run = jax.jit(partial(xla.paged_attention_decode, scale=0.3, pages=pages, **how))
+    run = jax.jit(partial(xla.paged_attention_decode, options=options, pages=pages))
     got = run(q, *map(more_scales, seen), tables, lengths)
     np.testing.assert_array_equal(got, run(q, k, v, tables, lengths))
     np.testing.assert_allclose(got, want, atol=2e-6)
     tiles, positions, real = q[:, None].repeat(8, 1), lengths // 2, jnp.minimum(lengths, 8)
     where = tables, positions, real
-    want = reference.paged_attention_prefill(tiles, k, v, *where, scale=0.3, **how)
+    want = reference.paged_attention_prefill(tiles, k, v, *where, options)
     seen = [
         poisoned(x, tables, 16, positions + 1 - how.get("window", 1000), positions + real) for x in (k, v)
     ]
-    run = jax.jit(partial(xla.paged_attention_prefill, scale=0.3, pages=pages, **how))
+    run = jax.jit(partial(xla.paged_attention_prefill, options=options, pages=pages))
     got = run(tiles, *map(more_scales, seen), *where)
     np.testing.assert_array_equal(got, run(tiles, k, v, *where))
     for i, n in enumerate(np.asarray(real)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from pallas_kernels.int4 import pack
 from pallas_kernels.int4_product import grouped_int4_product, int4_product
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.latent_decode import latent_attention_decode
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantize_rows import Norm, quantize_rows
 from pallas_kernels.quantized import Pages, movable, quantize
@@ -34,8 +36,9 @@ ALL = {"window": 1024, "soft_cap": 30.0}
 THREADS = 256  # per block
 
 
-def _last_as_sinks(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args[:-1], sinks=args[-1])
+def _last_as_sinks(function: partial[Any], *args: Any) -> Any:
+    given = function.keywords["options"]
+    return function(*args[:-1], options=replace(given, sinks=args[-1]))
 
 
 def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
@@ -63,7 +66,9 @@ def decode(
         jax.ShapeDtypeStruct((rows,), jnp.int32),
     )
     function = partial(
-        paged_attention_decode, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways
+        paged_attention_decode,
+        options=AttentionOptions(head_dim**-0.5, **ways),
+        operand_in_registers=in_registers,
     )
     return function, (q, cache, cache, tables, lengths)
 
@@ -173,7 +178,12 @@ def latent(
         jax.ShapeDtypeStruct((16, 4096 // page_size), jnp.int32),
         jax.ShapeDtypeStruct((16,), jnp.int32),
     )
-    return partial(latent_attention_decode, rank=rank, scale=0.1), (q, pages, tables, lengths)
+    return partial(latent_attention_decode, options=AttentionOptions(0.1), rank=rank), (
+        q,
+        pages,
+        tables,
+        lengths,
+    )
 
 
 LATENT_THREADS = 384  # per block
@@ -208,7 +218,9 @@ def prefill(
         jax.ShapeDtypeStruct((tiles,), jnp.int32),
     )
     function = partial(
-        paged_attention_prefill, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways
+        paged_attention_prefill,
+        options=AttentionOptions(head_dim**-0.5, **ways),
+        operand_in_registers=in_registers,
     )
     return function, (q, cache, cache, tables, numbers, numbers)
 
@@ -390,21 +402,21 @@ def ampere_decode(
 ) -> Case:
     """As `decode`."""
     _, arrays = decode(head_dim, page_size, group=group, dtype=dtype)
-    return partial(ampere.paged_attention_decode, scale=head_dim**-0.5, splits=splits, **ways), arrays
+    return (
+        partial(
+            ampere.paged_attention_decode, options=AttentionOptions(head_dim**-0.5, **ways), splits=splits
+        ),
+        arrays,
+    )
 
 
 def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> Case:
     """Sixteen tiles of 64 queries, otherwise as `decode`."""
     _, (q, k, v, tables, lengths) = decode(head_dim, page_size)
     tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
-    return partial(ampere.paged_attention_prefill, scale=head_dim**-0.5, splits=splits, **ways), (
-        tiles,
-        k,
-        v,
-        tables,
-        lengths,
-        lengths,
-    )
+    options = AttentionOptions(head_dim**-0.5, **ways)
+    arrays = tiles, k, v, tables, lengths, lengths
+    return partial(ampere.paged_attention_prefill, options=options, splits=splits), arrays
 
 
 AMPERE_CASES: dict[str, Case] = {

@@ -19,6 +19,7 @@ from benchmarks.gpu.inputs import KINDS, Paged, checked
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.work import Shape
 from pallas_kernels import dispatch, latent_dispatch, reference
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize
 
@@ -187,18 +188,16 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         case.dtype
     )
     where = paged.tables, jnp.asarray(lengths, jnp.int32)
-    given = _given(case)
-    ways = {name: value for name, value in given.items() if name != "batch_invariant"}
-    how = {
-        "tokens": paged.tables.shape[1] * page,
-        "window": ways.get("window"),
-        "batch_invariant": given.get("batch_invariant", False),
-    }
+    options, tokens = _options(case), paged.tables.shape[1] * page
+    invariant = case.ways.get("batch_invariant", False)
 
     def run() -> Comparison:
-        work = dispatch.decode_work(paged.k, where[1], **how) if impl == "mosaic" else None
-        attend = jax.jit(partial(dispatch.paged_attention_decode, **ways, work=work, impl=impl))
-        truth = _truth(reference.paged_attention_decode, ways)
+        work = None
+        if impl == "mosaic":
+            how: Ways = {"window": options.window, "batch_invariant": invariant}
+            work = dispatch.decode_work(paged.k, where[1], tokens=tokens, **how)
+        attend = jax.jit(partial(dispatch.paged_attention_decode, options=options, work=work, impl=impl))
+        truth = _truth(reference.paged_attention_decode, options)
         return _attention(
             case,
             attend(q, paged.k, paged.v, *where),
@@ -207,7 +206,7 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         )
 
     if impl == "flashinfer":
-        return dispatch.why_flashinfer_unsupported(q, paged.k, paged.v, window=case.ways.get("window")), run
+        return dispatch.why_flashinfer_unsupported(q, paged.k, paged.v, options), run
     return dispatch.why_decode_unsupported(q, paged.k, paged.v), run
 
 
@@ -221,8 +220,12 @@ def _latent(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     where = paged.tables, jnp.asarray(lengths, jnp.int32)
 
     def run() -> Comparison:
-        attend = jax.jit(partial(latent_dispatch.latent_attention_decode, rank=rank, scale=0.1, impl=impl))
-        want = _truth(reference.paged_attention_decode, {"scale": 0.1})(
+        attend = jax.jit(
+            partial(
+                latent_dispatch.latent_attention_decode, rank=rank, options=AttentionOptions(0.1), impl=impl
+            )
+        )
+        want = _truth(reference.paged_attention_decode, AttentionOptions(0.1))(
             _wide(q), _wide(paged.k), _wide(paged.k), *where
         )
         return _attention(case, attend(q, paged.k, *where), want[..., :rank], paged._replace(v=paged.k))
@@ -230,9 +233,11 @@ def _latent(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     return latent_dispatch.why_latent_decode_unsupported(q, paged.k, rank=rank), run
 
 
-def _given(case: Case) -> Ways:
-    """The case's ways as arguments."""
-    return case.ways | ({"sinks": jnp.linspace(-1.0, 2.0, case.shape.heads)} if "sinks" in case.ways else {})
+def _options(case: Case) -> AttentionOptions:
+    """The case's ways as options of attention."""
+    given = {name: value for name, value in case.ways.items() if name != "batch_invariant"}
+    sinks = jnp.linspace(-1.0, 2.0, case.shape.heads) if "sinks" in given else None
+    return AttentionOptions(**given | {"sinks": sinks})
 
 
 def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
@@ -258,11 +263,11 @@ def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     real = jnp.arange(tile) < where[2][:, None]
 
     def run() -> Comparison:
-        attend = jax.jit(partial(dispatch.paged_attention_prefill, **_given(case), impl=impl))
+        attend = jax.jit(partial(dispatch.paged_attention_prefill, options=_options(case), impl=impl))
         got = attend(q, paged.k, paged.v, *where)
         # other results are undefined, but must be finite
         got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)
-        truth = _truth(reference.paged_attention_prefill, _given(case))
+        truth = _truth(reference.paged_attention_prefill, _options(case))
         return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
     return dispatch.why_prefill_unsupported(q, paged.k, paged.v), run
@@ -370,10 +375,10 @@ CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {
 }
 
 
-def _truth(function: Callable[..., Any], ways: Ways) -> Callable[..., Any]:
+def _truth(function: Callable[..., Any], options: AttentionOptions) -> Callable[..., Any]:
     def run(*args: Any, **more: Any) -> Any:
         with jax.default_matmul_precision("highest"):
-            return jax.jit(partial(function, **ways), compiler_options=UNTUNED)(*args, **more)
+            return jax.jit(partial(function, options=options), compiler_options=UNTUNED)(*args, **more)
 
     return run
 

@@ -15,6 +15,7 @@ from benchmarks.gpu.inputs import KINDS, free_bytes, large, page_bytes
 from benchmarks.gpu.rows import Row, attempt, skipped
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, decode_bytes
 from pallas_kernels import dispatch
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.timing import block_tables, chained, one_long
 
@@ -125,6 +126,8 @@ def seconds_of(shape: Shape, k: Pages, v: Pages, batch: Batch, impl: dispatch.Im
     """Seconds per call. Each call reads other pages."""
     q = jax.random.normal(jax.random.key(1), (len(batch.lengths), shape.heads, shape.head_dim), jnp.bfloat16)
     tables = jnp.asarray(block_tables(k.shape[0], _pages(shape, batch)))
-    attend = partial(dispatch.paged_attention_decode, scale=1 / math.sqrt(shape.head_dim), impl=impl)
+    attend = partial(
+        dispatch.paged_attention_decode, options=AttentionOptions(1 / math.sqrt(shape.head_dim)), impl=impl
+    )
     lengths = jnp.asarray(batch.lengths, jnp.int32)
     return chained(lambda q, table, k, v, lengths: attend(q, k, v, table, lengths), q, tables, k, v, lengths)

@@ -20,6 +20,7 @@ from benchmarks.gpu.prefill_peers import PEERS
 from benchmarks.gpu.rows import SKIPPED, Row, attempt, skipped
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, prefill_operations
 from pallas_kernels import dispatch
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.timing import CHAIN, block_tables, chained
 
 GOAL = 0.65
@@ -85,7 +86,7 @@ def prepared(
     lengths = jnp.full_like(positions, TILE)
     attend = partial(
         dispatch.paged_attention_prefill,
-        scale=1 / math.sqrt(shape.head_dim),
+        options=AttentionOptions(1 / math.sqrt(shape.head_dim)),
         impl="xla" if small else "mosaic",
     )
 

@@ -31,6 +31,7 @@ from pallas_kernels.gptq import gptq
 from pallas_kernels.groups import Groups
 from pallas_kernels.hadamard import gain, transform
 from pallas_kernels.int4 import Int4, pack
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.products import Weight
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.rows import Rows, array_of
@@ -179,24 +180,19 @@ def _attend(count: int) -> Attend:
     def attend(
         layer: int,
         qkv: Qkv | QkvProduct | QueriesOnly,
-        *,
         rotation: Rotation | None,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        slopes: jax.Array | None = None,
+        options: AttentionOptions,
     ) -> jax.Array:
         if isinstance(qkv, QueriesOnly):
             q = qkv.q
         else:
             q, k, v = qkv.split()
             k = k if rotation is None else rotate(k, rotation)
-            written[window] = k, v
+            written[options.window] = k, v
         q = q if rotation is None else rotate(q, rotation)
-        apart = (x.reshape(count, -1, *x.shape[1:]) for x in (q, *written[window]))
-        y: jax.Array = _attention(*apart, sinks, slopes, scale=scale, window=window, soft_cap=soft_cap)
-        return y.reshape(q.shape[0], *y.shape[2:])
+        q, k, v = (x.reshape(count, -1, *x.shape[1:]) for x in (q, *written[options.window]))
+        y: jax.Array = _attention(q, k, v, options)
+        return y.reshape(-1, *y.shape[2:])
 
     return attend
 
@@ -217,26 +213,17 @@ def _moments(x: jax.Array, block: int) -> jax.Array:
 _product = jax.jit(product, static_argnames="dtype")
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
-def _attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    sinks: jax.Array | None,
-    slopes: jax.Array | None,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> jax.Array:
+@jax.jit
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions) -> jax.Array:
     """Causal attention. Arrays are [sequences, length, heads or kv_heads, head_dim]."""
+    soft_cap, sinks, slopes = options.soft_cap, options.sinks, options.slopes
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
-    seen = (distance >= 0) & (distance < (window or q.shape[1]))
+    seen = (distance >= 0) & (distance < (options.window or q.shape[1]))
 
     def one(sequence: Sequence[jax.Array]) -> jax.Array:
         q, k, v = sequence
         k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-        scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * options.scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         if slopes is not None:

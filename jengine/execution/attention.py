@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -15,9 +11,10 @@ from jengine.execution.kv_cache import Place, views
 from jengine.models.cache import CacheGroup
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import dispatch, latent_dispatch, xla
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.work_list import WorkList
-from pallas_kernels.xla import Rotation
+from pallas_kernels.xla import Queries, Rotation
 
 
 class TokenAxis:
@@ -72,81 +69,16 @@ class PagedAttention:
         batch_invariant: bool = False,
     ) -> None:
         index = jnp.minimum(axis.positions // page_size, block_table.shape[1] - 1)
-        pages = jnp.where(axis.real, block_table[axis.owner, index], 0)  # padding writes to the null page
-        offsets = axis.positions % page_size
-        row_tables, tile_tables = block_table[batch.row_slots], block_table[batch.tile_slots]
-        row_lengths = jnp.where(batch.row_slots > 0, axis.positions[: key.rows] + 1, 0)
-        latent = group.kind == "latent"
-
-        # Traced and lowered once for all layers with the same arguments.
-        @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "part"))
-        def attend(
-            qkv: Qkv | QkvProduct | QueriesOnly,
-            kv: Place,
-            rotation: Rotation | None,
-            sinks: jax.Array | None,
-            slopes: jax.Array | None,
-            work: WorkList | None,
-            part: int,
-            **options: Any,
-        ) -> tuple[jax.Array, Place]:
-            own = views(kv, group, page_size)
-            if isinstance(qkv, QueriesOnly):
-                q = qkv.q if rotation is None else dispatch.rotate(qkv.q, rotation, device=device)
-                decoding, prompts = q[: key.rows], q[key.rows :]
-            elif latent:
-                assert isinstance(qkv, Qkv) and rotation is None and sinks is None and slopes is None
-                decoding, prompts = qkv.q[: key.rows], qkv.q[key.rows :]
-                own = (xla.page_write(own[0], qkv.k, of_part(pages, part), offsets),)
-            else:
-                (decoding, prompts), own = dispatch.kv_write(
-                    own[0],
-                    own[1],
-                    qkv,
-                    of_part(pages, part),
-                    offsets,
-                    rows=key.rows,
-                    rotation=rotation,
-                    device=device,
-                )
-            tables, tile = of_part(row_tables, part), of_part(tile_tables, part)
-            if latent:
-                assert isinstance(qkv, Qkv)
-                how: dict[str, Any] = {
-                    "rank": qkv.v.shape[-1],
-                    "scale": options["scale"],
-                    "most_pages": key.pages,
-                    "device": device,
-                }
-            else:
-                how = {**options, "sinks": sinks, "slopes": slopes, "pages": key.pages, "device": device}
-            decode, prefill = _functions(latent)
-            out = []
-            if key.rows:
-                out.append(decode(decoding, *own, tables, row_lengths, work=work, impl=backend, **how))
-            if key.tiles:
-                tiles = prompts.reshape(key.tiles, -1, *prompts.shape[1:])
-                got = prefill(tiles, *own, tile, batch.tile_positions, batch.tile_lengths, **how)
-                out.append(got.reshape(-1, *got.shape[2:]))
-            return jnp.concatenate(out), jax.tree.map(lambda new, like: new.reshape(like.shape), own, kv)
-
-        def of_part(pages: jax.Array, part: int) -> jax.Array:
-            """Ids of pages in the view of a layer's part."""
-            return pages if group.parts == 1 else pages * group.parts + part
-
-        def make_work(qkv: Qkv | QkvProduct | QueriesOnly, kv: Place, window: int | None) -> WorkList | None:
-            if not key.rows:
-                return None
-            if latent:
-                assert isinstance(qkv, Qkv)
-                work = latent_dispatch.latent_decode_work(qkv.q.shape[1], row_lengths, device=device)
-                return None if work is None else work.shared()
-            how: dict[str, Any] = {"window": window, "batch_invariant": batch_invariant, "device": device}
-            pages = views(kv, group, page_size)[0]
-            work = dispatch.decode_work(pages, row_lengths, tokens=block_table.shape[1] * page_size, **how)
-            return None if work is None else work.shared()
-
-        self._attend, self._make_work = attend, make_work
+        # padding writes to the null page
+        self._pages = jnp.where(axis.real, block_table[axis.owner, index], 0)
+        self._offsets = axis.positions % page_size
+        self._row_tables, self._tile_tables = block_table[batch.row_slots], block_table[batch.tile_slots]
+        self._row_lengths = jnp.where(batch.row_slots > 0, axis.positions[: key.rows] + 1, 0)
+        self._group, self._batch, self._key, self._page_size = group, batch, key, page_size
+        self._device, self._backend, self._batch_invariant = device, backend, batch_invariant
+        self._latent = group.kind == "latent"
+        # Traced and lowered once for all layers with the same static options, part and shapes.
+        self._one_layer = jax.jit(self._layer, static_argnames="part")
         # by window: made by the first layer of the group, for all
         self._work: dict[int | None, WorkList | None] = {}
 
@@ -155,23 +87,110 @@ class PagedAttention:
         qkv: Qkv | QkvProduct | QueriesOnly,
         kv: Place,
         rotation: Rotation | None,
-        sinks: jax.Array | None,
-        slopes: jax.Array | None,
-        *,
-        window: int | None,
-        **options: Any,
+        options: AttentionOptions,
+        part: int,
     ) -> tuple[jax.Array, Place]:
         """A layer's results, and its place in the cache with the new keys and values."""
-        if window not in self._work:
-            self._work[window] = self._make_work(qkv, kv, window)
-        out: tuple[jax.Array, Place] = self._attend(
-            qkv, kv, rotation, sinks, slopes, self._work[window], window=window, **options
+        if options.window not in self._work:
+            self._work[options.window] = self._make_work(qkv, kv, options.window)
+        out: tuple[jax.Array, Place] = self._one_layer(
+            qkv, kv, rotation, options, self._work[options.window], part=part
         )
         return out
 
+    def _layer(
+        self,
+        qkv: Qkv | QkvProduct | QueriesOnly,
+        kv: Place,
+        rotation: Rotation | None,
+        options: AttentionOptions,
+        work: WorkList | None,
+        part: int,
+    ) -> tuple[jax.Array, Place]:
+        (decoding, prompts), own = self._write(qkv, views(kv, self._group, self._page_size), rotation, part)
+        row_tables, tile_tables = (
+            self._of_part(self._row_tables, part),
+            self._of_part(self._tile_tables, part),
+        )
+        rank = qkv.v.shape[-1] if self._latent and isinstance(qkv, Qkv) else 0
+        key, out = self._key, []
+        if key.rows:
+            out.append(self._decode(decoding, own, row_tables, options, work, rank))
+        if key.tiles:
+            tiles = prompts.reshape(key.tiles, -1, *prompts.shape[1:])
+            got = self._prefill(tiles, own, tile_tables, options, rank)
+            out.append(got.reshape(-1, *got.shape[2:]))
+        return jnp.concatenate(out), jax.tree.map(lambda new, like: new.reshape(like.shape), own, kv)
 
-def _functions(latent: bool) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """Attention of rows and of tiles."""
-    if latent:
-        return latent_dispatch.latent_attention_decode, latent_dispatch.latent_attention_prefill
-    return dispatch.paged_attention_decode, dispatch.paged_attention_prefill
+    def _write(
+        self, qkv: Qkv | QkvProduct | QueriesOnly, own: Place, rotation: Rotation | None, part: int
+    ) -> tuple[Queries, Place]:
+        """The queries of rows and of tiles, and the layer's pages with the new keys and values, if it has
+        any.
+        """
+        rows, pages = self._key.rows, self._pages
+        if isinstance(qkv, QueriesOnly):
+            q = qkv.q if rotation is None else dispatch.rotate(qkv.q, rotation, device=self._device)
+            return (q[:rows], q[rows:]), own
+        if self._latent:
+            assert isinstance(qkv, Qkv) and rotation is None
+            queries = qkv.q[:rows], qkv.q[rows:]
+            return queries, (xla.page_write(own[0], qkv.k, self._of_part(pages, part), self._offsets),)
+        where = self._of_part(pages, part), self._offsets
+        return dispatch.kv_write(
+            own[0], own[1], qkv, *where, rows=rows, rotation=rotation, device=self._device
+        )
+
+    def _decode(
+        self,
+        q: jax.Array,
+        own: Place,
+        tables: jax.Array,
+        options: AttentionOptions,
+        work: WorkList | None,
+        rank: int,
+    ) -> jax.Array:
+        """Attention of rows; rank: of latent attention."""
+        where, most = (tables, self._row_lengths), self._key.pages
+        impl, device = self._backend, self._device
+        if self._latent:
+            return latent_dispatch.latent_attention_decode(
+                q, own[0], *where, options, rank=rank, most_pages=most, work=work, impl=impl, device=device
+            )
+        return dispatch.paged_attention_decode(
+            q, own[0], own[1], *where, options, pages=most, work=work, impl=impl, device=device
+        )
+
+    def _prefill(
+        self, q: jax.Array, own: Place, tables: jax.Array, options: AttentionOptions, rank: int
+    ) -> jax.Array:
+        """Attention of tiles; rank: of latent attention."""
+        where, most = (tables, self._batch.tile_positions, self._batch.tile_lengths), self._key.pages
+        if self._latent:
+            return latent_dispatch.latent_attention_prefill(
+                q, own[0], *where, options, rank=rank, most_pages=most, device=self._device
+            )
+        return dispatch.paged_attention_prefill(
+            q, own[0], own[1], *where, options, pages=most, device=self._device
+        )
+
+    def _of_part(self, pages: jax.Array, part: int) -> jax.Array:
+        """Ids of pages in the view of a layer's part."""
+        return pages if self._group.parts == 1 else pages * self._group.parts + part
+
+    def _make_work(
+        self, qkv: Qkv | QkvProduct | QueriesOnly, kv: Place, window: int | None
+    ) -> WorkList | None:
+        if not self._key.rows:
+            return None
+        lengths, device = self._row_lengths, self._device
+        if self._latent:
+            assert isinstance(qkv, Qkv)
+            work = latent_dispatch.latent_decode_work(qkv.q.shape[1], lengths, device=device)
+        else:
+            tokens, invariant = self._row_tables.shape[1] * self._page_size, self._batch_invariant
+            pages = views(kv, self._group, self._page_size)[0]
+            work = dispatch.decode_work(
+                pages, lengths, tokens=tokens, window=window, batch_invariant=invariant, device=device
+            )
+        return None if work is None else work.shared()

@@ -15,6 +15,7 @@ from jengine.models.by_layer import at
 from jengine.models.cache import CacheGroup, paged
 from pallas_kernels import dispatch, latent_dispatch
 from pallas_kernels.flashinfer import decode as flashinfer
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.weights import is_weight
 
 
@@ -25,16 +26,7 @@ def prepare(spec: ExecutionSpec) -> None:
     for group in paged(spec.groups):
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
         dispatch.prepare(weights, q, k_pages, device=device)
-        config = spec.model.config
-        flashinfer.prepare(
-            spec.attention_backend,
-            q,
-            k_pages,
-            [group.window],
-            config.attention_soft_cap,
-            device,
-            slopes=config.alibi,
-        )
+        flashinfer.prepare(spec.attention_backend, q, k_pages, _options(spec, group), device)
 
 
 def check_attention_backend(spec: ExecutionSpec) -> None:
@@ -59,13 +51,8 @@ def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
     if config.latent is not None:
         return f"{config.family} has latent attention, and FlashInfer's kernel takes keys and values"
     for group in paged(spec.groups):
-        how: dict[str, Any] = {
-            "window": group.window,
-            "soft_cap": config.attention_soft_cap,
-            "slopes": config.alibi,
-            "device": device,
-        }
-        refused = dispatch.why_flashinfer_unsupported(_queries(spec, group, 1), *_pages(spec, group), **how)
+        q, pages = _queries(spec, group, 1), _pages(spec, group)
+        refused = dispatch.why_flashinfer_unsupported(q, *pages, _options(spec, group), device=device)
         if refused is not None:
             return refused
     return None
@@ -73,32 +60,36 @@ def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:
     """The reason why attention kernels cannot serve these programs on their devices, or None if they can."""
-    how: dict[str, Any] = {"slopes": spec.model.config.alibi, "device": spec.mesh.devices.flat[0]}
-    refused = (
-        dispatch.why_prefill_unsupported(
-            _queries(spec, group, 1, spec.table.tile_size), *_pages(spec, group), **how
-        )
-        for group in paged(spec.groups)
-    )
-    return decode_refused(spec) or next((why for why in refused if why is not None), None)
+    device = spec.mesh.devices.flat[0]
+
+    def refused(group: CacheGroup) -> str | None:
+        q = _queries(spec, group, 1, spec.table.tile_size)
+        return dispatch.why_prefill_unsupported(q, *_pages(spec, group), _options(spec, group), device=device)
+
+    return decode_refused(spec) or next(filter(None, map(refused, paged(spec.groups))), None)
 
 
 def decode_refused(spec: ExecutionSpec) -> str | None:
     """The reason why attention kernels cannot serve rows, or None if they can."""
     device, latent = spec.mesh.devices.flat[0], spec.model.config.latent
     for group in paged(spec.groups):
-        q, pages = _queries(spec, group, 1), _pages(spec, group)
+        q, pages, options = _queries(spec, group, 1), _pages(spec, group), _options(spec, group)
         if latent is not None:
             refused = latent_dispatch.why_latent_decode_unsupported(
-                q, pages[0], rank=latent.rank, device=device
+                q, pages[0], options, rank=latent.rank, device=device
             )
         else:
-            refused = dispatch.why_decode_unsupported(
-                q, *pages, slopes=spec.model.config.alibi, device=device
-            )
+            refused = dispatch.why_decode_unsupported(q, *pages, options, device=device)
         if refused is not None:
             return refused
     return None
+
+
+def _options(spec: ExecutionSpec, group: CacheGroup) -> AttentionOptions:
+    """The options that the group's layers use, as far as kernels may refuse them. Arrays are abstract."""
+    config = spec.model.config
+    slopes: Any = jax.ShapeDtypeStruct((config.num_kv_heads_padded,), "float32") if config.alibi else None
+    return AttentionOptions(1.0, window=group.window, soft_cap=config.attention_soft_cap, slopes=slopes)
 
 
 def _pages(spec: ExecutionSpec, group: CacheGroup) -> tuple[Any, Any]:

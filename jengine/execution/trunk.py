@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -15,6 +15,7 @@ from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups, homes, paged
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import Rotation
 
@@ -112,19 +113,13 @@ class LayerCaches:
         self,
         layer: int,
         qkv: Qkv | QkvProduct | QueriesOnly,
-        *,
         rotation: Rotation | None,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        slopes: jax.Array | None = None,
+        options: AttentionOptions,
     ) -> jax.Array:
         group, place, part = self._home[layer]
         pool = self._cache[self._groups[group].pool]
         out: jax.Array
-        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "part": part}
-        out, pool[place] = self._attentions[group].attend(qkv, pool[place], rotation, sinks, slopes, **how)
+        out, pool[place] = self._attentions[group].attend(qkv, pool[place], rotation, options, part)
         return out
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:

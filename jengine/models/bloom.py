@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from jengine.models.gpt_neox import GptNeoXAttention
 from jengine.models.layers import Attend, Layer, LayerNorm, Mlp
 from jengine.models.llama import Llama
 from jengine.parallel.collectives import shard_index
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.xla import Rotation
 
 
 class Bloom(Llama):
@@ -48,8 +51,13 @@ class Bloom(Llama):
         )
         own = lax.dynamic_slice_in_dim(every, shard_index() * heads, heads)
 
-        def with_slopes(layer: int, qkv: Qkv | QkvProduct | QueriesOnly, **how: Any) -> jax.Array:
-            return attend(layer, qkv, slopes=own, **how)
+        def with_slopes(
+            layer: int,
+            qkv: Qkv | QkvProduct | QueriesOnly,
+            rotation: Rotation | None,
+            options: AttentionOptions,
+        ) -> jax.Array:
+            return attend(layer, qkv, rotation, replace(options, slopes=own))
 
         return super().hidden(tokens, positions, with_slopes)
 

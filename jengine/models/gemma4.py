@@ -45,6 +45,7 @@ from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Part, Piece, apart, qkv_parts
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QueriesOnly
 from pallas_kernels.rows import Rows
 from pallas_kernels.xla import Rotation
@@ -77,7 +78,7 @@ class Gemma4Attention(Attention):
         given: Qkv | QueriesOnly = QueriesOnly(q)
         if self.k_norm is not None:
             given = Qkv(q, self.k_norm(qkv[:, :, group]), unit(qkv[:, :, -1], config.norm_eps))
-        y = attend(self.reads, given, rotation=rotation, scale=1.0, window=config.window(layer))
+        y = attend(self.reads, given, rotation, AttentionOptions(1.0, window=config.window(layer)))
         return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
 

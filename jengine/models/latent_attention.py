@@ -20,6 +20,7 @@ from jengine.models.config import ModelConfig
 from jengine.models.config_parts import LatentAttention
 from jengine.models.layers import Attend, Matrix, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.pieces import EVERY, Piece
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv
 from pallas_kernels.xla import Rotation, rotate
 
@@ -75,7 +76,8 @@ class MultiHeadLatentAttention(nnx.Module):
         q = jnp.concatenate([q_latent, rotate(q[..., latent.key_dim :], rotation)], axis=-1)
         k_rotated = rotate(cached[:, None, latent.rank :], rotation)
         k = jnp.concatenate([self.kv_norm(cached[:, : latent.rank])[:, None], k_rotated], axis=-1)
-        y = attend(layer, Qkv(q, k, k[..., : latent.rank]), rotation=None, scale=self.config.attention_scale)
+        options = AttentionOptions(self.config.attention_scale)
+        y = attend(layer, Qkv(q, k, k[..., : latent.rank]), None, options)
         return row_parallel_dense(_by_head("nhr,hvr->nhv", y, values).reshape(x.shape[0], -1), self.o[...])
 
 

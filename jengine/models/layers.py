@@ -14,6 +14,7 @@ from jengine.models.config import ModelConfig
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.products import Weight
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly, rms_norm
 from pallas_kernels.rows import Gated, Normed, Rows, Sum, array_of
@@ -33,20 +34,14 @@ class Attend(Protocol):
         self,
         layer: int,
         qkv: Qkv | QkvProduct | QueriesOnly,
-        *,
         rotation: Rotation | None,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        slopes: jax.Array | None = None,
+        options: AttentionOptions,
     ) -> jax.Array:
         """Attention of N tokens -> [N, heads, head_dim], for this device's heads.
 
-        Scores are multiplied by scale. With soft_cap, a score s then becomes soft_cap * tanh(s / soft_cap).
-        With window, a query at position p sees keys in (p - window, p]. sinks, float32 [heads], add one score
-        without a value to each head's softmax. slopes (ALiBi), float32 [heads], times the distance from a
-        query to a key are subtracted from scores.
+        Args:
+            rotation: rotates queries and keys; None: no rotation.
+            options: of the scores; arrays are those of this device's heads.
         """
 
 
@@ -239,12 +234,9 @@ class Attention(nnx.Module):
         rows = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
-        how: dict[str, Any] = {
-            "window": config.window(layer),
-            "soft_cap": config.attention_soft_cap,
-            "sinks": sinks,
-        }
-        y = attend(layer, self.normalize(QkvProduct(rows, group)), rotation=rotation, scale=scale, **how)
+        cap = config.attention_soft_cap
+        options = AttentionOptions(scale, window=config.window(layer), soft_cap=cap, sinks=sinks)
+        y = attend(layer, self.normalize(QkvProduct(rows, group)), rotation, options)
         return row_parallel_dense(
             self.finish(y, rows[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias)
         )

@@ -20,7 +20,9 @@ from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Piece
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.xla import Rotation
 
 
 class NormedAttention(GlmAttention):
@@ -94,12 +96,17 @@ class Llama4(Llama):
             :, None, None
         ]
 
-        def scaled(layer: int, qkv: Qkv | QkvProduct | QueriesOnly, **how: Any) -> jax.Array:
+        def scaled(
+            layer: int,
+            qkv: Qkv | QkvProduct | QueriesOnly,
+            rotation: Rotation | None,
+            options: AttentionOptions,
+        ) -> jax.Array:
             assert not isinstance(qkv, QueriesOnly)
             if layer in config.unrotated_layers:
                 q, k, v = qkv.split()
                 qkv = Qkv(q * scales.astype(q.dtype), k, v)
-            return attend(layer, qkv, **how)
+            return attend(layer, qkv, rotation, options)
 
         return super().hidden(tokens, positions, scaled)
 

@@ -12,7 +12,9 @@ from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import decoder, rope_fields, window_everywhere
 from jengine.models.layers import Attend
 from jengine.models.llama import Llama
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.xla import Rotation
 
 
 class Ministral3(Llama):
@@ -22,10 +24,15 @@ class Ministral3(Llama):
             return super().hidden(tokens, positions, attend)
         scales = (1 + beta * jnp.log(1.0 + positions // scaling.original_max_position))[:, None, None]
 
-        def scaled(layer: int, qkv: Qkv | QkvProduct | QueriesOnly, **how: Any) -> jax.Array:
+        def scaled(
+            layer: int,
+            qkv: Qkv | QkvProduct | QueriesOnly,
+            rotation: Rotation | None,
+            options: AttentionOptions,
+        ) -> jax.Array:
             assert not isinstance(qkv, QueriesOnly)
             q, k, v = qkv.split()
-            return attend(layer, Qkv(q * scales.astype(q.dtype), k, v), **how)
+            return attend(layer, Qkv(q * scales.astype(q.dtype), k, v), rotation, options)
 
         return super().hidden(tokens, positions, scaled)
 

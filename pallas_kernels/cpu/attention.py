@@ -11,6 +11,7 @@ from pallas_kernels.cpu import native
 from pallas_kernels.cpu.attention_form import form
 from pallas_kernels.cpu.attention_kernel import NO_SINK, source
 from pallas_kernels.cpu.calls import call, register
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 
 
@@ -20,12 +21,7 @@ def paged_attention_decode(
     v_pages: Pages,
     block_tables: jax.Array,
     lengths: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    slopes: jax.Array | None = None,
+    options: AttentionOptions,
 ) -> jax.Array:
     """One query per sequence, over all of the sequence's tokens, as `xla.paged_attention_decode`. Weights and
     sums are float32.
@@ -36,12 +32,9 @@ def paged_attention_decode(
             tokens that the query attends to are read.
         block_tables: int32 [rows, width].
         lengths: int32 [rows].
-        scale: above 0.
-        sinks, slopes: float32 [heads], or None; slopes are at least 0.
+        options: scale is positive.
     """
-    return _call(
-        q, k_pages, v_pages, (block_tables, lengths), scale, window, soft_cap, sinks, slopes, decode=True
-    )
+    return _call(q, k_pages, v_pages, (block_tables, lengths), options, decode=True)
 
 
 def paged_attention_prefill(
@@ -51,12 +44,7 @@ def paged_attention_prefill(
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    slopes: jax.Array | None = None,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Tiles of consecutive queries, as `xla.paged_attention_prefill`. Padding gives zeros.
 
@@ -66,20 +54,9 @@ def paged_attention_prefill(
     Args:
         q: bfloat16, float16 or float32 [tiles, tile, heads, head_dim].
         block_tables, positions, lengths: int32 [tiles, width], [tiles] and [tiles].
-        k_pages, v_pages, scale, sinks, slopes: as in `paged_attention_decode`.
+        k_pages, v_pages, options: as in `paged_attention_decode`.
     """
-    return _call(
-        q,
-        k_pages,
-        v_pages,
-        (block_tables, lengths, positions),
-        scale,
-        window,
-        soft_cap,
-        sinks,
-        slopes,
-        decode=False,
-    )
+    return _call(q, k_pages, v_pages, (block_tables, lengths, positions), options, decode=False)
 
 
 def prepare(q: Any, k_pages: Pages) -> None:
@@ -114,11 +91,7 @@ def _call(
     k_pages: Pages,
     v_pages: Pages,
     where: tuple[jax.Array, ...],
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    slopes: jax.Array | None,
+    options: AttentionOptions,
     *,
     decode: bool,
 ) -> jax.Array:
@@ -127,14 +100,24 @@ def _call(
         ([pages.values, pages.scale] if isinstance(pages, Quantized) else [pages])
         for pages in (k_pages, v_pages)
     )
-    options = jnp.array([scale, soft_cap or 0.0, window or 0], jnp.float32)
-    heads = q.shape[-2]
-    sinks = jnp.full(heads, NO_SINK) if sinks is None else sinks
-    # scores are multiplied by scale later
-    slopes = jnp.zeros(heads) if slopes is None else slopes / (scale if soft_cap is None else 1.0)
-    options = jnp.concatenate([options, sinks.astype(jnp.float32), slopes.astype(jnp.float32)])
     queries = q.astype(_inputs(q.dtype))
     out: jax.Array = call(
-        name, jax.ShapeDtypeStruct(q.shape, queries.dtype), queries, *where, options, *k, *v
+        name,
+        jax.ShapeDtypeStruct(q.shape, queries.dtype),
+        queries,
+        *where,
+        _packed(options, q.shape[-2]),
+        *k,
+        *v,
     )
     return out.astype(q.dtype)
+
+
+def _packed(options: AttentionOptions, heads: int) -> jax.Array:
+    """The options as the kernel reads them: float32 [3 + 2 * heads]."""
+    first = jnp.array([options.scale, options.soft_cap or 0.0, options.window or 0], jnp.float32)
+    sinks = jnp.full(heads, NO_SINK) if options.sinks is None else options.sinks
+    # the kernel multiplies scores by the scale after it has subtracted these, unless there is a cap
+    unit = options.scale if options.soft_cap is None else 1.0
+    slopes = jnp.zeros(heads) if options.slopes is None else options.slopes / unit
+    return jnp.concatenate([first, sinks.astype(jnp.float32), slopes.astype(jnp.float32)])

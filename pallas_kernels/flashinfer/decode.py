@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,9 +11,11 @@ import numpy as np
 from pallas_kernels import fastest, tuning
 from pallas_kernels.flashinfer import build
 from pallas_kernels.flashinfer.build import ARCHITECTURES, Kernel
+from pallas_kernels.options import PLAIN, AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 
 DTYPES = ("bfloat16", "float16")
+OPTIONS = "window", "sinks"  # besides the scale
 HEAD_DIMS, PAGE_SIZES, MOST_GROUP = (64, 128, 256), (16, 32, 64, 128), 32
 TILE = 256  # tokens that a thread block computes at a time
 ROW_FACTS = 256  # bytes of a part's maxima and sums
@@ -22,14 +23,7 @@ NAME = build.NAME
 
 
 def serves(
-    impl: str,
-    q: Any,
-    k_pages: Pages,
-    v_pages: Pages,
-    window: int | None,
-    soft_cap: float | None,
-    slopes: bool,
-    device: jax.Device | None,
+    impl: str, q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions, device: jax.Device | None
 ) -> bool:
     """Whether a call uses this kernel: impl is "flashinfer", or impl is "auto" and the kernel was measured to
     be faster.
@@ -44,49 +38,35 @@ def serves(
             return False
     elif impl != "flashinfer":
         return False
-    refused = why_unsupported(
-        q, k_pages, v_pages, window=window, soft_cap=soft_cap, slopes=slopes, device=device
-    )
+    refused = why_unsupported(q, k_pages, v_pages, options, device=device)
     if refused is not None and impl == "flashinfer":
         raise ValueError(f"impl={impl!r}: {refused}")
     return refused is None
 
 
-def prepare(
-    impl: str,
-    q: Any,
-    k_pages: Pages,
-    windows: Iterable[int | None],
-    soft_cap: float | None,
-    device: jax.Device | None,
-    *,
-    slopes: bool = False,
-) -> None:
-    """Registers with XLA the kernels that programs may call, for any number of rows.
+def prepare(impl: str, q: Any, k_pages: Pages, options: AttentionOptions, device: jax.Device | None) -> None:
+    """Registers with XLA the kernel that programs may call with these options, for any number of rows.
 
     Raises:
         ValueError, RuntimeError: see `serves` and `build.register`.
     """
     if impl == "auto" and fastest.takes("flashinfer", None, _kind(device)):
-        refused = why_unsupported(q, k_pages, k_pages, soft_cap=soft_cap, slopes=slopes, device=device)
+        refused = why_unsupported(q, k_pages, k_pages, options, device=device)
         impl = "flashinfer" if refused is None else impl
-    for window in windows:
-        if impl == "flashinfer" and serves(impl, q, k_pages, k_pages, window, soft_cap, slopes, device):
-            build.register(kernel_for(q, k_pages, window, device or jax.devices()[0]))
+    if impl == "flashinfer" and serves(impl, q, k_pages, k_pages, options, device):
+        build.register(kernel_for(q, k_pages, options.window, device or jax.devices()[0]))
 
 
 def why_unsupported(
     q: Any,
     k_pages: Pages,
     v_pages: Pages,
+    options: AttentionOptions = PLAIN,
     *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    slopes: bool = False,
     device: jax.Device | None = None,
 ) -> str | None:
-    """Why the kernel does not support these arrays, or any objects with their shapes and dtypes; None if it
-    does.
+    """Why the kernel does not support these arrays and options, or None. It accepts any objects with shapes
+    and dtypes.
     """
     device = device or jax.devices()[0]
     if getattr(device, "compute_capability", None) not in ARCHITECTURES:
@@ -104,11 +84,9 @@ def why_unsupported(
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if pages.dtype != q.dtype:
             return f"{name}={pages.dtype}: FlashInfer's kernel takes the queries' dtype, {q.dtype}"
-    if soft_cap is not None:
-        return f"soft_cap={soft_cap}: FlashInfer's kernel has none"
-    if slopes:
-        return "slopes: FlashInfer's kernel has no ALiBi"
-    kernel = kernel_for(q, k_pages, window, device)
+    if (why := options.refused(*OPTIONS, by="FlashInfer's kernel")) is not None:
+        return why
+    kernel = kernel_for(q, k_pages, options.window, device)
     if kernel.head_dim not in HEAD_DIMS:
         return (
             f"head_dim={kernel.head_dim}: FlashInfer's kernel is built for {', '.join(map(str, HEAD_DIMS))}"
@@ -149,21 +127,22 @@ def paged_attention_decode(
     v_pages: jax.Array,
     block_tables: jax.Array,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    sinks: jax.Array | None = None,
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """Decode attention; see `xla.paged_attention_decode`. `why_unsupported` gives the supported shapes and
-    dtypes.
+    """Decode attention; see `xla.paged_attention_decode`. `why_unsupported` gives the supported shapes,
+    dtypes and options.
 
     The number of parts of a sequence depends only on shapes, and parts are joined in order, so a row's result
     does not depend on other rows.
 
     Raises:
+        ValueError: options has a soft cap or slopes.
         RuntimeError: see `build.register`.
     """
+    options.require(*OPTIONS)
+    window, sinks = options.window, options.sinks
     device = device or jax.devices()[0]
     rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
@@ -185,8 +164,8 @@ def paged_attention_decode(
         build.register(kernel_for(q, k_pages, window, device)), results, input_output_aliases={6: 1}
     )
     with_sinks = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32).reshape(heads)
-    options = {"scale": np.float32(scale), "window": np.int32(window or 0), "cores": np.int32(cores)}
-    out: jax.Array = call(q, k_pages, v_pages, block_tables, lengths, with_sinks, semaphores, **options)[0]
+    numbers = {"scale": np.float32(options.scale), "window": np.int32(window or 0), "cores": np.int32(cores)}
+    out: jax.Array = call(q, k_pages, v_pages, block_tables, lengths, with_sinks, semaphores, **numbers)[0]
     # the kernel joins empty parts to NaN
     return jnp.where((lengths > 0)[:, None, None], out, 0) if splits > 1 else out
 

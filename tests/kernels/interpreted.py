@@ -18,6 +18,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import Quantized
 from tests.compiling import quickly_compiled
 from tests.kernels import semaphores_model
@@ -96,14 +97,11 @@ SINKS = 1.0, 300.0, -40.0, 3.0
 SLOPES = 0.5, 0.0, 0.03
 
 
-def with_sinks(ways: dict[str, Any], heads: int) -> dict[str, Any]:
-    """Options of attention; True for sinks or slopes is replaced by those of this number of heads."""
+def options_of(ways: dict[str, Any], heads: int) -> AttentionOptions:
+    """Options of attention; True for sinks or slopes stands for those of this number of heads."""
     by_head = {name: numbers for name, numbers in (("sinks", SINKS), ("slopes", SLOPES)) if ways.get(name)}
-    return (
-        ways | {name: jnp.resize(jnp.array(numbers), heads) for name, numbers in by_head.items()}
-        if by_head
-        else ways
-    )
+    arrays = {name: jnp.resize(jnp.array(numbers), heads) for name, numbers in by_head.items()}
+    return AttentionOptions(**ways | arrays)
 
 
 def more_scales(pages: Quantized) -> Quantized:

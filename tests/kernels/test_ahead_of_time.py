@@ -36,6 +36,7 @@ from kernel_facts import (
 
 from pallas_kernels import dispatch
 from pallas_kernels.ahead_of_time import KernelFacts, compile_for, device, kernel_facts
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import QkvProduct
 from tests.extras import compiler_for_gpus
 
@@ -248,7 +249,7 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
             product = QkvProduct(qkv, 4)
             (q, _), (k, v) = dispatch.kv_write(k, v, product, *where, rows=rows, rotation=rotation, **kernel)
             caches[layer] = k, v
-            got = dispatch.paged_attention_decode(q, k, v, tables, lengths, scale=0.1, **kernel)
+            got = dispatch.paged_attention_decode(q, k, v, tables, lengths, AttentionOptions(0.1), **kernel)
             qkv = qkv.at[:, :, :4].add(got.reshape(rows, kv_heads, 4, 128))
         return caches, qkv
 

@@ -24,7 +24,7 @@ from pallas_kernels.ampere import (
 )
 from tests.extras import compiler_for_gpus
 from tests.kernels.emulated import Landing, emulated
-from tests.kernels.interpreted import Cache, cache, only_what_is_seen, with_sinks
+from tests.kernels.interpreted import Cache, cache, only_what_is_seen, options_of
 
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
@@ -56,12 +56,12 @@ def check_decode(
     whole = cache(lengths, -(-200 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"))
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
-    ways = with_sinks(ways, kv_heads * group)
+    options = options_of(ways, kv_heads * group)
     with emulated(landing):
-        got = paged_attention_decode(q, *paged, **ways, splits=splits)
+        got = paged_attention_decode(q, *paged, options, splits=splits)
         if ways is WINDOW:  # what is behind it changes no bit
-            np.testing.assert_array_equal(got, paged_attention_decode(q, *whole, **ways, splits=splits))
-    close(got, reference.paged_attention_decode(q.astype(jnp.float32), *paged.clean(), **ways), paged)
+            np.testing.assert_array_equal(got, paged_attention_decode(q, *whole, options, splits=splits))
+    close(got, reference.paged_attention_decode(q.astype(jnp.float32), *paged.clean(), options), paged)
     assert (got[2] == 0).all()
 
 
@@ -86,17 +86,17 @@ def check_prefill(
     )
     q = jax.random.normal(jax.random.key(7), (len(rows), tile, kv_heads * group, head_dim)).astype(dtype)
     starts = jnp.asarray(positions, jnp.int32)
-    ways = with_sinks(ways, kv_heads * group)
+    options = options_of(ways, kv_heads * group)
     with emulated(landing):
-        got = paged_attention_prefill(q, *paged[:3], starts, paged.lengths, **ways, splits=splits)
+        got = paged_attention_prefill(q, *paged[:3], starts, paged.lengths, options, splits=splits)
         if ways is WINDOW:
             np.testing.assert_array_equal(
-                got, paged_attention_prefill(q, *whole[:3], starts, paged.lengths, **ways, splits=splits)
+                got, paged_attention_prefill(q, *whole[:3], starts, paged.lengths, options, splits=splits)
             )
     assert jnp.isfinite(got).all()
     k, v, tables, _ = paged.clean()
     want = reference.paged_attention_prefill(
-        q.astype(jnp.float32), k, v, tables, starts, paged.lengths, **ways
+        q.astype(jnp.float32), k, v, tables, starts, paged.lengths, options
     )
     real = np.arange(tile) < lengths[:, None]
     close(got[real], want[real], paged)

@@ -18,6 +18,7 @@ from kernel_facts import CASES
 
 from pallas_kernels import reference, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import dequantize, movable, quantize
 from pallas_kernels.work_list import even_work, fixed_work
 from tests.kernels.interpreted import (
@@ -27,7 +28,7 @@ from tests.kernels.interpreted import (
     interpret,
     more_scales,
     only_what_is_seen,
-    with_sinks,
+    options_of,
 )
 from tests.kernels.semaphores_model import at_once
 
@@ -72,7 +73,7 @@ def check(
     if kind:
         (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
     q = jnp.asarray(np.random.default_rng(7).normal(size=(len(lengths), kv_heads * group, head_dim)), dtype)
-    ways = with_sinks(ways, kv_heads * group)
+    options = options_of(ways, kv_heads * group)
     how: Ways = {"kv_heads": kv_heads, "blocks": abs(blocks), "window": ways.get("window")}
     divide = (
         partial(even_work, **how)
@@ -81,13 +82,15 @@ def check(
     )
     work = jax.jit(divide)(paged.lengths)
     run = jax.jit(
-        partial(paged_attention_decode, **ways, work=work, operand_in_registers=False, interpret=RACES)
+        partial(
+            paged_attention_decode, options=options, work=work, operand_in_registers=False, interpret=RACES
+        )
     )
     got = np.asarray(interpret(run, q, *paged), np.float32)
     if ways is WINDOW:  # what is behind it changes no bit
         np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole), np.float32))
     want = np.asarray(
-        jax.jit(partial(reference.paged_attention_decode, **ways))(q.astype(jnp.float32), *clean)
+        jax.jit(partial(reference.paged_attention_decode, options=options))(q.astype(jnp.float32), *clean)
     )
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
     rounding = float(jnp.finfo(dtype).eps) / 2
@@ -138,7 +141,7 @@ def test_layers_share_semaphores() -> None:
         work = work.shared() if shared else work
         first, second = (
             paged_attention_decode(
-                x, *paged, scale=0.2, work=work, operand_in_registers=False, interpret=RACES
+                x, *paged, AttentionOptions(0.2), work=work, operand_in_registers=False, interpret=RACES
             )
             for x in (q, 2 * q)
         )
@@ -194,7 +197,11 @@ def test_what_is_beside_a_row_changes_no_bit_where_cuts_are_fixed() -> None:
     paged = cache(lengths, 768 // 64, 1, 64, 64, "bfloat16", seed=3)
     q = jax.random.normal(jax.random.key(7), (3, 4, 64), jnp.bfloat16)
     alone = jnp.asarray([700, 0, 0], jnp.int32)
-    run = jax.jit(partial(paged_attention_decode, scale=0.3, operand_in_registers=False, interpret=RACES))
+    run = jax.jit(
+        partial(
+            paged_attention_decode, options=AttentionOptions(0.3), operand_in_registers=False, interpret=RACES
+        )
+    )
 
     def first_row(make: Any, seen: jax.Array) -> np.ndarray:
         return np.asarray(interpret(run, q, *paged[:3], seen, work=make(seen)), np.float32)[0]

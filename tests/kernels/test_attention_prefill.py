@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.attention_prefill import paged_attention_prefill
-from tests.kernels.interpreted import RACES, cache, interpret, only_what_is_seen, with_sinks
+from tests.kernels.interpreted import RACES, cache, interpret, only_what_is_seen, options_of
 from tests.kernels.test_attention_decode import eight_bits
 
 Ways = dict[str, Any]
@@ -75,18 +75,18 @@ def check(
     q = jnp.asarray(
         np.random.default_rng(7).normal(size=(len(ends), tile, kv_heads * group, head_dim)), dtype
     )
-    ways = with_sinks(ways, kv_heads * group)
+    options = options_of(ways, kv_heads * group)
     stages = None if head_dim == 256 else 2  # few in any case, so that they are used again
     form: Ways = {"stages": stages, "blocks": blocks, "operand_in_registers": False, "interpret": RACES}
-    run = jax.jit(partial(paged_attention_prefill, **ways, **form))
+    run = jax.jit(partial(paged_attention_prefill, options=options, **form))
     where = jnp.asarray(positions), jnp.asarray(lengths)
     got = np.asarray(interpret(run, q, *paged[:3], *where), np.float32)
     # neither what is behind the first query's window nor the blocks that items fall to change a bit
     if ways is BOTH:
-        run = jax.jit(partial(paged_attention_prefill, **ways, **form | {"blocks": 2}))
+        run = jax.jit(partial(paged_attention_prefill, options=options, **form | {"blocks": 2}))
         np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole[:3], *where), np.float32))
     want = np.asarray(
-        jax.jit(partial(reference.paged_attention_prefill, **ways))(
+        jax.jit(partial(reference.paged_attention_prefill, options=options))(
             q.astype(jnp.float32), clean.k, clean.v, clean.tables, *where
         )
     )

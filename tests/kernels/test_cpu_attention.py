@@ -22,7 +22,8 @@ from pallas_kernels.cpu.attention_form import form
 from pallas_kernels.cpu.attention_kernel import source
 from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.types import F32, I64, LANES, PTR, vector
-from tests.kernels.interpreted import Cache, cache, only_what_is_seen, with_sinks
+from pallas_kernels.options import AttentionOptions
+from tests.kernels.interpreted import Cache, cache, only_what_is_seen, options_of
 from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, SINKS, WINDOW, Ways, eight_bits
 from tests.kernels.test_masked import SETS, X86, runs_here
 
@@ -94,12 +95,12 @@ def assert_near(got: np.ndarray, want: np.ndarray, allowed: np.ndarray | float) 
 def check_decode(case: Case, lengths: list[int]) -> None:
     whole, seen, clean = pages(case, np.array(lengths) - 1, lengths)
     q = queries(case, len(lengths))
-    ways = with_sinks(case.ways, q.shape[-2])
-    run = jax.jit(partial(paged_attention_decode, **ways))
+    options = options_of(case.ways, q.shape[-2])
+    run = jax.jit(partial(paged_attention_decode, options=options))
     got = np.asarray(run(q, *seen), np.float32)
     np.testing.assert_array_equal(got, np.asarray(run(q, *whole), np.float32))
     want = np.asarray(
-        jax.jit(partial(reference.paged_attention_decode, **ways))(q.astype(jnp.float32), *clean)
+        jax.jit(partial(reference.paged_attention_decode, options=options))(q.astype(jnp.float32), *clean)
     )
     rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0  # of the result alone
     empty = np.array(lengths) == 0
@@ -114,12 +115,12 @@ def check_prefill(case: Case, tile: int, positions: list[int], lengths: list[int
     q = queries(case, len(lengths), tile)
     real = np.arange(tile) < np.array(lengths)[:, None]
     q = jnp.where(real[..., None, None], q, jnp.nan)
-    ways = with_sinks(case.ways, q.shape[-2])
-    run = jax.jit(partial(paged_attention_prefill, **ways))
+    options = options_of(case.ways, q.shape[-2])
+    run = jax.jit(partial(paged_attention_prefill, options=options))
     got = np.asarray(run(q, *seen[:3], *where), np.float32)
     np.testing.assert_array_equal(got, np.asarray(run(q, *whole[:3], *where), np.float32))
     args = jnp.nan_to_num(q.astype(jnp.float32)), *clean[:3], *where
-    want = np.asarray(jax.jit(partial(reference.paged_attention_prefill, **ways))(*args))
+    want = np.asarray(jax.jit(partial(reference.paged_attention_prefill, options=options))(*args))
     # of each weight, and of the result
     rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0
     assert_near(
@@ -180,14 +181,14 @@ def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(
         tiles = jnp.concatenate([jnp.pad(q[:, start : start + tile], ((0, 0), (0, max(0, start + tile - length)), *[(0, 0)] * 2))
                                  for start in starts])  # fmt: skip
         lengths = jnp.array([min(tile, length - start) for start in starts], jnp.int32)
-        run = jax.jit(partial(paged_attention_prefill, **case.ways))
+        run = jax.jit(partial(paged_attention_prefill, options=AttentionOptions(**case.ways)))
         got = run(
             tiles, paged.k, paged.v, jnp.repeat(table, len(starts), 0), jnp.array(starts, jnp.int32), lengths
         )
         return np.asarray(got, np.float32).reshape(-1, *q.shape[2:])[:length]
 
     def decode(rows: list[int]) -> np.ndarray:
-        run = jax.jit(partial(paged_attention_decode, **case.ways))
+        run = jax.jit(partial(paged_attention_decode, options=AttentionOptions(**case.ways)))
         got = run(
             q[0, jnp.array(rows)],
             paged.k,
@@ -215,7 +216,7 @@ def test_a_cpu_takes_it() -> None:
     case = Case(16, 2, 2, 16, "float32", None, PLAIN)
     paged = cache([5, 20], 2, 2, 16, 16, "float32", seed=0)
     where = paged.tables, jnp.array([0, 16], jnp.int32), jnp.array([5, 4], jnp.int32)
-    run = jax.jit(partial(dispatch.paged_attention_prefill, scale=0.2))
+    run = jax.jit(partial(dispatch.paged_attention_prefill, options=AttentionOptions(0.2)))
     compiled = run.lower(queries(case, 2, 8), paged.k, paged.v, *where).compile().as_text()
     assert "jengine_prefill" in compiled and "while" not in compiled
 

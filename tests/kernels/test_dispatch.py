@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from pallas_kernels import ampere, attention_decode, attention_prefill, dispatch, tuning, xla
 from pallas_kernels.cpu import attention
 from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import movable, quantize
 
@@ -85,24 +87,21 @@ def test_eight_bit_caches_are_taken_and_others_not() -> None:
 TABLES, LENGTHS = np.array([[1, 2], [3, 0]]), np.array([20, 3])
 
 
-def run(**how: Any) -> jax.Array:
-    return paged_attention_decode(
-        *arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7, **how
-    )
+OPTIONS = AttentionOptions(0.3, window=7)
+
+
+def run(options: AttentionOptions = OPTIONS, **how: Any) -> jax.Array:
+    return paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), options, **how)
 
 
 def test_xla_takes_the_rest() -> None:
-    want = xla.paged_attention_decode(
-        *arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7
-    )
+    want = xla.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), OPTIONS)
     for how in ({"impl": "xla"}, {"impl": "xla", "device": HOPPER}, {"impl": "auto", "device": VOLTA}):
         np.testing.assert_array_equal(run(**how), want)
 
 
 def test_a_cpu_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    want = attention.paged_attention_decode(
-        *arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7
-    )
+    want = attention.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), OPTIONS)
     for impl in ("auto", "llvm"):
         np.testing.assert_array_equal(run(impl=impl), want)
     with pytest.raises(ValueError, match="impl='llvm': device=NVIDIA H200: Mosaic's kernels are for GPUs"):
@@ -119,7 +118,7 @@ def test_xla_takes_what_it_was_given(impl: Any) -> None:
     new = Qkv(q, jnp.ones((2, 2, 64)), -jnp.ones((2, 2, 64))), jnp.array([3, 1]), jnp.array([2, 15])
     rotation = jnp.full((2, 32), 0.5), jnp.full((2, 32), 0.1)
     prefill: Any = (q[:, None], k, v, jnp.asarray(TABLES), jnp.array([4, 0]), jnp.array([1, 1]))
-    ways: Any = {"scale": 0.3, "window": 7, "soft_cap": 4.0, "pages": 2}
+    ways: Any = {"options": replace(OPTIONS, soft_cap=4.0), "pages": 2}
     calls: list[tuple[str, Any, Any]] = [
         ("paged_attention_prefill", prefill, ways),
         ("kv_write", (k, v, *new), {"rows": 1, "rotation": rotation}),
@@ -146,7 +145,7 @@ def test_a_choice_that_cannot_be_met_is_an_error() -> None:
             function(*args, impl="mosaic")
     with pytest.raises(ValueError, match="impl='mosaic': device=cpu"):
         dispatch.paged_attention_prefill(
-            q[:, None], k, v, jnp.asarray(TABLES), *where, scale=0.3, impl="mosaic"
+            q[:, None], k, v, jnp.asarray(TABLES), *where, OPTIONS, impl="mosaic"
         )
 
 
@@ -178,22 +177,16 @@ def test_what_the_writing_kernel_takes() -> None:
 def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0]
+        attention_decode,
+        "paged_attention_decode",
+        lambda *args, **how: given.update(how, options=args[-1]) or args[0],
     )
     k = arrays()[1]
     work = jax.jit(partial(dispatch.decode_work, tokens=64, window=7, device=HOPPER))(k, jnp.asarray(LENGTHS))
     assert work is not None
-    np.testing.assert_array_equal(
-        run(impl=impl, device=HOPPER, work=work, soft_cap=4.0, pages=2), arrays()[0]
-    )
-    assert given == {
-        "scale": 0.3,
-        "window": 7,
-        "soft_cap": 4.0,
-        "sinks": None,
-        "work": work,
-        "device": HOPPER,
-    }
+    options = replace(OPTIONS, soft_cap=4.0)
+    np.testing.assert_array_equal(run(options, impl=impl, device=HOPPER, work=work, pages=2), arrays()[0])
+    assert given == {"options": options, "work": work, "device": HOPPER}
 
 
 def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
@@ -219,11 +212,13 @@ def test_the_prefill_kernel_learns_the_device_whose_multiprocessors_it_fills(
     q, k, v = arrays()
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        attention_prefill, "paged_attention_prefill", lambda *arrays, **how: given.update(how) or arrays[0]
+        attention_prefill,
+        "paged_attention_prefill",
+        lambda *args, **how: given.update(how, options=args[-1]) or args[0],
     )
     tiles, where = jnp.repeat(q[:, None], 8, axis=1), (jnp.array([4, 0]), jnp.array([1, 1]))
-    dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=HOPPER)
-    assert given == {"scale": 0.3, "window": None, "soft_cap": None, "sinks": None, "device": HOPPER}
+    dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, OPTIONS, device=HOPPER)
+    assert given == {"options": OPTIONS, "device": HOPPER}
 
 
 def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +237,10 @@ def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("paged_attention_decode", "paged_attention_prefill"):
         monkeypatch.setattr(ampere, name, lambda *arrays, name=name, **how: given.append(name) or arrays[0])
     paged_attention_decode(
-        q, k, v, jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, device=AMPERE, impl="mosaic"
+        q, k, v, jnp.asarray(TABLES), jnp.asarray(LENGTHS), OPTIONS, device=AMPERE, impl="mosaic"
     )
     where = jnp.array([4, 0]), jnp.array([1, 1])
     dispatch.paged_attention_prefill(
-        tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=AMPERE, impl="mosaic"
+        tiles, k, v, jnp.asarray(TABLES), *where, OPTIONS, device=AMPERE, impl="mosaic"
     )
     assert given == ["paged_attention_decode", "paged_attention_prefill"]

@@ -22,6 +22,7 @@ from pallas_kernels.ahead_of_time import compile_for, device
 from pallas_kernels.dispatch import why_flashinfer_unsupported
 from pallas_kernels.flashinfer import build, decode
 from pallas_kernels.flashinfer.build import Kernel
+from pallas_kernels.options import PLAIN, AttentionOptions
 from pallas_kernels.quantized import movable, quantize
 from pallas_kernels.thunks import compiled_with_thunks, leaves
 from tests.extras import of_extra
@@ -64,7 +65,9 @@ def arrays(**shape: Any) -> Any:
     "shape", [{}, {"head_dim": 256, "page_size": 128}, {"heads": 64}, {"kv_heads": 8}, {"dtype": jnp.float16}]
 )
 def test_what_it_takes(shape: dict[str, Any], present: None) -> None:
-    assert why_flashinfer_unsupported(*shapes(**shape), window=7, device=HOPPER) is None
+    assert (
+        why_flashinfer_unsupported(*shapes(**shape), AttentionOptions(1.0, window=7), device=HOPPER) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,11 @@ def test_what_it_takes(shape: dict[str, Any], present: None) -> None:
         ),
         ({}, {"device": None}, "device=cpu"),
         ({"dtype": jnp.float32}, {}, "dtype=float32"),
-        ({}, {"soft_cap": 30.0}, "soft_cap=30.0"),
+        (
+            {},
+            {"options": AttentionOptions(1.0, soft_cap=30.0)},
+            "soft_cap=30.0: FlashInfer's kernel has no soft cap",
+        ),
         ({"head_dim": 96}, {}, "head_dim=96"),
         ({"page_size": 256}, {}, "page_size=256"),
         ({"heads": 66}, {}, "heads=66: FlashInfer's kernel takes at most 32 for each of 2 kv heads"),
@@ -106,7 +113,7 @@ def test_without_the_package_or_a_compiler_it_says_so(monkeypatch: pytest.Monkey
     versions: dict[str, str | None] = {"version": None}
     monkeypatch.setattr(build, "installed_version", lambda: versions["version"])
     with pytest.raises(ValueError, match="impl='flashinfer': flashinfer-python is not installed"):
-        dispatch.paged_attention_decode(*shapes(), *where(), scale=1.0, impl="flashinfer", device=HOPPER)
+        dispatch.paged_attention_decode(*shapes(), *where(), PLAIN, impl="flashinfer", device=HOPPER)
     versions["version"] = "0.6.3"
     assert why_flashinfer_unsupported(*shapes(), device=HOPPER) == "flashinfer-python=0.6.3: 0.7 is supported"
     monkeypatch.setattr(build, "why_missing", lambda: None)
@@ -130,9 +137,9 @@ def where(rows: int = 2) -> tuple[jax.Array, jax.Array]:
 
 
 def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch, present: None) -> None:
-    def taken(rows: int, device: Any = HOPPER, **how: Any) -> bool:
+    def taken(rows: int, device: Any = HOPPER, options: AttentionOptions = PLAIN) -> bool:
         q, k, v = shapes(rows=rows)
-        return decode.serves("auto", q, k, v, None, how.get("soft_cap"), False, device)
+        return decode.serves("auto", q, k, v, options, device)
 
     assert not taken(8)
     case = fastest.Case("bfloat16", 8, 2, 16, 64, 8)
@@ -144,11 +151,11 @@ def test_auto_takes_what_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPat
     assert taken(8) and taken(5)  # the next power of two
     assert not taken(16) and not taken(32)  # slower; not measured
     assert not taken(8, SimpleNamespace(device_kind="NVIDIA H100", compute_capability="9.0"))
-    assert not taken(8, soft_cap=3.0)  # refused, and not asked for
+    assert not taken(8, options=AttentionOptions(1.0, soft_cap=3.0))  # refused, and not asked for
     q, k, v = shapes(rows=8)
     eight = jax.eval_shape(lambda x: movable(quantize(x, "int8")), k)
-    assert not decode.serves("auto", q, eight, eight, None, None, False, HOPPER)
-    assert not decode.serves("mosaic", q, k, v, None, None, False, HOPPER)
+    assert not decode.serves("auto", q, eight, eight, PLAIN, HOPPER)
+    assert not decode.serves("mosaic", q, k, v, PLAIN, HOPPER)
 
 
 def test_programs_are_prepared_for_all_kernels_that_they_may_call(
@@ -159,16 +166,17 @@ def test_programs_are_prepared_for_all_kernels_that_they_may_call(
         build, "register", lambda kernel: made.append(f"{kernel.page_size} {kernel.windowed}")
     )
     q, k, _ = shapes()
-    decode.prepare("flashinfer", q, k, (None, 7, 9), None, HOPPER)
+    for window in (None, 7, 9):
+        decode.prepare("flashinfer", q, k, AttentionOptions(1.0, window=window), HOPPER)
     assert sorted(set(made)) == ["16 False", "16 True"]
     made.clear()
-    decode.prepare("auto", q, k, (None,), None, HOPPER)
-    decode.prepare("mosaic", q, k, (None,), None, HOPPER)
+    decode.prepare("auto", q, k, PLAIN, HOPPER)
+    decode.prepare("mosaic", q, k, PLAIN, HOPPER)
     assert not made
     # some other case than this one
     monkeypatch.setattr(fastest, "takes", lambda impl, case, kind: case is None)
-    decode.prepare("auto", q, k, (None,), None, HOPPER)
-    decode.prepare("auto", q, k, (None,), 3.0, HOPPER)
+    decode.prepare("auto", q, k, PLAIN, HOPPER)
+    decode.prepare("auto", q, k, AttentionOptions(1.0, soft_cap=3.0), HOPPER)
     assert made == ["16 False"]
 
 
@@ -243,14 +251,14 @@ def test_what_it_is_handed_gives_what_the_reference_gives(
     k, v = (pages.at[jnp.asarray(lost)].set(jnp.nan) for pages in (k, v))
     k, v = (pages.at[4, :, 2:].set(jnp.nan) for pages in (k, v))  # beyond the end
     sinks = jnp.linspace(-1, 2, 8) if with_sinks else None
-    how: Any = {"scale": 0.3, "window": window, "sinks": sinks}
+    options = AttentionOptions(0.3, window=window, sinks=sinks)
     monkeypatch.setattr(jax.ffi, "ffi_call", as_the_kernel)
 
     @jax.jit
     def both(*args: Any) -> Any:
-        got = dispatch.paged_attention_decode(*args, **how, impl="flashinfer", device=HOPPER)
+        got = dispatch.paged_attention_decode(*args, options, impl="flashinfer", device=HOPPER)
         return got.astype(jnp.float32), reference.paged_attention_decode(
-            *(x.astype(jnp.float32) for x in args[:3]), *args[3:], **how
+            *(x.astype(jnp.float32) for x in args[:3]), *args[3:], options
         )
 
     np.testing.assert_allclose(*both(q, k, v, tables, lengths), atol=0.03)
@@ -260,7 +268,9 @@ def test_parts_have_room_and_one_part_needs_none(present: None) -> None:
     def lowered(rows: int) -> str:
         q, k, v = shapes(rows=rows)
         run = jax.jit(
-            lambda q, k, v, t, n: decode.paged_attention_decode(q, k, v, t, n, scale=0.1, device=HOPPER)
+            lambda q, k, v, t, n: decode.paged_attention_decode(
+                q, k, v, t, n, AttentionOptions(0.1), device=HOPPER
+            )
         )
         return str(
             run.lower(
@@ -353,8 +363,8 @@ def test_the_sums_that_are_compared_are_of_the_same_calls(monkeypatch: pytest.Mo
     monkeypatch.setattr(compare, "seconds", lambda program, *args: float(program(*args).shape[0]))
     asked = []
 
-    def attend(*args: Any, impl: str, **how: Any) -> jax.Array:
-        asked.append((impl, how["scale"], [tuple(x.shape) for x in args]))
+    def attend(*args: Any, impl: str, options: AttentionOptions) -> jax.Array:
+        asked.append((impl, options, [tuple(x.shape) for x in args]))
         return jnp.ones(2)
 
     monkeypatch.setattr(dispatch, "paged_attention_decode", attend)
@@ -364,7 +374,9 @@ def test_the_sums_that_are_compared_are_of_the_same_calls(monkeypatch: pytest.Mo
     ]
     pages = (9, 2, 16, 64)
     assert asked == [
-        (impl, 64**-0.5, [(2, 8, 64), pages, pages, (2, 4), (2,)]) for impl in compare.IMPLS for _ in range(2)
+        (impl, AttentionOptions(64**-0.5), [(2, 8, 64), pages, pages, (2, 4), (2,)])
+        for impl in compare.IMPLS
+        for _ in range(2)
     ]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from pallas_kernels import reference, tuning
 from pallas_kernels.latent_decode import head_blocks, latent_attention_decode
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.work_list import even_work, fixed_work
 from tests.kernels.interpreted import RACES, cache, interpret
 from tests.kernels.semaphores_model import at_once
@@ -43,11 +44,20 @@ def check(rank: int, position: int, heads: int, page_size: int, blocks: int, dty
     )
     work = jax.jit(divide)(paged.lengths)
     run = jax.jit(
-        partial(latent_attention_decode, rank=rank, scale=0.1, work=work, in_place=False, interpret=RACES)
+        partial(
+            latent_attention_decode,
+            options=AttentionOptions(0.1),
+            rank=rank,
+            work=work,
+            in_place=False,
+            interpret=RACES,
+        )
     )
     got = np.asarray(interpret(run, q, paged.k, paged.tables, paged.lengths), np.float32)
     args = q.astype(jnp.float32), clean.k, clean.k, paged.tables, paged.lengths
-    want = np.asarray(jax.jit(partial(reference.paged_attention_decode, scale=0.1))(*args))[..., :rank]
+    want = np.asarray(
+        jax.jit(partial(reference.paged_attention_decode, options=AttentionOptions(0.1)))(*args)
+    )[..., :rank]
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
     rounding = float(jnp.finfo(dtype).eps) / 2
     allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.k).max())) + 1e-5
@@ -89,7 +99,7 @@ def test_the_grid_does_not_depend_on_the_row_bucket() -> None:
             jax.ShapeDtypeStruct((100, 1, 64, 192), jnp.bfloat16),
             jax.ShapeDtypeStruct((rows,), jnp.int32),
         )
-        attend = partial(latent_attention_decode, rank=128, scale=0.1)
+        attend = partial(latent_attention_decode, options=AttentionOptions(0.1), rank=128)
         return re.findall(r"\bgrid=(\(.*?\))", str(jax.make_jaxpr(attend)(q, pages, tables, lengths)))
 
     assert grids(8) == grids(256) == [f"({tuning.CORES},)"]

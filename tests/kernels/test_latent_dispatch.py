@@ -17,10 +17,12 @@ from pallas_kernels.latent_dispatch import (
     latent_decode_work,
     why_latent_decode_unsupported,
 )
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+OPTIONS = AttentionOptions(0.3)
 TABLES, LENGTHS = np.array([[1, 2], [3, 0]]), np.array([20, 3])
 
 
@@ -65,7 +67,7 @@ def test_what_it_does_not_take_and_why(shape: dict[str, Any], rank: int, device:
     q, pages = shapes(**shape)
     assert str(why_latent_decode_unsupported(q, pages, rank=rank, device=device)).startswith(reason)
     with pytest.raises(ValueError, match=f"impl='mosaic': {reason}"):
-        latent_attention_decode(q, pages, TABLES, LENGTHS, rank=rank, scale=0.3, impl="mosaic", device=device)
+        latent_attention_decode(q, pages, TABLES, LENGTHS, OPTIONS, rank=rank, impl="mosaic", device=device)
 
 
 def test_other_caches_are_rejected() -> None:
@@ -78,15 +80,15 @@ def test_other_caches_are_rejected() -> None:
 
 def test_elsewhere_the_vectors_are_keys_and_values() -> None:
     q, pages = arrays()
-    where, how = (jnp.asarray(TABLES), jnp.asarray(LENGTHS)), {"scale": 0.3, "rank": 128}
+    where, how = (jnp.asarray(TABLES), jnp.asarray(LENGTHS)), {"options": OPTIONS, "rank": 128}
     for impl, device in (("auto", None), ("xla", HOPPER)):
         want = dispatch.paged_attention_decode(
-            q, pages, pages, *where, scale=0.3, pages=2, impl=impl, device=device
+            q, pages, pages, *where, OPTIONS, pages=2, impl=impl, device=device
         )[..., :128]
         got = latent_attention_decode(q, pages, *where, **how, most_pages=2, impl=impl, device=device)
         np.testing.assert_array_equal(got, want)
     tiles, at = q[:, None], (jnp.array([4, 0]), jnp.array([1, 1]))
-    want = dispatch.paged_attention_prefill(tiles, pages, pages, where[0], *at, scale=0.3)[..., :128]
+    want = dispatch.paged_attention_prefill(tiles, pages, pages, where[0], *at, OPTIONS)[..., :128]
     np.testing.assert_array_equal(latent_attention_prefill(tiles, pages, where[0], *at, **how), want)
 
 
@@ -94,7 +96,9 @@ def test_elsewhere_the_vectors_are_keys_and_values() -> None:
 def test_the_kernel_is_taken_with_what_it_was_given(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        latent_decode, "latent_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0]
+        latent_decode,
+        "latent_attention_decode",
+        lambda *args, **how: given.update(how, options=args[-1]) or args[0],
     )
     q, pages = arrays()
     work: Any = object()
@@ -103,14 +107,14 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: Any, monkeypatch: pyte
         pages,
         jnp.asarray(TABLES),
         jnp.asarray(LENGTHS),
+        OPTIONS,
         rank=128,
-        scale=0.3,
         most_pages=2,
         work=work,
         impl=impl,
         device=HOPPER,
     )
-    assert given == {"rank": 128, "scale": 0.3, "work": work, "device": HOPPER}
+    assert given == {"rank": 128, "options": OPTIONS, "work": work, "device": HOPPER}
 
 
 def test_a_work_list_has_a_pair_for_each_64_heads() -> None:

@@ -19,6 +19,7 @@ from jengine.core.config import EngineConfig
 from jengine.devices import device_defaults
 from jengine.table.program_table import ProgramTable
 from pallas_kernels import dispatch, timing, tune, tuning, tuning_cases, xla
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import movable, quantize
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
@@ -136,7 +137,12 @@ def test_every_case_of_the_default_engine_is_tuned(
     ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     for rows, window in itertools.product({key.rows for key in table.trunks()}, (None, 1024)):
         q = jax.ShapeDtypeStruct((rows, heads, head_dim), jnp.bfloat16)
-        attend = partial(dispatch.paged_attention_decode, scale=1.0, window=window, impl="mosaic", device=GPU)
+        attend = partial(
+            dispatch.paged_attention_decode,
+            options=AttentionOptions(1.0, window=window),
+            impl="mosaic",
+            device=GPU,
+        )
         with pytest.raises(Asked):
             jax.eval_shape(
                 attend, q, pages, pages, ints((rows, max_model_len // sizes.page_size)), ints((rows,))
@@ -156,17 +162,17 @@ def test_a_choice_is_timed_by_all_loads(
     monkeypatch.setattr(timing, "SAMPLE", 0.0)
     taken = []
 
-    def attend(*arrays: Any, scale: float, choice: DecodeChoice) -> jax.Array:
+    def attend(*arrays: Any, options: AttentionOptions, choice: DecodeChoice) -> jax.Array:
         if choice.stages == 9:
             raise ValueError("too much shared memory")
-        taken.append((scale, choice.stages))
-        return xla.paged_attention_decode(*arrays, scale=scale)
+        taken.append((options, choice.stages))
+        return xla.paged_attention_decode(*arrays, options)
 
     monkeypatch.setattr(tune, "paged_attention_decode", attend)
     case = DecodeCase("bfloat16", "bfloat16", 4, 2, 64, 16, rows=3)
     tuning_cases.arrays.cache_clear()
     assert 0 < tune.total_seconds(case, DecodeChoice(2)) < math.inf
-    assert taken == [(0.125, 2)]  # compiled once, for both loads
+    assert taken == [(AttentionOptions(0.125), 2)]  # compiled once, for both loads
     assert tune.total_seconds(case, DecodeChoice(9)) == math.inf
     assert "too much shared memory" in capsys.readouterr().out
     tuning_cases.arrays.cache_clear()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.quantized import dequantize, quantize
 from pallas_kernels.xla import Rotation, rotate
@@ -30,14 +31,10 @@ class DenseCausal:
         self,
         layer: int,
         qkv: Qkv | QkvProduct | QueriesOnly,
-        *,
         rotation: Rotation | None,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        slopes: jax.Array | None = None,
+        options: AttentionOptions,
     ) -> jax.Array:
+        window, soft_cap, sinks, slopes = options.window, options.soft_cap, options.sinks, options.slopes
         if isinstance(qkv, QueriesOnly):
             q = qkv.q
         else:
@@ -49,7 +46,7 @@ class DenseCausal:
             self.written[layer] = k, v
         q = q if rotation is None else rotate(q, rotation)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in self.written[layer])
-        scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * options.scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         if slopes is not None:

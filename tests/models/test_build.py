@@ -17,8 +17,9 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.stored import Tensor
 from jengine.models import build
 from jengine.models.pieces import Piece
+from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.xla import rotate
+from pallas_kernels.xla import Rotation, rotate
 from tests.golden.weights import VARIANTS, tensor_shapes
 from tests.models.dense import DenseCausal
 from tests.models.test_golden import CASES
@@ -77,11 +78,13 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     model = build(model_config(VARIANTS["qwen3_untied"]), dtype, 64)
     seen = []
 
-    def attend(layer: int, qkv: Qkv | QkvProduct | QueriesOnly, *, rotation: Any, **how: Any) -> jax.Array:
+    def attend(
+        layer: int, qkv: Qkv | QkvProduct | QueriesOnly, rotation: Any, options: AttentionOptions
+    ) -> jax.Array:
         assert not isinstance(qkv, QueriesOnly)
         assert [(part.shape, part.dtype) for part in rotation] == [((5, 12), "float32")] * 2
         q, k, v = qkv.split()
-        seen.append((layer, q.shape, k.shape, v.shape, how))
+        seen.append((layer, q.shape, k.shape, v.shape, options))
         return q
 
     def run(params, tokens):
@@ -92,14 +95,7 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     program = jax.make_jaxpr(run)(model.params, jax.ShapeDtypeStruct((5,), jnp.int32))
     assert [(a.shape, a.dtype) for a in program.out_avals] == [((5, 64), dtype), ((5, 96), "float32")]
     assert seen == [
-        (
-            layer,
-            (5, 8, 24),
-            (5, 2, 24),
-            (5, 2, 24),
-            {"scale": 24**-0.5, "window": None, "soft_cap": None, "sinks": None},
-        )
-        for layer in range(2)
+        (layer, (5, 8, 24), (5, 2, 24), (5, 2, 24), AttentionOptions(24**-0.5)) for layer in range(2)
     ]
     # one frequency per pair of channels; norms' epsilons
     assert max(np.size(constant) for constant in program.consts) <= 12
@@ -110,11 +106,16 @@ def test_narrow_activations_stay_narrow(variant: str) -> None:
     model = build(model_config(VARIANTS[variant]), "bfloat16", 64)
 
     class Narrow(DenseCausal):
-        def __call__(self, layer: int, qkv: Qkv | QkvProduct | QueriesOnly, **how: Any) -> jax.Array:
+        def __call__(
+            self,
+            layer: int,
+            qkv: Qkv | QkvProduct | QueriesOnly,
+            rotation: Rotation | None,
+            options: AttentionOptions,
+        ) -> jax.Array:
             parts = qkv if isinstance(qkv, QueriesOnly) else qkv.split()
             assert {x.dtype for x in parts} == {jnp.dtype(jnp.bfloat16)}
             q = parts.q[..., : parts[-1].shape[-1]]  # latent values have fewer channels
-            rotation = how["rotation"]
             return q if rotation is None else rotate(q, rotation)
 
     def run(params, tokens):
