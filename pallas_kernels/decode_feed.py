@@ -46,29 +46,57 @@ class Item(NamedTuple):
         return Item(*(ref[index, field] for field in range(len(Item._fields))))
 
 
-def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> dict[str, Any]:
-    """Shared memory and barriers for keys and values in flight."""
+class Slots(NamedTuple):
+    """Keys or values in flight in shared memory. Barriers are of all pairs of warpgroups, one pair after
+    another; arrays have an axis of pairs first if a block has several.
+
+    Attributes:
+        eight, scale: for an eight-bit cache, tiles as stored [tiles ahead, TILE, head_dim] and their scales
+            [more, TILE].
+        free, full: barriers, one per stage and pair of warpgroups.
+        smem: [stages, TILE, head_dim] in the queries' dtype.
+    """
+
+    eight: Any
+    free: Any
+    full: Any
+    scale: Any
+    smem: Any
+
+
+class Ring(NamedTuple):
+    """Keys and values in flight in shared memory; `arrived`: see `Feed`."""
+
+    arrived: Any
+    k: Slots
+    v: Slots
+
+
+def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> Ring:
+    """Types of shared memory and barriers for keys and values in flight."""
     page_size, head_dim = pages.shape[2:]
     copies = TILE // min(page_size, TILE)
     of_pairs = (pairs,) if pairs > 1 else ()
-    ring: dict[str, Any] = {}
+    eight = scale = None
     if isinstance(pages, Quantized):
         small = head_dim < 256
         ahead, stages = stages or (4 if small else 2), 2 if small else 1
-        # still read while the next tile's keys are converted
+        # scales are still read while the next tile's keys are converted
         scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)
         eight = tiled((*of_pairs, ahead, TILE, head_dim), pages.values.dtype, min(head_dim, 2 * COLUMNS))
-        ring = {"arrived": plgpu.Barrier(num_arrivals=4 * copies, num_barriers=pairs * ahead)}
-        ring |= {"k_eight": eight, "v_eight": eight, "k_scale": scale, "v_scale": scale}
+        arrived = plgpu.Barrier(num_arrivals=4 * copies, num_barriers=pairs * ahead)
         copies = 1  # the memory warpgroup writes these tiles itself
     else:
         stages = stages or max(2, STAGE_BYTES // (2 * TILE * head_dim * dtype.itemsize))
-        ring = {"arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=pairs)}
-    for name in "kv":
-        ring[f"{name}_smem"] = tiled((*of_pairs, stages, TILE, head_dim), dtype)
-        ring[f"{name}_full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=pairs * stages)
-        ring[f"{name}_free"] = plgpu.Barrier(num_barriers=pairs * stages)
-    return ring
+        arrived = plgpu.Barrier(num_arrivals=copies, num_barriers=pairs)
+    slots = Slots(
+        eight=eight,
+        free=plgpu.Barrier(num_barriers=pairs * stages),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=pairs * stages),
+        scale=scale,
+        smem=tiled((*of_pairs, stages, TILE, head_dim), dtype),
+    )
+    return Ring(arrived, slots, slots)
 
 
 class Side(NamedTuple):
@@ -88,6 +116,16 @@ class Side(NamedTuple):
     free: Any
     eight: Any = None
     scale: Any = None
+
+    @staticmethod
+    def of(pages: Any, slots: Slots, pair: jax.Array | None) -> Side:
+        """A pair's side, given all pairs' slots; pair: as in `Feed`."""
+        eight, scale, smem = (
+            ref if ref is None or pair is None else ref.at[pair]
+            for ref in (slots.eight, slots.scale, slots.smem)
+        )
+        sources = (pages,) if eight is None else (pages.values, pages.scale)
+        return Side(sources, smem, slots.full, slots.free, eight, scale)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,318 @@
+"""The body of the Hopper kernel for decode attention; see `attention_decode`.
+
+The memory warpgroup of a pair is in `decode_feed`, the end of pairs that the work list splits in
+`attention_join`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention_join import Join, join
+from pallas_kernels.decode_feed import Feed, Item, Ring, Side, seen
+from pallas_kernels.hopper import COLUMNS, ROWS, accumulate, copy_rows_out, per_row, product, rows_by_warp
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.refs import Refs
+from pallas_kernels.semaphores import signal
+from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, scores
+from pallas_kernels.versions import store
+from pallas_kernels.work_list import TILE
+
+# per compute thread and per memory thread, if two pairs of warpgroups share a multiprocessor
+REGISTERS = 152, 104
+Accumulators = list[jax.Array]  # float32 [ROWS, COLUMNS] for each COLUMNS channels of the head
+
+
+class Inputs(NamedTuple):
+    """In global memory.
+
+    Attributes:
+        q: [rows * heads, head_dim].
+        k, v: [num_pages, kv_heads, page_size, head_dim], or Quantized.
+        tables, lengths: int32 [rows, width] and [rows].
+        first, items, joins, signals: of the work list.
+        sinks: float32 [heads], or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    tables: Any
+    lengths: Any
+    first: Any
+    items: Any
+    joins: Any
+    signals: Any
+    sinks: Any = None
+
+
+class Outputs(NamedTuple):
+    """In global memory.
+
+    Attributes:
+        out: [rows * heads, head_dim].
+        parts: float32 [slots, padded, head_dim], normalized results of parts of pairs; the group's heads, and
+            padding.
+        sums: float32 [slots, ROWS], base-2 logarithms of the parts' softmax sums.
+    """
+
+    out: Any
+    parts: Any
+    sums: Any
+
+
+class Scratch(NamedTuple):
+    """In shared memory, of each pair of warpgroups: arrays have an axis of pairs first if a block has
+    several.
+
+    Attributes:
+        o: [head_dim // COLUMNS, ROWS, COLUMNS], queries and results on their way.
+        p: [ROWS, TILE], weights, if the second product reads them from shared memory; else None.
+        part: float32 [ROWS, COLUMNS], a part's result on its way.
+        q_full: the barrier of queries, one for each pair.
+        q: [ROWS, head_dim].
+        ring: keys and values in flight.
+    """
+
+    o: Any
+    p: Any
+    part: Any
+    q_full: Any
+    q: Any
+    ring: Ring
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of the kernel.
+
+    Attributes:
+        rows: of the batch.
+        group: query heads per kv head.
+        options: without arrays.
+    """
+
+    rows: int
+    group: int
+    options: AttentionOptions
+
+
+def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
+    inputs, scratch = refs.inputs, refs.scratch
+    pairs = scratch.q.shape[0] if len(scratch.q.shape) == 3 else None
+    warpgroup = lax.axis_index("warpgroup")
+    block, blocks, pair = lax.axis_index("block"), inputs.first.shape[0] - 1, None
+    if pairs is not None:
+        pair = lax.div(warpgroup, 2)
+        block = block * pairs + pair
+    first, end, first_join, end_join = (inputs.first[block + i, kind] for kind in range(2) for i in range(2))
+    own = (
+        scratch
+        if pair is None
+        else Scratch(*(ref if ref is None else ref.at[pair] for ref in scratch[:-1]), scratch.ring)
+    )
+    k, v = (Side.of(pages, slots, pair) for pages, slots in ((inputs.k, own.ring.k), (inputs.v, own.ring.v)))
+    feed = Feed(k, v, inputs.items, inputs.tables, form.options.window, own.ring.arrived, pair)
+    compute = Compute(inputs, refs.outputs, own, form, feed)
+
+    @pl.when(lax.rem(warpgroup, 2) == 0)
+    def _() -> None:
+        if pairs is not None:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+        lax.fori_loop(first, end, compute.attend, jnp.int32(0))
+        pl.loop(0, pl.cdiv(form.rows, blocks))(lambda turn: compute.clear(block + turn * blocks))
+        pl.loop(first_join, end_join)(compute.join_pair)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(lax.rem(warpgroup, 2) == 1)
+    def _() -> None:
+        if pairs is not None:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        feed.run(first, end)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The compute warpgroup of a pair: folds the tiles of its items into online softmaxes, and writes
+    results.
+    """
+
+    inputs: Inputs
+    outputs: Outputs
+    scratch: Scratch
+    form: Form
+    feed: Feed
+
+    @property
+    def _columns(self) -> list[Any]:
+        return [pl.ds(at, COLUMNS) for at in range(0, self.scratch.q.shape[-1], COLUMNS)]
+
+    @property
+    def _heads(self) -> int:
+        heads: int = self.outputs.out.shape[0] // self.form.rows
+        return heads
+
+    def attend(self, index: jax.Array, done: jax.Array) -> jax.Array:
+        """Processes an item, given the number of tiles before it in the block, and returns that after it."""
+        item = Item.read(self.inputs.items, index)
+        self._load_queries(item)
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
+        start = per_row(MASKED), per_row(0.0), [zeros for _ in self._columns]
+        m, total, accs = lax.fori_loop(0, item.tiles, partial(self._fold, item, done), start)
+        # read again: keeping it during the loop would take registers
+        item = Item.read(self.inputs.items, index)
+        pl.when(item.slot < 0)(partial(self._put, item, m, total, accs))
+        pl.when(item.slot >= 0)(partial(self._put_part, item, m, total, accs))
+        return done + item.tiles
+
+    def _fold(self, item: Item, done: jax.Array, tile: jax.Array, carry: Any) -> Any:
+        """Folds a tile into the softmax: the rows' maxima, their sums, and the sums of weighted values."""
+        m, total, accs = carry
+        k, v, q, options = self.feed.k, self.feed.v, self.scratch.q, self.form.options
+        number = done + tile
+        slot, stage = lax.rem(number, k.smem.shape[0]), self.feed.stage(number)
+        plgpu.barrier_wait(k.full.at[stage])
+        s = product(q, k.smem.at[slot].transpose((1, 0)))
+        if k.scale is not None:
+            s *= lax.broadcast_in_dim(
+                _along_columns(k.scale.at[lax.rem(number, k.scale.shape[0])]), s.shape, [1]
+            )
+        plgpu.barrier_arrive(k.free.at[stage])
+        s, factor = scores(s, options)
+        s = jnp.where(
+            seen(item, tile, options.window, (ROWS, TILE), 1, plgpu.Layout.WGMMA), s * factor, -jnp.inf
+        )
+        m_new = jnp.maximum(m, s.max(axis=1))
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
+        total = total * alpha + p.sum(axis=1)
+        if v.scale is not None:
+            scales = _along_columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
+            # other scales may be NaN
+            real = seen(item, tile, options.window, (TILE,), 0, plgpu.Layout.WGMMA.reduce(0))
+            p *= lax.broadcast_in_dim(jnp.where(real, scales, jnp.zeros_like(scales)), p.shape, [1])
+        weights = self._operand(p.astype(q.dtype))
+        plgpu.barrier_wait(v.full.at[stage])
+        accs = [
+            accumulate(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), weights, v.smem.at[slot, :, part])
+            for acc, part in zip(accs, self._columns, strict=True)
+        ]
+        plgpu.barrier_arrive(v.free.at[stage])
+        return m_new, total, accs
+
+    def _operand(self, weights: jax.Array) -> Any:
+        """The left operand of the second product."""
+        if self.scratch.p is None:
+            return weights
+        self.scratch.p[...] = weights
+        plgpu.commit_smem()
+        return self.scratch.p
+
+    def _first_query(self, item: Item | Join) -> Any:
+        return item.row * self._heads + item.kv_head * self.form.group
+
+    def _load_queries(self, item: Item) -> None:
+        """Loads the item's queries through shared memory for results: a TMA copy to tiled memory must start
+        at a multiple of 8 rows.
+        """
+        padded, (o, q, full) = (
+            self.outputs.parts.shape[1],
+            (self.scratch.o, self.scratch.q, self.scratch.q_full),
+        )
+        head, some = self._first_query(item), pl.ds(0, padded)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the previous item's results
+        for i, part in enumerate(self._columns):  # zeros beyond the last query
+            plgpu.copy_gmem_to_smem(self.inputs.q.at[pl.ds(head, padded), part], o.at[i, some], full)
+        plgpu.barrier_wait(full)
+        for i, part in enumerate(self._columns):
+            store(q.at[some, part], plgpu.load(o.at[i, some], layout=rows_by_warp()))
+        plgpu.commit_smem()
+
+    def _put(self, item: Item, m: jax.Array, total: jax.Array, accs: Accumulators) -> None:
+        """Writes the result of a whole pair."""
+        o, group, sinks = self.scratch.o, self.form.group, self.inputs.sinks
+        if sinks is not None:
+            sink = _by_row([sinks[item.kv_head * group + i] * LOG2_E for i in range(group)])
+            most = jnp.maximum(m, sink)
+            rescale = jnp.exp2(m - most)
+            inverse = rescale / (total * rescale + jnp.exp2(sink - most))
+        else:
+            inverse = 1.0 / jnp.maximum(total, SMALLEST)
+        for i, acc in enumerate(accs):
+            store(o.at[i], (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(o.dtype))
+        plgpu.commit_smem()
+        copy_rows_out(o, self.outputs.out.at[pl.ds(self._first_query(item), group)])
+
+    def _put_part(self, item: Item, m: jax.Array, total: jax.Array, accs: Accumulators) -> None:
+        """Stores the result of a part of a pair, and signals it."""
+        parts, staged = self.outputs.parts, self.scratch.part
+        total = jnp.maximum(total, SMALLEST)
+        inverse = 1.0 / total
+        store(self.outputs.sums.at[item.slot], m + jnp.log2(total))
+        for i, (acc, part) in enumerate(zip(accs, self._columns, strict=True)):
+            if i > 0:  # results of earlier items have been copied: see `_load_queries`
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store(staged, acc * lax.broadcast_in_dim(inverse, acc.shape, [0]))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, parts.shape[1])], parts.at[item.slot, :, part])
+
+        @pl.when(item.join >= 0)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0)
+            signal(self.inputs.signals.at[item.join])
+
+    def join_pair(self, index: jax.Array) -> None:
+        """Writes the result of a pair whose last part is in this block."""
+        pair, group, sinks = Join.read(self.inputs.joins, index), self.form.group, self.inputs.sinks
+
+        @pl.when(pair.parts > 0)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0)
+            out = self.outputs.out.at[pl.ds(self._first_query(pair), group)]
+            own = [] if sinks is None else [sinks[pair.kv_head * group + i] for i in range(group)]
+            join(
+                pair,
+                self.inputs.signals.at[index],
+                self.outputs.parts,
+                self.outputs.sums,
+                self.scratch.o,
+                out,
+                own,
+            )
+
+    def clear(self, row: jax.Array) -> None:
+        """Writes zeros for a row without a sequence."""
+        rows, heads, o = self.form.rows, self._heads, self.scratch.o
+
+        @pl.when((row < rows) & (self.inputs.lengths[jnp.minimum(row, rows - 1)] == 0))
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for i in range(len(self._columns)):
+                store(o.at[i], plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), o.dtype), plgpu.Layout.WGMMA))
+            plgpu.commit_smem()
+            for at in range(0, heads, ROWS):
+                some = min(heads - at, ROWS)
+                copy_rows_out(o, self.outputs.out.at[pl.ds(row * heads + at, some)])
+
+
+def _by_row(values: list[jax.Array]) -> jax.Array:
+    """float32 [ROWS] that begins with the scalars; the other rows are never read back."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    row, result = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout), per_row(MASKED)
+    for i, value in enumerate(values):
+        result = jnp.where(row == i, value, result)
+    return result
+
+
+def _along_columns(x: Any) -> jax.Array:
+    """x [TILE] in the layout that is broadcast to the rows of scores."""
+    loaded: jax.Array = plgpu.load(x, layout=plgpu.Layout.WGMMA.reduce(0))
+    return loaded
