@@ -15,27 +15,23 @@ four groups, which may span several tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.groups import BLOCK, GRID, Groups, block_rows, one_group
-from pallas_kernels.hopper import COLUMNS, ROWS, store_transposed, tiled
+from pallas_kernels.hopper import COLUMNS, ROWS, tiled
 from pallas_kernels.int4 import SCALES, TILE, WORDS, Int4
-from pallas_kernels.int4_registers import SCALE_LAYOUT, STEP, WORD_LAYOUT, columns_of, factor, numbers
+from pallas_kernels.int4_kernel import Form, Inputs, Outputs, Scratch, run
+from pallas_kernels.refs import body
 
 STAGES = 6  # maximum tiles in flight
 TWO_BLOCKS = 16  # with at most this many rows per block, a multiprocessor holds two blocks
 # bytes of shared memory per block if a multiprocessor holds two, and if it holds one
 SHARED = 110 << 10, 224 << 10
 LEAST_TILES = 4  # minimum tiles per block if several blocks share a product's inputs
-REGISTERS = 216, 72  # per compute thread and per memory thread, in blocks of 64 rows or more
 
 
 def int4_product(
@@ -62,15 +58,13 @@ def int4_product(
     """
     rows = len(x)
     groups, block = one_group(rows)
-    ways: dict[str, Any] = {"operand_in_registers": operand_in_registers, "interpret": interpret}
     splits = splits_of(rows, weight.shape[0], weight.shape[1], cores)
     matrices, partial_dtype = (
         weight.map(lambda array: array[None]),
         jnp.float32 if splits > 1 else dtype or x.dtype,
     )
-    y = _products(
-        jnp.pad(x, ((0, -rows % block), (0, 0))), matrices, groups, block, splits, partial_dtype, **ways
-    )
+    x, how = jnp.pad(x, ((0, -rows % block), (0, 0))), (operand_in_registers, interpret)
+    y = _products(x, matrices, groups, block, splits, partial_dtype, *how)
     y = y[0] if splits == 1 else y.sum(0).astype(dtype or x.dtype)
     return y[:rows]
 
@@ -107,14 +101,19 @@ def grouped_int4_product(
         [places, out], in x's dtype; undefined in places without a row.
     """
     block = block_rows(len(groups.place), weight.shape[0])
-    ways: dict[str, Any] = {"operand_in_registers": operand_in_registers, "interpret": interpret}
-    return _products(x, weight, groups, block, 1, x.dtype, **ways)[0]
+    return _products(x, weight, groups, block, 1, x.dtype, operand_in_registers, interpret)[0]
 
 
 def _products(
-    x: jax.Array, weight: Int4, groups: Groups, block: int, splits: int, dtype: jax.typing.DTypeLike, *,
-    operand_in_registers: bool, interpret: plgpu.InterpretGPUParams | None,
-) -> jax.Array:  # fmt: skip
+    x: jax.Array,
+    weight: Int4,
+    groups: Groups,
+    block: int,
+    splits: int,
+    dtype: jax.typing.DTypeLike,
+    operand_in_registers: bool,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> jax.Array:
     """The partial sums of each split of the inputs: [splits, places, out]."""
     _, out, size = weight.shape
     # tiles per chunk; a chunk has SCALES groups
@@ -130,35 +129,27 @@ def _products(
     stages = min(STAGES, shared // by_tile)
     places = stages // chunk + 1  # chunks in flight
     line = partial(plgpu.SMEM, dtype=jnp.float32)
-    scratch = {
-        "x_smem": tiled((stages, block, TILE), x.dtype, min(weight.group, COLUMNS)),
-        "w_smem": tiled((stages, outs, WORDS), jnp.dtype("int32"), WORDS),
-        "scale_smem": line((places, outs, SCALES)),
-        "offset_smem": line((places, outs, SCALES)) if offsets else None,
-        "sums_smem": line((places, SCALES, block)) if given_sums else None,
-        "a_smem": (
-            None
-            if operand_in_registers
-            else tiled((warpgroups, ROWS, TILE), x.dtype, min(weight.group, COLUMNS))
-        ),
-        "ones_smem": (
-            None
-            if operand_in_registers
-            else tiled((warpgroups, ROWS, COLUMNS), x.dtype, min(weight.group, COLUMNS))
-        ),
-        "out_smem": plgpu.SMEM((warpgroups, block, ROWS), jnp.dtype(dtype)),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        "scale_full": plgpu.Barrier(num_arrivals=1 + offsets + given_sums, num_barriers=places),
-        "scale_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=places),
-    }
-    more = [weight.offset] if offsets else []
-    if given_sums:
-        more.append(x.astype(jnp.float32).reshape(len(x), -1, weight.group).sum(-1).T)  # [groups, places]
+    tile, ones = (warpgroups, ROWS, TILE), (warpgroups, ROWS, COLUMNS)
+    operand = partial(tiled, dtype=x.dtype, columns=min(weight.group, COLUMNS))
+    scratch = Scratch(
+        a=None if operand_in_registers else operand(tile),
+        free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        offset=line((places, outs, SCALES)) if offsets else None,
+        ones=None if operand_in_registers else operand(ones),
+        out=plgpu.SMEM((warpgroups, block, ROWS), jnp.dtype(dtype)),
+        scale_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=places),
+        scale_full=plgpu.Barrier(num_arrivals=1 + offsets + given_sums, num_barriers=places),
+        scale=line((places, outs, SCALES)),
+        sums=line((places, SCALES, block)) if given_sums else None,
+        w=tiled((stages, outs, WORDS), jnp.dtype("int32"), WORDS),
+        x=operand((stages, block, TILE)),
+    )
+    sums = x.astype(jnp.float32).reshape(len(x), -1, weight.group).sum(-1).T if given_sums else None
     y: jax.Array = plgpu.kernel(
-        partial(_kernel, each=each, group_size=weight.group, kind=weight.kind),
+        body(run, Outputs, Form(each, weight.group, weight.kind)),
         out_type=jax.ShapeDtypeStruct((splits, -(-len(x) // GRID) * GRID, out), dtype),
-        scratch_types={name: what for name, what in scratch.items() if what is not None},
+        scratch_types=[scratch],
         # blocks of a group run together, while its matrix is in the L2 cache
         grid=(len(groups.group), out // outs, splits),
         grid_names=("block", "part", "split"),
@@ -166,167 +157,8 @@ def _products(
         thread_name="warpgroup",
         kernel_name="int4_product",
         interpret=interpret,
-    )(x, weight.values, weight.scale, groups.group, groups.start, groups.length, *more)
+    )(Inputs(x, weight.values, weight.scale, groups.group, groups.start, groups.length, weight.offset, sums))
     return y
-
-
-def _kernel(
-    x_ref: Any, w_ref: Any, scale_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, *refs: Any,
-    x_smem: Any, w_smem: Any, scale_smem: Any, offset_smem: Any = None, sums_smem: Any = None,
-    a_smem: Any = None, ones_smem: Any = None,
-    out_smem: Any, full: Any, free: Any, scale_full: Any, scale_free: Any, each: int, group_size: int,
-    kind: str,
-) -> None:  # fmt: skip
-    *more_refs, out_ref = refs  # offsets and sums
-    stages, block, _ = x_smem.shape
-    warpgroups, places = out_smem.shape[0], scale_smem.shape[0]
-    chunk, in_tile = SCALES * group_size // TILE, TILE // group_size  # tiles per chunk, groups per tile
-    # groups at once, inputs per operand
-    at_once, piece = max(1, min(in_tile, 2 if block < COLUMNS else 1)), min(group_size, COLUMNS)
-    index, part, split, warpgroup = (lax.axis_index(name) for name in ("block", "part", "split", "warpgroup"))
-    group, start, length = group_ref[index], start_ref[index], length_ref[index]
-    first_out, first = part * warpgroups * ROWS, split * each
-    chunks = jnp.minimum(each, x_ref.shape[1] // (chunk * TILE) - first)
-    own = pl.ds(warpgroup * ROWS, ROWS)
-
-    def compute() -> None:
-        if block >= COLUMNS and warpgroups == 2:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
-        in_registers = a_smem is None
-        ones: Any = jnp.ones((ROWS, piece), x_smem.dtype)
-        if in_registers:
-            ones = plgpu.layout_cast(ones, plgpu.Layout.WGMMA)
-        else:
-            ones_smem[warpgroup, :, :piece] = ones
-            plgpu.commit_smem()
-            ones = ones_smem.at[warpgroup, :, pl.ds(0, piece)]
-
-        def operand(words: Any, first: int) -> Any:
-            """Unpacked weights of a piece of a tile, as an operand of the tensor cores."""
-            mine = numbers(
-                words, range(first // STEP, (first + piece) // STEP), kind, x_smem.dtype, in_registers
-            )
-            if in_registers:
-                return mine
-            place = a_smem.at[warpgroup, :, pl.ds(first, piece)]
-            place[...] = mine
-            plgpu.commit_smem()
-            return place
-
-        def products_of(slot: Any, some: Sequence[int], operand: Callable[[int], Any]) -> list[jax.Array]:
-            """Products of some of a tile's groups with operands for their inputs, [64, block] each."""
-
-            def multiply(*sums: Any) -> list[jax.Array]:
-                for group, acc in zip(some, sums, strict=True):
-                    for first in range(group * group_size, (group + 1) * group_size, piece):
-                        columns = x_smem.at[slot, :, pl.ds(first, piece)]
-                        plgpu.wgmma(acc, operand(first), columns.transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-                return [acc[...] for acc in sums]
-
-            found: list[jax.Array] = pl.run_scoped(
-                multiply, *[plgpu.WGMMAAccumulatorRef((ROWS, block), jnp.float32) for _ in some]
-            )
-            return found
-
-        def of_outputs(ref: Any, place: Any, inside: Any, group: int) -> jax.Array:
-            """Scales or offsets of a group in tile `inside` of the chunk, broadcast to [64, block]."""
-            lines = columns_of(
-                plgpu.load(ref.at[place, own], layout=SCALE_LAYOUT, optimized=False), in_registers
-            )[group::in_tile]
-            line = lines[0]
-            for tile in range(1, chunk):
-                line = jnp.where(jnp.broadcast_to(inside == tile, line.shape), lines[tile], line)
-            return lax.broadcast_in_dim(line, (ROWS, block), [0])
-
-        def sums_of(slot: Any, place: Any, inside: Any, group: int) -> jax.Array:
-            """Sums of the rows' inputs in one of a tile's groups, the same for all outputs, [64, block]."""
-            if sums_smem is None:
-                return products_of(slot, [group], lambda first: ones)[0]
-            line = plgpu.load(
-                sums_smem.at[place, inside * in_tile + group], layout=plgpu.Layout.WGMMA.reduce(0)
-            )
-            return lax.broadcast_in_dim(line, (ROWS, block), [1])
-
-        def fold(step: jax.Array, total: jax.Array) -> jax.Array:
-            slot, place, inside = (
-                lax.rem(step, stages),
-                lax.rem(lax.div(step, chunk), places),
-                lax.rem(step, chunk),
-            )
-            plgpu.barrier_wait(full.at[slot])
-            words = plgpu.load(w_smem.at[slot, own], layout=WORD_LAYOUT)
-            pl.when(inside == 0)(partial(plgpu.barrier_wait, scale_full.at[place]))
-            for begin in range(0, in_tile, at_once):
-                some = range(begin, begin + at_once)
-                for group, y in zip(some, products_of(slot, some, partial(operand, words)), strict=True):
-                    total += y * (of_outputs(scale_smem, place, inside, group) * factor(kind))
-                    if offset_smem is not None:
-                        total += of_outputs(offset_smem, place, inside, group) * sums_of(
-                            slot, place, inside, group
-                        )
-            # on a GPU the barrier orders these loads before the next copy; the interpreter needs a fence
-            if not in_registers:
-                plgpu.commit_smem()
-            plgpu.barrier_arrive(free.at[slot])
-            pl.when(inside == chunk - 1)(partial(plgpu.barrier_arrive, scale_free.at[place]))
-            return total
-
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), plgpu.Layout.WGMMA)
-        y = lax.fori_loop(0, chunks * chunk, fold, zeros)
-        mine = out_smem.at[warpgroup]
-        store_transposed(mine, y.astype(out_smem.dtype))
-        plgpu.commit_smem()
-        outputs = pl.ds(first_out + warpgroup * ROWS, ROWS)
-        at: Any = 0
-        size = block // GRID
-        while size:  # the length of a copy must be static
-            taken = length & size
-            from_smem, to = (
-                mine.at[pl.ds(at * GRID, size * GRID)],
-                out_ref.at[split, pl.ds((start + at) * GRID, size * GRID), outputs],
-            )
-            pl.when(taken > 0)(partial(plgpu.copy_smem_to_gmem, from_smem, to))
-            at, size = at + taken, size // 2
-        plgpu.wait_smem_to_gmem(0)
-
-    def memory() -> None:
-        if block >= COLUMNS and warpgroups == 2:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        outs, rows = pl.ds(first_out, warpgroups * ROWS), pl.ds(start * GRID, block)
-
-        def scales(at: Any) -> None:
-            place, columns = lax.rem(at, places), pl.ds((first + at) * SCALES, SCALES)
-            pl.when(at >= places)(partial(plgpu.barrier_wait, scale_free.at[place]))
-            plgpu.copy_gmem_to_smem(
-                scale_ref.at[group, outs, columns], scale_smem.at[place], scale_full.at[place]
-            )
-            if offset_smem is not None:
-                plgpu.copy_gmem_to_smem(
-                    more_refs[0].at[group, outs, columns], offset_smem.at[place], scale_full.at[place]
-                )
-            if sums_smem is not None:
-                plgpu.copy_gmem_to_smem(
-                    more_refs[1].at[columns, rows], sums_smem.at[place], scale_full.at[place]
-                )
-
-        @pl.loop(0, chunks * chunk)
-        def _(i: jax.Array) -> None:
-            slot, tile = lax.rem(i, stages), first * chunk + i
-            stored = jnp.minimum(tile, w_ref.shape[-1] // WORDS - 1)  # inputs beyond the last tile are zeros
-            pl.when(lax.rem(i, chunk) == 0)(partial(scales, lax.div(i, chunk)))
-            pl.when(i >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
-            plgpu.copy_gmem_to_smem(
-                w_ref.at[group, outs, pl.ds(stored * WORDS, WORDS)], w_smem.at[slot], full.at[slot]
-            )
-            plgpu.copy_gmem_to_smem(x_ref.at[rows, pl.ds(tile * TILE, TILE)], x_smem.at[slot], full.at[slot])
-
-        # Wait for each slot's last release: every barrier phase must be observed.
-        pl.loop(0, jnp.minimum(chunks * chunk, stages))(lambda slot: plgpu.barrier_wait(free.at[slot]))
-        pl.loop(0, jnp.minimum(chunks, places))(lambda place: plgpu.barrier_wait(scale_free.at[place]))
-
-    pl.when((length > 0) & (warpgroup < warpgroups))(compute)
-    pl.when((length > 0) & (warpgroup == warpgroups))(memory)
 
 
 def _warpgroups(out: int) -> int:
