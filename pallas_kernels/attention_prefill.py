@@ -15,18 +15,19 @@ computed, and an item's result is stored while the next item runs.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import prefill_kernel, tuning
+from pallas_kernels import tuning
 from pallas_kernels.feed import ring
 from pallas_kernels.hopper import ROWS, tiled
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.prefill_form import form_of
+from pallas_kernels.prefill_kernel import Call, Inputs, Outputs, Scratch, run
 from pallas_kernels.quantized import Pages, Quantized, numbers
+from pallas_kernels.refs import body
 from pallas_kernels.softmax import LOG2_E
 from pallas_kernels.support import GPU_OPTIONS
 from pallas_kernels.walk import Walk, longest_first
@@ -89,25 +90,23 @@ def paged_attention_prefill(
     # With one compute warpgroup, two blocks share a multiprocessor: one computes while the other starts or
     # ends.
     walk = Walk(items, min(items, blocks or (tuning.cores(device) if warpgroups == 2 else items)))
-    scratch = {
-        "k": ring(pages[0], q.dtype, form.stages, form.block_k, warpgroups),
-        "v": ring(pages[1], q.dtype, form.stages, form.block_k, warpgroups),
-        "q_smem": tiled((warpgroups, ROWS, head_dim), q.dtype),
-        "p_smem": None if operand_in_registers else tiled((warpgroups, ROWS, form.block_k), q.dtype),
-        "out_smem": tiled((warpgroups, ROWS, form.columns), q.dtype),
-        "q_full": plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
-        "turn": plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
-    }
-    by_row = []
+    scratch = Scratch(
+        k=ring(pages[0], q.dtype, form.stages, form.block_k, warpgroups),
+        out=tiled((warpgroups, ROWS, form.columns), q.dtype),
+        p=None if operand_in_registers else tiled((warpgroups, ROWS, form.block_k), q.dtype),
+        q_full=plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
+        q=tiled((warpgroups, ROWS, head_dim), q.dtype),
+        turn=plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
+        v=ring(pages[1], q.dtype, form.stages, form.block_k, warpgroups),
+    )
+    by_row = None
     if options.sinks is not None:  # one value per (head, token) pair
         values = jnp.repeat(options.sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
-        by_row = [jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))]
+        by_row = jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
     out: jax.Array = plgpu.kernel(
-        partial(
-            prefill_kernel.run, walk=walk, form=form, options=options.static, sinks=options.sinks is not None
-        ),
+        body(run, Outputs, Call(walk, form, options.static)),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        scratch_types={name: what for name, what in scratch.items() if what is not None},
+        scratch_types=[scratch],
         grid=(walk.blocks,),
         grid_names=("block",),
         num_threads=warpgroups + 1,
@@ -115,5 +114,5 @@ def paged_attention_prefill(
         kernel_name="paged_attention_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(q, block_tables, longest_first(positions, lengths), *by_row, *pages, *scales)
+    )(Inputs(q, block_tables, longest_first(positions, lengths), by_row, *pages, *scales))
     return out

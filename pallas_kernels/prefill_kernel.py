@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from pallas_kernels.feed import Blocks, Ring, feed
 from pallas_kernels.hopper import ROWS, accumulate, per_row, product, product_then_accumulate
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.prefill_form import Form
+from pallas_kernels.refs import Refs
 from pallas_kernels.softmax import MASKED, SMALLEST, scores
 from pallas_kernels.walk import Walk
 
@@ -51,208 +52,329 @@ class Item:
     count: jax.Array
 
 
-def run(
-    q_ref: Any, table_ref: Any, tile_ref: Any, *refs: Any,
-    k: Ring, v: Ring, q_smem: Any, p_smem: Any = None, out_smem: Any, q_full: Any, turn: Any = None,
-    walk: Walk, form: Form, options: AttentionOptions, sinks: bool,
-) -> None:  # fmt: skip
-    sink_ref, refs = (refs[0], refs[1:]) if sinks else (None, refs)
-    window = options.window
-    *cache_refs, out_ref = refs  # pages of keys and of values, and their scales if they are eight-bit numbers
-    _, tile, heads, head_dim = q_ref.shape
-    kv_heads, page_size = cache_refs[0].shape[1:3]
-    stages, block_k, warpgroups, shares = form.stages, form.block_k, form.warpgroups, form.shares
-    group = heads // kv_heads
-    rows = group * tile  # (head, token) pairs of a kv head
-    piece = math.gcd(tile, ROWS)  # rows of one head per copy
+class Inputs(NamedTuple):
+    """In global memory.
+
+    Attributes:
+        q: [tiles, tile, heads, head_dim].
+        tables: int32 [tiles, width].
+        tiles: int32 [3, tiles], from `longest_first`.
+        sinks: float32 [kv_heads, rows], one for each (head, token) pair, times log2(e); None: no sinks.
+        k, v: [num_pages, kv_heads, page_size, head_dim].
+        k_scale, v_scale: float32 [num_pages, kv_heads, page_size], of an eight-bit cache; else None.
+    """
+
+    q: Any
+    tables: Any
+    tiles: Any
+    sinks: Any
+    k: Any
+    v: Any
+    k_scale: Any = None
+    v_scale: Any = None
+
+
+class Outputs(NamedTuple):
+    out: Any  # [tiles, tile, heads, head_dim], in global memory
+
+
+class Scratch(NamedTuple):
+    """In shared memory.
+
+    Attributes:
+        k, v: keys and values in flight.
+        out: [warpgroups, ROWS, columns], results on their way.
+        p: [warpgroups, ROWS, block_k], weights, if the second product reads them from shared memory; else
+            None.
+        q_full: barriers of queries, one for each warpgroup.
+        q: [warpgroups, ROWS, head_dim].
+        turn: the barrier at which two compute warpgroups alternate; None if there is one.
+    """
+
+    k: Ring
+    out: Any
+    p: Any
+    q_full: Any
+    q: Any
+    turn: Any
+    v: Ring
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is fixed when the kernel is compiled.
+
+    Attributes:
+        walk: the items of each block.
+        form: use of registers and shared memory.
+        options: without arrays.
+    """
+
+    walk: Walk
+    form: Form
+    options: AttentionOptions
+
+
+def run(refs: Refs[Inputs, Outputs, Scratch], call: Call) -> None:
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    mine = Warpgroup(refs.inputs, refs.outputs.out, refs.scratch, call, block, warpgroup)
+    pl.when(warpgroup < call.form.warpgroups)(mine.compute)
+    pl.when(warpgroup == call.form.warpgroups)(mine.memory)
 
-    def item_at(number: jax.Array) -> Item:
-        item = walk.item(block, number)
-        head = lax.rem(lax.div(item, shares), kv_heads)
-        index, position, length = (tile_ref[what, lax.div(item, shares * kv_heads)] for what in range(3))
-        end = position + length
-        first = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
-        start = lax.div(first, block_k)
-        count = jnp.where(length > 0, lax.div(end + block_k - 1, block_k) - start, 0)
-        row = (lax.rem(item, shares) * warpgroups + warpgroup) * ROWS
-        return Item(index, head, row, position, end, first, start, count)
 
-    def slot_of(number: jax.Array) -> jax.Array:
-        # With one stage, a constant 0 would make the compiler keep the address of each scale in a register.
-        return lax.rem(number, stages) if stages > 1 else lax.shift_right_logical(number, 31)
+@dataclass(frozen=True)
+class Warpgroup:
+    """A warpgroup of a thread block."""
 
-    def take_turn() -> None:
+    inputs: Inputs
+    out: Any
+    scratch: Scratch
+    call: Call
+    block: jax.Array
+    warpgroup: jax.Array
+
+    @property
+    def _tile(self) -> int:
+        """Queries of a tile."""
+        tile: int = self.inputs.q.shape[1]
+        return tile
+
+    @property
+    def _group(self) -> int:
+        """Query heads per kv head."""
+        group: int = self.inputs.q.shape[2] // self.inputs.k.shape[1]
+        return group
+
+    @property
+    def _rows(self) -> int:
+        """(head, token) pairs of a kv head."""
+        return self._group * self._tile
+
+    @property
+    def _piece(self) -> int:
+        """Rows of one head per copy."""
+        return math.gcd(self._tile, ROWS)
+
+    def compute(self) -> None:
+        """Attends from the warpgroup's rows of the block's items."""
+        call, turn, rows = self.call, self.scratch.turn, self._rows
         if turn is not None:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
-    def place(ref: Any, item: Item, at: int) -> Any:
-        # rows beyond the last read a valid place, and are not written
-        of = jnp.minimum(item.row + at, rows - piece)
-        return ref.at[item.tile, pl.ds(lax.rem(of, tile), piece), item.kv_head * group + lax.div(of, tile)]
-
-    def fetch_queries(number: jax.Array) -> None:
-        @pl.when(number < walk.rounds(block))
-        def _() -> None:
-            item = item_at(number)
-
-            @pl.when((item.count > 0) & (item.row < rows))
-            def _() -> None:
-                for at in range(0, ROWS, piece):
-                    plgpu.copy_gmem_to_smem(
-                        place(q_ref, item, at), q_smem.at[warpgroup, pl.ds(at, piece)], q_full.at[warpgroup]
-                    )
-
-    def attend(number: jax.Array, item: Item, done: jax.Array) -> None:
-        mine = q_smem.at[warpgroup]
-
-        def mask(token: jax.Array, s: jax.Array) -> jax.Array:
-            at = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + item.row
-            at = item.position + lax.rem(at, tile)
-            tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token
-            seen = tokens <= jnp.minimum(at, item.end - 1)
-            return jnp.where(seen if window is None else seen & (tokens > at - window), s, -jnp.inf)
-
-        def weigh(i: jax.Array, m: jax.Array, total: jax.Array, s: jax.Array) -> Any:
-            """Folds a block of scores into the softmax. Returns its new state, the block's weights, and the
-            factor of earlier sums.
-            """
-            slot = slot_of(done + i)
-            token = (item.start + i) * block_k
-            if k.scale is not None:
-                s = s * _along_columns(k.scale.at[slot])
-            plgpu.barrier_arrive(k.free.at[slot])
-            s, factor = scores(s, options)
-            whole = token + block_k - 1 <= item.position
-            if window is not None:
-                whole &= token > item.end - 1 - window
-            s = lax.cond(whole, lambda s: s, partial(mask, token), s)
-            m_new = jnp.maximum(m, s.max(axis=1) * factor)
-            alpha = jnp.exp2(m - m_new)
-            p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
-            total = total * alpha + p.sum(axis=1)
-            plgpu.barrier_wait(v.full.at[slot])
-            weights = p if v.scale is None else p * _along_columns(v.scale.at[slot])
-            return m_new, total, weights.astype(q_ref.dtype), alpha
-
-        def operand(weights: jax.Array) -> Any:
-            if p_smem is None:
-                return weights
-            p_smem[warpgroup] = weights
-            plgpu.commit_smem()
-            return p_smem.at[warpgroup]
-
-        def fold(i: jax.Array, carry: Any) -> Any:
-            m, total, weights, acc = carry
-            slot, last = slot_of(done + i), slot_of(done + i - 1)
-            keys, values = k.smem.at[slot].transpose((1, 0)), v.smem.at[last]
-            plgpu.barrier_wait(k.full.at[slot])
-            if form.overlap:
-                like = m, total, weights, m
-                use = partial(weigh, i, m, total)
-                (m, total, new, alpha), acc = product_then_accumulate(
-                    mine, keys, acc, operand(weights), values, take_turn, use, like
-                )
-                plgpu.barrier_arrive(v.free.at[last])
-            else:
-                acc = accumulate(acc, operand(weights), values)
-                plgpu.barrier_arrive(v.free.at[last])
-                m, total, new, alpha = weigh(i, m, total, product(mine, keys, take_turn))
-            acc = lax.optimization_barrier(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]))
-            take_turn()
-            return m, total, new, acc
-
-        def then_fetch() -> None:
-            take_turn()
-            fetch_queries(number + 1)
-
-        def work() -> Any:
-            plgpu.barrier_wait(q_full.at[warpgroup])
-            slot = slot_of(done)
-            plgpu.barrier_wait(k.full.at[slot])
-            s = product(mine, k.smem.at[slot].transpose((1, 0)), take_turn)
-            m, total, weights, _ = weigh(jnp.int32(0), per_row(MASKED), per_row(0.0), s)
-            take_turn()
-            zeros = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-            m, total, weights, acc = lax.fori_loop(1, item.count, fold, (m, total, weights, zeros))
-            last = slot_of(done + item.count - 1)
-            acc = accumulate(acc, operand(weights), v.smem.at[last], then_fetch)
-            plgpu.barrier_arrive(v.free.at[last])
-            if sink_ref is not None:
-                of_rows = sink_ref.at[item.kv_head, pl.ds(item.row, ROWS)]
-                total += jnp.exp2(
-                    plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) - m
-                )
-            inverse = 1.0 / jnp.maximum(total, SMALLEST)
-            return (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q_ref.dtype)
-
-        def none() -> Any:
-            return plgpu.layout_cast(jnp.zeros((ROWS, head_dim), q_ref.dtype), plgpu.Layout.WGMMA)
-
-        result = lax.cond(item.count > 0, work, none)
-        for column in range(0, head_dim, form.columns):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem[warpgroup] = result[:, column : column + form.columns]
-            plgpu.commit_smem()
-            for at in range(0, ROWS, piece):
-                to = place(out_ref, item, at).at[:, pl.ds(column, form.columns)]
-                pl.when(item.row + at < rows)(
-                    partial(plgpu.copy_smem_to_gmem, out_smem.at[warpgroup, pl.ds(at, piece)], to)
-                )
-        pl.when(item.count > 0)(take_turn)
-
-    def idle(number: jax.Array, item: Item, done: jax.Array) -> None:
-        """Keeps the barriers going for the other warpgroup, if this one has no rows: in the last of an odd
-        number of 64-row units.
-        """
-        fetch_queries(number + 1)
-
-        @pl.loop(0, item.count)
-        def _(i: jax.Array) -> None:
-            slot = slot_of(done + i)
-            for neighbours in (k, v):
-                plgpu.barrier_wait(neighbours.full.at[slot])
-                plgpu.barrier_arrive(neighbours.free.at[slot])
-                take_turn()
-
-        @pl.when(item.count > 0)
-        def last() -> None:
-            take_turn()
-            take_turn()
-
-    @pl.when(warpgroup < warpgroups)
-    def compute() -> None:
-        if turn is not None:
-            plgpu.set_max_registers(form.registers[0], action="increase")
-        fetch_queries(jnp.int32(0))
-        pl.when(warpgroup == 1)(take_turn)
+            plgpu.set_max_registers(call.form.registers[0], action="increase")
+        self._fetch_queries(jnp.int32(0))
+        pl.when(self.warpgroup == 1)(self._take_turn)
 
         def step(number: jax.Array, done: jax.Array) -> jax.Array:
-            item = item_at(number)
-            pl.when(item.row < rows)(partial(attend, number, item, done))
-            if -(-rows // ROWS) % warpgroups:
-                pl.when(item.row >= rows)(partial(idle, number, item, done))
+            item = self._item_at(number)
+            pl.when(item.row < rows)(partial(self._attend, number, item, done))
+            if -(-rows // ROWS) % call.form.warpgroups:
+                pl.when(item.row >= rows)(partial(self._idle, number, item, done))
             return done + item.count
 
-        lax.fori_loop(0, walk.rounds(block), step, jnp.int32(0))
-        pl.when(warpgroup == 0)(take_turn)
+        lax.fori_loop(0, call.walk.rounds(self.block), step, jnp.int32(0))
+        pl.when(self.warpgroup == 0)(self._take_turn)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(warpgroup == warpgroups)
-    def memory() -> None:
-        if turn is not None:
-            plgpu.set_max_registers(form.registers[1], action="decrease")
+    def memory(self) -> None:
+        """Copies the keys and values of the block's items."""
+        inputs, call = self.inputs, self.call
+        if self.scratch.turn is not None:
+            plgpu.set_max_registers(call.form.registers[1], action="decrease")
 
         def blocks_at(number: jax.Array) -> Blocks:
-            item = item_at(number)
+            item = self._item_at(number)
 
             def page(token: jax.Array) -> Any:
-                return table_ref[item.tile, lax.div(jnp.minimum(token, item.end - 1), page_size)]
+                return inputs.tables[item.tile, lax.div(jnp.minimum(token, item.end - 1), inputs.k.shape[2])]
 
             return Blocks(item.start, item.count, item.first, item.end, page, item.kv_head)
 
-        feed(walk.rounds(block), blocks_at, k, v, *cache_refs)
+        pages = inputs.k, inputs.v, inputs.k_scale, inputs.v_scale
+        feed(call.walk.rounds(self.block), blocks_at, self.scratch.k, self.scratch.v, *pages)
+
+    def _item_at(self, number: jax.Array) -> Item:
+        """The n-th item of the block."""
+        form, window, kv_heads = self.call.form, self.call.options.window, self.inputs.k.shape[1]
+        item = self.call.walk.item(self.block, number)
+        head = lax.rem(lax.div(item, form.shares), kv_heads)
+        index, position, length = (
+            self.inputs.tiles[what, lax.div(item, form.shares * kv_heads)] for what in range(3)
+        )
+        end = position + length
+        first = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
+        start = lax.div(first, form.block_k)
+        count = jnp.where(length > 0, lax.div(end + form.block_k - 1, form.block_k) - start, 0)
+        row = (lax.rem(item, form.shares) * form.warpgroups + self.warpgroup) * ROWS
+        return Item(index, head, row, position, end, first, start, count)
+
+    def _slot_of(self, number: jax.Array) -> jax.Array:
+        """The stage of a block of keys, given its number in the thread block."""
+        # With one stage, a constant 0 would make the compiler keep the address of each scale in a register.
+        stages = self.call.form.stages
+        return lax.rem(number, stages) if stages > 1 else lax.shift_right_logical(number, 31)
+
+    def _take_turn(self) -> None:
+        if (turn := self.scratch.turn) is not None:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+    def _place(self, ref: Any, item: Item, at: int) -> Any:
+        """The part of queries or results that begins `at` rows after the item's first."""
+        tile, piece = self._tile, self._piece
+        # rows beyond the last read a valid place, and are not written
+        of = jnp.minimum(item.row + at, self._rows - piece)
+        return ref.at[
+            item.tile, pl.ds(lax.rem(of, tile), piece), item.kv_head * self._group + lax.div(of, tile)
+        ]
+
+    def _fetch_queries(self, number: jax.Array) -> None:
+        """Starts the copy of an item's queries."""
+        mine, full, piece = self.scratch.q.at[self.warpgroup], self.scratch.q_full, self._piece
+
+        @pl.when(number < self.call.walk.rounds(self.block))
+        def _() -> None:
+            item = self._item_at(number)
+
+            @pl.when((item.count > 0) & (item.row < self._rows))
+            def _() -> None:
+                for at in range(0, ROWS, piece):
+                    source = self._place(self.inputs.q, item, at)
+                    plgpu.copy_gmem_to_smem(source, mine.at[pl.ds(at, piece)], full.at[self.warpgroup])
+
+    def _attend(self, number: jax.Array, item: Item, done: jax.Array) -> None:
+        """Processes an item, given the number of blocks of keys before it, and fetches the next item's
+        queries.
+        """
+        form, rows, piece = self.call.form, self._rows, self._piece
+
+        def none() -> Any:
+            return plgpu.layout_cast(
+                jnp.zeros((ROWS, self.inputs.q.shape[3]), self.inputs.q.dtype), plgpu.Layout.WGMMA
+            )
+
+        result = lax.cond(item.count > 0, partial(self._result, number, item, done), none)
+        staged = self.scratch.out.at[self.warpgroup]
+        for column in range(0, self.inputs.q.shape[3], form.columns):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[...] = result[:, column : column + form.columns]
+            plgpu.commit_smem()
+            for at in range(0, ROWS, piece):
+                to = self._place(self.out, item, at).at[:, pl.ds(column, form.columns)]
+                pl.when(item.row + at < rows)(
+                    partial(plgpu.copy_smem_to_gmem, staged.at[pl.ds(at, piece)], to)
+                )
+        pl.when(item.count > 0)(self._take_turn)
+
+    def _result(self, number: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+        """An item's result [ROWS, head_dim]."""
+        scratch, dtype = self.scratch, self.inputs.q.dtype
+        k, v = scratch.k, scratch.v
+
+        def then_fetch() -> None:
+            self._take_turn()
+            self._fetch_queries(number + 1)
+
+        plgpu.barrier_wait(scratch.q_full.at[self.warpgroup])
+        slot = self._slot_of(done)
+        plgpu.barrier_wait(k.full.at[slot])
+        s = product(scratch.q.at[self.warpgroup], k.smem.at[slot].transpose((1, 0)), self._take_turn)
+        m, total, weights, _ = self._weigh(item, done, jnp.int32(0), per_row(MASKED), per_row(0.0), s)
+        self._take_turn()
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.inputs.q.shape[3]), jnp.float32), plgpu.Layout.WGMMA)
+        start = m, total, weights, zeros
+        m, total, weights, acc = lax.fori_loop(1, item.count, partial(self._fold, item, done), start)
+        last = self._slot_of(done + item.count - 1)
+        acc = accumulate(acc, self._operand(weights), v.smem.at[last], then_fetch)
+        plgpu.barrier_arrive(v.free.at[last])
+        if self.inputs.sinks is not None:
+            of_rows = self.inputs.sinks.at[item.kv_head, pl.ds(item.row, ROWS)]
+            total += jnp.exp2(plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) - m)
+        inverse = 1.0 / jnp.maximum(total, SMALLEST)
+        result: jax.Array = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(dtype)
+        return result
+
+    def _fold(self, item: Item, done: jax.Array, i: jax.Array, carry: Any) -> Any:
+        """Adds the values of the block of keys before the i-th, and folds the scores of the i-th into the
+        softmax.
+        """
+        m, total, weights, acc = carry
+        k, v, mine = self.scratch.k, self.scratch.v, self.scratch.q.at[self.warpgroup]
+        slot, last = self._slot_of(done + i), self._slot_of(done + i - 1)
+        keys, values = k.smem.at[slot].transpose((1, 0)), v.smem.at[last]
+        plgpu.barrier_wait(k.full.at[slot])
+        weigh = partial(self._weigh, item, done, i, m, total)
+        if self.call.form.overlap:
+            like, operand = (m, total, weights, m), self._operand(weights)
+            both = product_then_accumulate(mine, keys, acc, operand, values, self._take_turn, weigh, like)
+            (m, total, new, alpha), acc = both
+            plgpu.barrier_arrive(v.free.at[last])
+        else:
+            acc = accumulate(acc, self._operand(weights), values)
+            plgpu.barrier_arrive(v.free.at[last])
+            m, total, new, alpha = weigh(product(mine, keys, self._take_turn))
+        acc = lax.optimization_barrier(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]))
+        self._take_turn()
+        return m, total, new, acc
+
+    def _weigh(
+        self, item: Item, done: jax.Array, i: jax.Array, m: jax.Array, total: jax.Array, s: jax.Array
+    ) -> Any:
+        """Folds a block of scores into the softmax. Returns its new state, the block's weights, and the
+        factor of earlier sums.
+        """
+        (k, v), options, block_k = (self.scratch.k, self.scratch.v), self.call.options, self.call.form.block_k
+        slot = self._slot_of(done + i)
+        token = (item.start + i) * block_k
+        if k.scale is not None:
+            s = s * _along_columns(k.scale.at[slot])
+        plgpu.barrier_arrive(k.free.at[slot])
+        s, factor = scores(s, options)
+        whole = token + block_k - 1 <= item.position
+        if options.window is not None:
+            whole &= token > item.end - 1 - options.window
+        s = lax.cond(whole, lambda s: s, partial(self._masked, item, token), s)
+        m_new = jnp.maximum(m, s.max(axis=1) * factor)
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
+        total = total * alpha + p.sum(axis=1)
+        plgpu.barrier_wait(v.full.at[slot])
+        weights = p if v.scale is None else p * _along_columns(v.scale.at[slot])
+        return m_new, total, weights.astype(self.inputs.q.dtype), alpha
+
+    def _masked(self, item: Item, token: jax.Array, s: jax.Array) -> jax.Array:
+        """Scores of the block of keys that begins at a token, without those that a row does not see."""
+        window = self.call.options.window
+        at = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + item.row
+        at = item.position + lax.rem(at, self._tile)
+        tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token
+        seen = tokens <= jnp.minimum(at, item.end - 1)
+        return jnp.where(seen if window is None else seen & (tokens > at - window), s, -jnp.inf)
+
+    def _operand(self, weights: jax.Array) -> Any:
+        """The left operand of the second product."""
+        if self.scratch.p is None:
+            return weights
+        self.scratch.p[self.warpgroup] = weights
+        plgpu.commit_smem()
+        return self.scratch.p.at[self.warpgroup]
+
+    def _idle(self, number: jax.Array, item: Item, done: jax.Array) -> None:
+        """Keeps the barriers going for the other warpgroup, if this one has no rows: in the last of an odd
+        number of 64-row units.
+        """
+        self._fetch_queries(number + 1)
+
+        @pl.loop(0, item.count)
+        def _(i: jax.Array) -> None:
+            slot = self._slot_of(done + i)
+            for neighbours in (self.scratch.k, self.scratch.v):
+                plgpu.barrier_wait(neighbours.full.at[slot])
+                plgpu.barrier_arrive(neighbours.free.at[slot])
+                self._take_turn()
+
+        @pl.when(item.count > 0)
+        def last() -> None:
+            self._take_turn()
+            self._take_turn()
 
 
 def _along_columns(x: Any) -> jax.Array:
