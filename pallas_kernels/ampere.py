@@ -16,8 +16,9 @@ Dao et al., 2023).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.refs import Refs, body
 from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, join, scores
 from pallas_kernels.support import GPU_OPTIONS
 from pallas_kernels.versions import store
@@ -36,6 +38,65 @@ STAGES = 2  # tiles of tokens in shared memory
 DEPTH = 16  # tokens multiplied at a time: more would need too many registers
 # bytes of a row of a shared memory tile: four warps can then share the smallest copies
 KV_TILING, Q_TILING = 64, 32
+
+
+class Inputs(NamedTuple):
+    """In global memory.
+
+    Attributes:
+        q: [items, kv_heads, queries, head_dim], a multiple of the columns of a block.
+        k, v: [num_pages, kv_heads, page_size, head_dim].
+        tables, positions, lengths: int32 [items, width], [items] and [items].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    tables: Any
+    positions: Any
+    lengths: Any
+
+
+class Outputs(NamedTuple):
+    """In global memory, for each split, item, kv head and block of queries.
+
+    Attributes:
+        out: [..., head_dim, columns].
+        lse: float32 [..., columns], base-2 logarithms of softmax sums.
+    """
+
+    out: Any
+    lse: Any
+
+
+class Scratch(NamedTuple):
+    """In shared memory.
+
+    Attributes:
+        k, v: [STAGES, tile, head_dim].
+        p: [tile, columns], weights.
+        q: [columns, head_dim].
+    """
+
+    k: Any
+    p: Any
+    q: Any
+    v: Any
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of the kernel.
+
+    Attributes:
+        group: query heads per kv head.
+        splits: parts of a sequence.
+        options: without arrays.
+    """
+
+    group: int
+    splits: int
+    options: AttentionOptions
 
 
 def default_splits(items: int, kv_heads: int, tokens: int) -> int:
@@ -112,27 +173,26 @@ def paged_attention_prefill(
 
     shape = (splits, items, kv_heads, blocks)
     result = q.dtype if splits == 1 and sinks is None else jnp.dtype("float32")
+    scratch = Scratch(
+        k=_tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
+        p=plgpu.SMEM((step, columns), q.dtype) if columns == 8 else _tiled((step, columns), q.dtype, 32),
+        q=_tiled((columns, head_dim), q.dtype, Q_TILING),
+        v=_tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
+    )
     out, lse = plgpu.kernel(
-        partial(_kernel, group=group, options=options.static, splits=splits),
+        body(_run, Outputs, Form(group, splits, options.static)),
         out_type=(
             jax.ShapeDtypeStruct((*shape, head_dim, columns), result),
             jax.ShapeDtypeStruct((*shape, columns), jnp.float32),
         ),
-        scratch_types={
-            "q_smem": _tiled((columns, head_dim), q.dtype, Q_TILING),
-            "k_smem": _tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
-            "v_smem": _tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
-            "p_smem": (
-                plgpu.SMEM((step, columns), q.dtype) if columns == 8 else _tiled((step, columns), q.dtype, 32)
-            ),
-        },
+        scratch_types=[scratch],
         grid=(splits, kv_heads, items * blocks),
         grid_names=("split", "kv_head", "block"),
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(queries, k_pages, v_pages, block_tables, positions, lengths)
+    )(Inputs(queries, k_pages, v_pages, block_tables, positions, lengths))
     if sinks is not None:  # of each column, a query head
         by_column = jnp.arange(blocks * columns).reshape(blocks, columns) % group
         sinks = sinks.reshape(kv_heads, group)[:, by_column] * LOG2_E
@@ -151,18 +211,15 @@ def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(size)))  # type: ignore[abstract]
 
 
-def _kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, out_ref: Any, lse_ref: Any, *,
-    q_smem: Any, k_smem: Any, v_smem: Any, p_smem: Any,
-    group: int, options: AttentionOptions, splits: int,
-) -> None:  # fmt: skip
-    tile, columns = p_smem.shape
-    window = options.window
-    head_dim, page_size, dtype = q_smem.shape[1], k_ref.shape[2], q_smem.dtype
+def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
+    inputs, (out_ref, lse_ref), smem = refs.inputs, refs.outputs, refs.scratch
+    group, splits, options, window = form.group, form.splits, form.options, form.options.window
+    tile, columns = smem.p.shape
+    head_dim, page_size, dtype = smem.q.shape[1], inputs.k.shape[2], smem.q.dtype
     split, kv_head, index = (lax.axis_index(name) for name in ("split", "kv_head", "block"))
     blocks = out_ref.shape[3]
     item, block = lax.div(index, blocks), lax.rem(index, blocks)
-    position, length = position_ref[item], length_ref[item]
+    position, length = inputs.positions[item], inputs.lengths[item]
 
     def query(column: Any) -> Any:  # index in the item of the query in this column
         return lax.div(block * columns + column, group)
@@ -197,10 +254,10 @@ def _kernel(
     def fetch(i: Any) -> None:
         slot, token = lax.rem(i, STAGES), (start + i) * tile
         for at in range(0, tile, piece):
-            page = table_ref[item, jnp.clip(lax.div(token + at, page_size), first_page, last_page)]
-            for ref, smem in ((k_ref, k_smem), (v_ref, v_smem)):
+            page = inputs.tables[item, jnp.clip(lax.div(token + at, page_size), first_page, last_page)]
+            for ref, ring in ((inputs.k, smem.k), (inputs.v, smem.v)):
                 source = ref.at[page, kv_head, pl.ds(lax.rem(token + at, page_size), piece)]
-                _copy(source, smem.at[slot, pl.ds(at, piece)])
+                _copy(source, ring.at[slot, pl.ds(at, piece)])
 
     # last token that each query attends to
     last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)
@@ -213,13 +270,13 @@ def _kernel(
 
         @pl.when((token < first) | (token + tile > end))
         def clear() -> None:  # values of other tokens: their weights are zeros, but 0 * NaN is NaN
-            v = v_smem.at[slot]
+            v = smem.v.at[slot]
             values = plgpu.load(v, layout=acc_layout)
             tokens = iota(values.shape, 0) + token
             v[...] = jnp.where((tokens >= first) & (tokens < end), values, jnp.zeros_like(values))
 
         s = filled((tile, columns), 0.0, acc_layout)
-        s = plgpu.mma(s, plgpu.load(k_smem.at[slot], layout=lhs), plgpu.load(q_smem.T, layout=rhs))
+        s = plgpu.mma(s, plgpu.load(smem.k.at[slot], layout=lhs), plgpu.load(smem.q.T, layout=rhs))
         tokens = iota(s.shape, 0) + token
         seen = (
             tokens <= last_seen if window is None else (tokens <= last_seen) & (tokens > last_seen - window)
@@ -229,17 +286,17 @@ def _kernel(
         m_new = jnp.maximum(m, s.max(axis=0))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - spread(m_new, tile))
-        p_smem[...] = p.astype(dtype)
+        smem.p[...] = p.astype(dtype)
         total = total * spread(alpha, tile) + p
         acc *= spread(alpha, head_dim)
         for at in range(0, tile, DEPTH):
             part = pl.ds(at, DEPTH)
             acc = plgpu.mma(
-                acc, plgpu.load(v_smem.at[slot, part].T, layout=lhs), plgpu.load(p_smem.at[part], layout=rhs)
+                acc, plgpu.load(smem.v.at[slot, part].T, layout=lhs), plgpu.load(smem.p.at[part], layout=rhs)
             )
         return m_new, total, acc
 
-    _copy(q_ref.at[item, kv_head, pl.ds(block * columns, columns)], q_smem)
+    _copy(inputs.q.at[item, kv_head, pl.ds(block * columns, columns)], smem.q)
     pl.when(count > 0)(partial(fetch, jnp.int32(0)))
     init = (
         filled((columns,), MASKED, per_column),

@@ -102,12 +102,15 @@ def emulated(landing: Landing) -> Iterator[None]:
     def kernel(
         body: Callable[..., None], *, out_type: Any, scratch_types: Any, grid: Any, grid_names: Any, **_: Any
     ) -> Any:
-        def run(*args: jax.Array) -> list[jax.Array]:
+        def fresh(x: Any) -> Ref:
+            return Ref(np.full(x.shape, np.nan, x.dtype))
+
+        def run(*args: Any) -> list[jax.Array]:
+            given = jax.tree.map(lambda x: Ref(np.asarray(x)), args)
             out = [np.full(x.shape, np.nan, x.dtype) for x in out_type]
             for index in itertools.product(*map(range, grid)):
                 place.update(zip(grid_names, index, strict=True))
-                scratch = {name: Ref(np.full(x.shape, np.nan, x.dtype)) for name, x in scratch_types.items()}
-                body(*(Ref(np.asarray(x)) for x in args), *map(Ref, out), **scratch)
+                body(*given, *map(Ref, out), *jax.tree.map(fresh, scratch_types))
                 assert not copies.waiting
             return [jnp.asarray(x) for x in out]
 
