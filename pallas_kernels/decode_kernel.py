@@ -89,6 +89,13 @@ class Scratch(NamedTuple):
     q: Any
     ring: Ring
 
+    def of_pair(self, pair: jax.Array) -> Scratch:
+        """A pair's part, and the whole ring."""
+        p = None if self.p is None else self.p.at[pair]
+        return Scratch(
+            self.o.at[pair], p, self.part.at[pair], self.q_full.at[pair], self.q.at[pair], self.ring
+        )
+
 
 @dataclass(frozen=True)
 class Form:
@@ -114,11 +121,7 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         pair = lax.div(warpgroup, 2)
         block = block * pairs + pair
     first, end, first_join, end_join = (inputs.first[block + i, kind] for kind in range(2) for i in range(2))
-    own = (
-        scratch
-        if pair is None
-        else Scratch(*(ref if ref is None else ref.at[pair] for ref in scratch[:-1]), scratch.ring)
-    )
+    own = scratch if pair is None else scratch.of_pair(pair)
     k, v = (Side.of(pages, slots, pair) for pages, slots in ((inputs.k, own.ring.k), (inputs.v, own.ring.v)))
     feed = Feed(k, v, inputs.items, inputs.tables, form.options.window, own.ring.arrived, pair)
     compute = Compute(inputs, refs.outputs, own, form, feed)

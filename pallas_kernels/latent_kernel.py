@@ -271,8 +271,8 @@ class Block:
         row = self.block + turn * (inputs.first.shape[0] - 1)
 
         @pl.when((row < rows) & (inputs.lengths[jnp.minimum(row, rows - 1)] == 0))
-        def _() -> None:
-            _, results, *_ = self.scratch.shared
+        def write() -> None:
+            results = self.scratch.shared[1]
             results[0] = self._zeros().astype(inputs.q.dtype)
             plgpu.commit_smem()
             for at in range(0, heads, group):
