@@ -288,7 +288,7 @@ def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence
             "tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}"
         )
     values = jax.ShapeDtypeStruct(plain.shape, jnp.int8)
-    scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
+    scale: Any = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
     how: dict[str, Any] = {
         "group": stored.group,
         "parts": parts,
@@ -314,7 +314,6 @@ def _by_group(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequen
     ]
     if any(end % stored.group for end in ends):
         return plain
-    scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
-    return Quantized(
-        jax.ShapeDtypeStruct(plain.shape, stored.form), scale, str(plain.dtype), kind=stored.form
-    )  # type: ignore[arg-type]
+    scale: Any = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
+    values: Any = jax.ShapeDtypeStruct(plain.shape, stored.form)
+    return Quantized(values, scale, str(plain.dtype), kind=stored.form)

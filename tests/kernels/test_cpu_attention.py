@@ -178,8 +178,13 @@ def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(
     q = queries(case, 1, length)
 
     def prefill(starts: list[int], tile: int) -> np.ndarray:
-        tiles = jnp.concatenate([jnp.pad(q[:, start : start + tile], ((0, 0), (0, max(0, start + tile - length)), *[(0, 0)] * 2))
-                                 for start in starts])  # fmt: skip
+        missing = [max(0, start + tile - length) for start in starts]
+        tiles = jnp.concatenate(
+            [
+                jnp.pad(q[:, start : start + tile], ((0, 0), (0, more), (0, 0), (0, 0)))
+                for start, more in zip(starts, missing, strict=True)
+            ]
+        )
         lengths = jnp.array([min(tile, length - start) for start in starts], jnp.int32)
         run = jax.jit(partial(paged_attention_prefill, options=AttentionOptions(**case.ways)))
         got = run(
