@@ -31,7 +31,10 @@ from scipy.optimize import linprog
 from benchmarks.host_cost import Clock, make_engine
 from benchmarks.machine import RESULTS, made_model, save
 from benchmarks.restart import restart_scheduler
-from benchmarks.virtual_engine import VirtualEngine
+from jengine.capacity.simulation.replay import EngineShape
+from jengine.capacity.simulation.times import StepTimes
+from jengine.capacity.simulation.trace import make_trace
+from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
@@ -73,7 +76,7 @@ class Outcome(NamedTuple):
     seconds: float
     tokens: int
     latencies: list[float]  # of answered requests, from arrival to end
-    in_target: float  # share of all requests
+    in_target: float  # share of all requests, if they have targets
     preemptions: int
     rejected: int
     decisions: dict[str, int]
@@ -91,15 +94,10 @@ def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Arriv
     ]
 
 
-def requests_of(work: list[Arrival], known: bool) -> list[Request]:
-    """known: whether max_tokens are the actual lengths; otherwise it is the maximum, and requests end
-    earlier.
-    """
+def requests_of(work: list[Arrival]) -> list[Request]:
     made = []
     for i, asked in enumerate(work):
-        params = SamplingParams(
-            temperature=0.0, max_tokens=asked.output if known else OUTPUT[1], ignore_eos=known
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=asked.output, ignore_eos=True)
         made.append(
             Request(request_id=str(i), prompt_token_ids=asked.prompt, params=params, arrival=asked.arrival)
         )
@@ -119,21 +117,37 @@ def replay(
     known: bool = True,
     **options: Any,
 ) -> Outcome:
-    """Runs a workload on the virtual clock."""
-    engine = VirtualEngine(costs, lengths={str(i): asked.output for i, asked in enumerate(work)})
-    scheduler = Scheduler(
-        costs.table,
+    """Runs a workload on the virtual clock.
+
+    Args:
+        known: whether max_tokens are the actual lengths; otherwise it is the maximum, and requests end
+            earlier.
+    """
+    shape = EngineShape(
+        table=costs.table,
+        costs=costs,
         page_size=PAGE,
         num_pages=num_pages,
         max_num_seqs=seqs,
         max_num_batched_tokens=SEQS + tiles * TILE,
         max_model_len=MODEL_LEN,
-        costs=costs,
-        clock=engine.clock,
-        options=SchedulingOptions(**options),
+        options={"options": SchedulingOptions(**options)},
     )
-    engine.run(scheduler, requests_of(work, known))
-    return outcome(engine.sequences, engine.ended, scheduler, engine.steps)
+    limits = None if known else np.full(len(work), OUTPUT[1])
+    trace = make_trace([(asked.arrival, len(asked.prompt), asked.output) for asked in work], limits=limits)
+    scheduler = shape.scheduler()
+    got = VirtualEngine(scheduler, StepTimes(costs), trace, np.arange(len(trace))).run()
+    done = ~np.isnan(got.last)
+    return Outcome(
+        seconds=float(got.last[done].max() - trace.arrivals[0]),
+        tokens=int(trace.outputs[done].sum()),
+        latencies=sorted((got.last - trace.arrivals)[done].tolist()),
+        in_target=scheduler.acceptance.goodput.met / len(work),
+        preemptions=scheduler.registry.num_preemptions,
+        rejected=scheduler.acceptance.goodput.rejected,
+        decisions=dict(scheduler.admission.decisions),
+        steps=got.steps,
+    )
 
 
 def outcome(
@@ -274,7 +288,7 @@ def run_engine(engine: Engine, work: list[Arrival], **options: Any) -> Outcome:
         options=SchedulingOptions(**options),
     )
     sequences, ended, begin, steps = [], {}, time.monotonic(), 0
-    coming = requests_of([asked._replace(arrival=begin + asked.arrival) for asked in work], known=True)
+    coming = requests_of([asked._replace(arrival=begin + asked.arrival) for asked in work])
     coming.reverse()
     while coming or engine.has_work:
         while coming and coming[-1].arrival <= time.monotonic():

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.virtual_engine import VirtualEngine
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
 from tests.scheduling.test_promises import Linear
+from tests.scheduling.virtual_loop import VirtualLoop
 
 TILE, SEQS, BUDGET = 8, 4, 4 + 4 * 8
 TABLE = ProgramTable.build(max_num_seqs=SEQS, max_num_batched_tokens=BUDGET, tile_size=TILE)
@@ -24,7 +24,7 @@ class Run:
     """A scheduler on a virtual clock, and the results of its requests."""
 
     def __init__(self, requests, max_num_seqs=SEQS, **options):
-        self.engine = VirtualEngine(Linear(10.0, 0.0, 0.0, 0.0))
+        self.engine = VirtualLoop(Linear(10.0, 0.0, 0.0, 0.0))
         self.scheduler = Scheduler(
             TABLE,
             page_size=4,

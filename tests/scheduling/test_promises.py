@@ -7,7 +7,6 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.virtual_engine import VirtualEngine
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import StepCosts
@@ -15,6 +14,7 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from tests.scheduling.strict_device import Loop
+from tests.scheduling.virtual_loop import VirtualLoop
 
 TILE, PAGE, MODEL_LEN, SEQS = 8, 4, 96, 12
 TABLE = ProgramTable.build(max_num_seqs=SEQS, max_num_batched_tokens=SEQS + 8 * TILE, tile_size=TILE)
@@ -35,7 +35,7 @@ class Linear(StepCosts):
 
 
 def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS + 8 * TILE):
-    engine = VirtualEngine(costs, ahead, lengths)
+    engine = VirtualLoop(costs, ahead, lengths)
     scheduler = Scheduler(
         TABLE,
         page_size=PAGE,

@@ -53,6 +53,17 @@ def test_a_slow_host_sets_the_pace():
     assert outcome.last[0] == pytest.approx(outcome.host_seconds, rel=0.01)
 
 
+@pytest.mark.parametrize("prefixes", [None, [(1,), (1,)]])
+def test_requests_may_end_before_their_limits(prefixes):
+    """Each gets the tokens that the trace says, at the same times as if it had asked for no more."""
+    shape, rows = make_shape(overlap=False), [(0.0, 20, 5), (0.01, 30, 9)]
+    exact = replay(shape, make_trace(rows, prefixes=prefixes, block=16), fast_forward=False)
+    found = replay(shape, make_trace(rows, prefixes=prefixes, block=16, limits=np.array([40, 60])))
+    assert found.steps == exact.steps and not found.rejected
+    np.testing.assert_array_equal(found.first, exact.first)
+    np.testing.assert_array_equal(found.last, exact.last)
+
+
 def test_equal_prefixes_are_found():
     shape = make_shape()
     rows = [(float(i), 50, 4) for i in range(3)]

@@ -13,6 +13,7 @@ import numpy as np
 from jengine.base.errors import InvalidArgument
 
 OUTPUT_TOKEN = -1  # represents every generated token; no prompt contains it
+END_TOKEN = -(2**31)  # ends a request before its limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Trace:
     Attributes:
         arrivals: float64, seconds from the first.
         prompts, outputs: int64, numbers of tokens, at least 1.
+        limits: int64, the requests' max_tokens, at least their outputs: they end with an end-of-sequence
+            token. None: max_tokens are the outputs.
         prefixes: by request, ids of the first blocks of its prompt; prompts with equal leading ids have equal
             leading tokens.
         block: tokens in such a block.
@@ -34,6 +37,7 @@ class Trace:
     arrivals: np.ndarray
     prompts: np.ndarray
     outputs: np.ndarray
+    limits: np.ndarray | None = None
     prefixes: Sequence[tuple[int, ...]] | None = None
     block: int = 1
     priorities: np.ndarray | None = None
@@ -64,7 +68,7 @@ class Trace:
         """The requests at these indices, in ascending order."""
         prefixes = None if self.prefixes is None else [self.prefixes[i] for i in rows]
         clients = None if self.clients is None else [self.clients[i] for i in rows]
-        columns = ("arrivals", "prompts", "outputs", "priorities", "ttft_ms", "tpot_ms")
+        columns = ("arrivals", "prompts", "outputs", "limits", "priorities", "ttft_ms", "tpot_ms")
         taken: dict[str, Any] = {
             name: None if (column := getattr(self, name)) is None else column[rows] for name in columns
         }

@@ -13,7 +13,7 @@ from jengine.base.errors import InvalidArgument, JengineError
 from jengine.capacity.simulation.fast_forward import FastForward
 from jengine.capacity.simulation.outcome import Outcome, Sample
 from jengine.capacity.simulation.times import StepTimes
-from jengine.capacity.simulation.trace import OUTPUT_TOKEN, Trace
+from jengine.capacity.simulation.trace import END_TOKEN, OUTPUT_TOKEN, Trace
 from jengine.capacity.simulation.virtual_host import VirtualHost
 from jengine.core.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
@@ -72,9 +72,13 @@ class VirtualEngine:
         self._rows: list[int] = rows.tolist()
         self._arrivals: list[float] = [*trace.arrivals[rows].tolist(), FOREVER]
         self._taken = 0  # number of requests queued so far
-        self._params = SamplingParams(temperature=0.0, ignore_eos=True) if params is None else params
-        self._params_of: dict[int, SamplingParams] = {}  # keyed by the number of output tokens
-        self._overlap, self._fast_forward = overlap, fast_forward
+        self._limits = trace.outputs if trace.limits is None else trace.limits
+        exact = trace.limits is None
+        self._params = SamplingParams(temperature=0.0, ignore_eos=exact) if params is None else params
+        self._params_of: dict[int, SamplingParams] = {}  # keyed by max_tokens
+        self._overlap, self._fast_forward = overlap, fast_forward and exact
+        self._collect = self._steady.collect if exact else scheduler.collect
+        self._eos = () if exact else (END_TOKEN,)
         self._free = self.now  # time at which the device has finished all dispatched steps
         self._in_flight: list[InFlight] = []
         self._progress, self._ended = progress, 0
@@ -126,12 +130,12 @@ class VirtualEngine:
             except InvalidArgument:
                 self.outcome.refused += 1
                 continue
-            self.scheduler.add(request, seed=0, eos_token_ids=())
+            self.scheduler.add(request, seed=0, eos_token_ids=self._eos)
             if self.trace.prefixes is not None:
                 self._tokens.append([-2 - int(request.request_id)])
 
     def _request(self, row: int) -> Request:
-        trace, tokens = self.trace, int(self.trace.outputs[row])
+        trace, tokens = self.trace, int(self._limits[row])
         params = self._params_of.get(tokens)
         if params is None:
             params = self._params_of[tokens] = self._params.clone(max_tokens=tokens)
@@ -195,7 +199,7 @@ class VirtualEngine:
         while len(self._in_flight) > left:
             plan, done = self._in_flight.pop(0)
             self.now = max(self.now, done)
-            collected = self._steady.collect(plan, self._sampled(plan))
+            collected = self._collect(plan, self._sampled(plan))
             self._host(self.times.host(len(plan.spans), plan.trunk.tiles).collect)
             if plan.trunk.tiles:  # samples of prompts, which follow those of the rows, are first tokens
                 for i, sequence, _ in reversed([*collected]):
@@ -207,6 +211,18 @@ class VirtualEngine:
                 self._note_ended()
 
     def _sampled(self, plan: StepPlan) -> list[list[int]]:
+        tokens = self._generated(plan)
+        if self.trace.limits is not None:
+            for i, sample in enumerate(plan.samples):
+                sequence = self.scheduler.registry.by_number.get(sample.seq)
+                if sequence is not None:
+                    known = len(sequence.tokens) - sequence.prompt_len
+                    left = int(self.trace.outputs[int(sequence.request_id)]) - known
+                    if left <= len(tokens[i]):
+                        tokens[i] = [*tokens[i][: left - 1], END_TOKEN, *tokens[i][left:]]
+        return tokens
+
+    def _generated(self, plan: StepPlan) -> list[list[int]]:
         spans = plan.spans
         # no two prompts have a common prefix, so no prompt can find another's tokens
         if self.trace.prefixes is None:
@@ -223,7 +239,7 @@ class VirtualEngine:
         for sequence in self.scheduler.registry.ended:
             row = int(sequence.request_id)
             outcome.preemptions[row], outcome.cached[row] = sequence.num_preemptions, sequence.num_cached
-            if sequence.finish_reason == "length":
+            if sequence.finish_reason in ("length", "stop"):
                 outcome.last[row] = self.now
             else:
                 reason = str(sequence.stop_reason or sequence.finish_reason)

@@ -1,4 +1,6 @@
-"""The real scheduler on a virtual clock: a cost model determines the time of each step, and no model runs."""
+"""A loop around a scheduler whose clock stands still between steps: tests add requests and take steps one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from jengine.scheduling.step_plan import StepPlan
 TOKEN, END = 1, 0  # generated tokens; the second one ends a request
 
 
-class VirtualEngine:
+class VirtualLoop:
     """The engine's loop around a scheduler, whose clock must be `clock`.
 
     Args:
