@@ -27,7 +27,7 @@ from benchmarks.machine import RESULTS, facts, made_model
 from jengine.capacity.simulation.replay import EngineShape, replay
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets, summarize
-from jengine.capacity.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.capacity.simulation.tune import Search, values
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
@@ -55,7 +55,7 @@ def made_trace(
     seconds: float,
     prompt: tuple[float, float],
     output: tuple[float, float],
-) -> Trace:
+) -> RequestTrace:
     """Poisson arrivals, and log-normal lengths that fit into 1,024 tokens."""
     count = max(int(rate * seconds), 1)
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
@@ -63,7 +63,7 @@ def made_trace(
     return make_trace([*zip(arrivals, prompts, outputs, strict=True)])
 
 
-def drive(engine: Engine, trace: Trace, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def drive(engine: Engine, trace: RequestTrace, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Seconds from each request's arrival to its first and its last token."""
     count, vocab = len(trace), engine.model.vocab_size
     requests = [
@@ -137,13 +137,13 @@ def shape_of(engine: Engine) -> EngineShape:
     )
 
 
-def seconds_of(trace: Trace, shape: EngineShape) -> tuple[np.ndarray, np.ndarray]:
+def seconds_of(trace: RequestTrace, shape: EngineShape) -> tuple[np.ndarray, np.ndarray]:
     """The replay's prediction of `drive`."""
     outcome = replay(shape, trace)
     return outcome.first - trace.arrivals, outcome.last - trace.arrivals
 
 
-def capacity(shape: EngineShape, trace: Trace) -> float:
+def capacity(shape: EngineShape, trace: RequestTrace) -> float:
     """Requests a second if all of them wait from the beginning."""
     return len(trace) / replay(shape, trace.scaled(1e9)).end
 
@@ -215,8 +215,7 @@ def million(requests: int) -> dict[str, Any]:
         {**trunks, **{key: 1e-6 * key.rows for key in table.samplers()}},
         slopes=Slopes(4e-8, 0.0, 1e-9),
     )
-    shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows,
-        max_num_batched_tokens=tokens,
+    shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows, max_num_batched_tokens=tokens,
                         max_model_len=8192, options={"prefix_caching": True})  # fmt: skip
     some = make_trace([*zip(np.arange(5000.0), prompts[:5000], outputs[:5000], strict=True)])
     rate = 0.7 * capacity(shape, some)
@@ -242,7 +241,7 @@ def million(requests: int) -> dict[str, Any]:
     }
 
 
-def tuned_trace(name: str, setup: Setup) -> Trace:
+def tuned_trace(name: str, setup: Setup) -> RequestTrace:
     """A load that an engine with its initial options cannot serve."""
     rng = np.random.default_rng(7)
     rate = OVERLOAD * capacity(setup.shape(), made_trace(rng, 10.0, 30.0, *TRACES[name]))

@@ -24,7 +24,7 @@ FEW = 16  # minimum tokens of a chunk, if a tile has more
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-class Chunk(NamedTuple):
+class PreparedChunk(NamedTuple):
     """The parts of a chunk that do not depend on the previous state; see `prepare`. Leading axes are
     arbitrary, then heads.
     """
@@ -74,7 +74,7 @@ def chunk_size(tokens: int) -> int:
 
 def prepare(
     q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None = None
-) -> Chunk:
+) -> PreparedChunk:
     """Computes everything that does not depend on the previous state (the WY representation), for any number
     of chunks at once.
 
@@ -93,7 +93,7 @@ def prepare(
         right = jnp.concatenate([v * rate[..., None], weighted * jnp.exp(total)[..., None]], axis=-1)
         solved = einsum("...ts,...sd->...td", inverse(system), right)
         inputs, reads = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-    return Chunk(
+    return PreparedChunk(
         inputs=inputs,
         reads=reads,
         queries=q * jnp.exp(total)[..., None],
@@ -128,7 +128,7 @@ def inverse(lower: jax.Array) -> jax.Array:
     return blocks[..., 0, :given, :given]
 
 
-def advance(state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+def advance(state: jax.Array, chunk: PreparedChunk) -> tuple[jax.Array, jax.Array]:
     """The state [..., key_dim, value_dim] after a chunk, and the outputs of its tokens [..., tokens,
     value_dim].
     """

@@ -20,7 +20,7 @@ EVEN, LONGEST, SHORT = 8192, 32768, (256, 1024)  # tokens of a sequence
 POOL = 1 << 30  # bytes of the KV cache, many times the size of a GPU's L2 cache
 
 
-class Load(NamedTuple):
+class CaseLoad(NamedTuple):
     tables: jax.Array  # int32 [CHAIN, rows, width]
     lengths: jax.Array  # int32 [rows]
 
@@ -36,7 +36,7 @@ def cases(
 
 
 @functools.lru_cache(maxsize=1)  # shared by all choices of a case
-def arrays(case: DecodeCase) -> tuple[jax.Array, Pages, Pages, list[Load]]:
+def arrays(case: DecodeCase) -> tuple[jax.Array, Pages, Pages, list[CaseLoad]]:
     """Queries, keys and values, and the loads: equal rows, and one long row among short ones."""
     kind = KINDS.get(case.cache)
     page = 2 * case.kv_heads * case.page_size * case.head_dim * jnp.dtype(case.cache).itemsize
@@ -44,9 +44,9 @@ def arrays(case: DecodeCase) -> tuple[jax.Array, Pages, Pages, list[Load]]:
     k, v = page_pool((num_pages, case.kv_heads, case.page_size, case.head_dim), case.dtype, kind)
     q = jax.random.normal(jax.random.key(0), (case.rows, case.heads, case.head_dim), case.dtype)
 
-    def load(lengths: list[int]) -> Load:
+    def load(lengths: list[int]) -> CaseLoad:
         pages = [-(-length // case.page_size) for length in lengths]
         tables = block_tables(num_pages, pages, width=-(-LONGEST // case.page_size))
-        return Load(jnp.asarray(tables), jnp.asarray(lengths, jnp.int32))
+        return CaseLoad(jnp.asarray(tables), jnp.asarray(lengths, jnp.int32))
 
     return q, k, v, [load(case.rows * [EVEN]), load(one_long(case.rows, LONGEST, *SHORT))]

@@ -18,7 +18,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from jengine import InvalidArgument
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.grpc.descriptors import allow_descriptors
-from jengine.serving.grpc.server import SERVICES, Built, build_server
+from jengine.serving.grpc.server import SERVICES, BuiltServer, build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.logs.status_log import write_status
@@ -92,7 +92,7 @@ class ServerApp:
         self.reloads: list[Callable[[], None]] = []
         self._begun, self._ready, self._stopping = time.monotonic(), False, False
         self._engine: EngineProcess
-        self._built: Built
+        self._built: BuiltServer
         self._supervisor = Supervisor(name, self._make, on_state=self._changed)
         self._front: HttpFront | None = None
         self._showing: set[asyncio.Task[None]] = set()

@@ -18,7 +18,7 @@ import pytest
 
 from jengine import InvalidArgument, SamplingParams
 from jengine.api.chat import chat_prompt
-from jengine.commands.chat import Chat, LocalModel
+from jengine.commands.chat import Conversation, LocalModel
 from jengine.core.request import CompletionOutput, RequestOutput
 from jengine.text.chat_template import ChatTemplate
 from jengine.text.tokenizer import Tokenizer
@@ -64,8 +64,8 @@ def llm() -> StandIn:
     return StandIn(ChatTemplate(TEMPLATE, {}))
 
 
-def chat_with(llm: StandIn, system: str | None = None, **params: Any) -> Chat:
-    return Chat(LocalModel(llm), SamplingParams(**params), system, SimpleNamespace(interrupted=False))  # type: ignore[arg-type]
+def chat_with(llm: StandIn, system: str | None = None, **params: Any) -> Conversation:
+    return Conversation(LocalModel(llm), SamplingParams(**params), system, SimpleNamespace(interrupted=False))  # type: ignore[arg-type]
 
 
 def test_the_conversation_so_far_is_the_prompt(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:

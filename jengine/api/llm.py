@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
 from jengine.api.engine_methods import EngineMethods
-from jengine.api.llm_beams import BeamSearches
-from jengine.api.llm_embeddings import Embeddings
+from jengine.api.llm_beams import LLMBeams
+from jengine.api.llm_embeddings import LLMEmbeddings
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
-from jengine.api.shared_engine import Call, SharedEngine
+from jengine.api.shared_engine import SharedEngine, ThreadCall
 from jengine.api.vllm_methods import VllmMethods
 from jengine.base.checks import check_whole
 from jengine.base.display import Summary, counted
@@ -40,7 +40,7 @@ class LLMChatOptions(ChatOptions, BatchLevelOptions, total=False):
     """LLM.chat's keywords."""
 
 
-class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
+class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own
@@ -297,7 +297,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
 
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
         """Returns the outputs of these requests when all have ended."""
-        call = Call()
+        call = ThreadCall()
         try:
             self._shared.open(call, work)
             with progress_bar(total=len(work), desc=desc, unit="request", show=show) as bar:
@@ -330,7 +330,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
             level.apply(requests)
         return requests
 
-    def _finish(self, call: Call, bar: Any) -> None:
+    def _finish(self, call: ThreadCall, bar: Any) -> None:
         """Works until all outputs have ended."""
         left, tokens, start = len(call.outputs), 0, time.perf_counter()
         while left:
@@ -342,7 +342,7 @@ class LLM(Embeddings, BeamSearches, EngineMethods, VllmMethods):
 
     def _follow(self, requests: list[Request]) -> Generator[RequestOutput]:
         """Yields a prompt's output whenever it has grown, also when other threads step the engine."""
-        call, ended, shown = Call(each_token=True), False, 0
+        call, ended, shown = ThreadCall(each_token=True), False, 0
         try:
             self._shared.open(call, [requests])
             while not ended:

@@ -16,7 +16,7 @@ from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 
 
-class BeamSearches(ABC):
+class LLMBeams(ABC):
     """The part of LLM that does beam search, in the same batches and cache as all other requests."""
 
     tokenizer: Tokenizer

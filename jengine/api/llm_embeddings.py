@@ -16,7 +16,7 @@ from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 
 
-class Embeddings(ABC):
+class LLMEmbeddings(ABC):
     """The part of LLM that embeds and scores. Its requests share batches and cache with those that
     generate.
     """

@@ -33,7 +33,7 @@ def _closed_gate() -> threading.Lock:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ThreadCall:
     """The requests of one call in one thread.
 
     Attributes:
@@ -85,10 +85,10 @@ class SharedEngine:
         self._step_lock = threading.RLock()  # held during a step
         self._stepping = False
         self._orders: deque[Callable[[], object]] = deque()  # calls to the engine, run after its current step
-        self._leader: Call | None = None
-        self._asleep: dict[Call, None] = {}
-        self._calls: dict[str, Call] = {}  # by the id of each unfinished output
-        self._given_up: deque[Call] = deque()  # to be closed at the end of the change
+        self._leader: ThreadCall | None = None
+        self._asleep: dict[ThreadCall, None] = {}
+        self._calls: dict[str, ThreadCall] = {}  # by the id of each unfinished output
+        self._given_up: deque[ThreadCall] = deque()  # to be closed at the end of the change
 
     @property
     def engine(self) -> Engine:
@@ -106,7 +106,7 @@ class SharedEngine:
 
     # --- calls; each must be closed in all cases -------------------------------------------------
 
-    def open(self, call: Call, work: list[list[Request]]) -> None:
+    def open(self, call: ThreadCall, work: list[list[Request]]) -> None:
         """Queues requests, by prompt, that `limits` has accepted."""
         check_process(self._pid)
         with uninterrupted(), self._change():
@@ -117,7 +117,7 @@ class SharedEngine:
                 call.outputs.append(output)
                 self._order(partial(self.engine.add, *requests))
 
-    def take(self, call: Call) -> list[RequestOutput]:
+    def take(self, call: ThreadCall) -> list[RequestOutput]:
         """Waits for, and returns, outputs of a call that have ended or, with `each_token`, grown since the
         last call.
 
@@ -142,7 +142,7 @@ class SharedEngine:
             EngineDead: the engine has stopped, or was closed.
         """
         check_process(self._pid)
-        call = Call()
+        call = ThreadCall()
         answer: Future[T] = Future()
 
         def attempt() -> None:
@@ -168,7 +168,7 @@ class SharedEngine:
                 self._asleep.pop(call, None)
         return answer.result()
 
-    def close(self, call: Call) -> None:
+    def close(self, call: ThreadCall) -> None:
         """Aborts the unfinished requests of a call. If nothing else runs, the engine is idle afterwards."""
         if os.getpid() != self._pid:
             return
@@ -205,7 +205,7 @@ class SharedEngine:
 
     # --- stepping ---------------------------------------------------------------------------------
 
-    def _turn(self, call: Call) -> list[RequestOutput] | None:
+    def _turn(self, call: ThreadCall) -> list[RequestOutput] | None:
         """Returns news. If there are none, runs a step, or returns None to sleep while another thread
         leads.
         """
@@ -221,7 +221,7 @@ class SharedEngine:
         self._step()
         return []
 
-    def _awaits(self, call: Call, answer: Future[Any]) -> bool:
+    def _awaits(self, call: ThreadCall, answer: Future[Any]) -> bool:
         """Whether there is no answer yet. Then the call's thread must sleep."""
         with uninterrupted(), self._change():
             if answer.done():
@@ -230,7 +230,7 @@ class SharedEngine:
             self._asleep[call] = None
             return True
 
-    def _begin_reading(self, call: Call) -> bool:
+    def _begin_reading(self, call: ThreadCall) -> bool:
         """Becomes the leader if there are unread steps that no request waits for. Returns whether it did."""
         with self._change():
             engine = self._engine
@@ -298,7 +298,7 @@ class SharedEngine:
                     self._wake(next(iter(self._asleep)))
                 self._changing = False
 
-    def _abort(self, call: Call) -> None:
+    def _abort(self, call: ThreadCall) -> None:
         self._asleep.pop(call, None)
         self._resign(call)
         for output in call.outputs:
@@ -308,7 +308,7 @@ class SharedEngine:
                 call.show(output)
         self._pass_on()
 
-    def _resign(self, call: Call) -> None:
+    def _resign(self, call: ThreadCall) -> None:
         if self._leader is call:
             self._leader = None
 
@@ -327,7 +327,7 @@ class SharedEngine:
         else:
             order()
 
-    def _wake(self, *calls: Call) -> None:
+    def _wake(self, *calls: ThreadCall) -> None:
         for call in calls:
             if call in self._asleep:
                 del self._asleep[call]

@@ -14,7 +14,7 @@ import numpy as np
 
 from jengine.base.errors import ModelError
 from jengine.base.gguf_file import GgufFile, GgufTensor, dequantized, open_gguf
-from jengine.checkpoints.stored import Groups, StoredTensor, Tensor
+from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor
 from jengine.models.config_parts import StoredWeights
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name -> model_type
@@ -204,7 +204,7 @@ def _tensor(tensor: GgufTensor, heads: int) -> np.ndarray | StoredTensor:
     )
 
 
-def _four_bits(rows: np.ndarray, kind: str) -> Groups:
+def _four_bits(rows: np.ndarray, kind: str) -> GroupedValues:
     """Blocks of 32 numbers, or of 256 with a scale and an offset for each 32."""
     blocks = np.ascontiguousarray(rows).reshape(
         rows.shape[0], -1, {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}[kind]
@@ -227,4 +227,4 @@ def _four_bits(rows: np.ndarray, kind: str) -> Groups:
         offset = half(2)[..., None] if kind == "Q4_1" else -8 * scale
     values = np.stack([packed & 15, packed >> 4], -2).reshape(rows.shape[0], -1).astype(np.int8) - np.int8(8)
     by_group = [x.reshape(rows.shape[0], -1).astype(np.float32) for x in (scale, offset + 8 * scale)]
-    return Groups(values, by_group[0], None if kind == "Q4_0" else by_group[1], (1, GROUP))
+    return GroupedValues(values, by_group[0], None if kind == "Q4_0" else by_group[1], (1, GROUP))

@@ -1,8 +1,8 @@
 """Quantized checkpoints in Hugging Face's layout with a quantization_config: AWQ, GPTQ, compressed-tensors,
 FP8, MXFP4.
 
-All are read into `stored.Groups`. Settings for quantized activations are ignored, since an engine's own
-option determines these.
+All are read into `stored.GroupedValues`. Settings for quantized activations are ignored, since an engine's
+own option determines these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from jengine.base.errors import ModelError
 from jengine.checkpoints.quantization_config import config_groups
-from jengine.checkpoints.stored import Groups, StoredTensor, Tensor, dense
+from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
 from pallas_kernels.int4 import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
@@ -112,14 +112,14 @@ def _by_input(
     """
     group = -(-shape[1] // scales.shape[0])
 
-    def read() -> Groups:
+    def read() -> GroupedValues:
         scale = scales.astype(np.float32)
         offset = (middle - zeros()) * scale
         per_group = group
         if index is not None and not np.array_equal(index, np.arange(shape[1]) // group):
             scale, offset, per_group = scale[index], offset[index], 1
         values = (numbers() - middle).astype(np.int8)
-        return Groups(
+        return GroupedValues(
             np.ascontiguousarray(values.T), scale.T, offset.T if offset.any() else None, (1, per_group)
         )
 
@@ -138,7 +138,7 @@ def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> S
     middle = 2 ** (bits - 1)
     shape = words.shape[0], words.shape[1] * 32 // bits
 
-    def read() -> Groups:
+    def read() -> GroupedValues:
         wide, group = scale.astype(np.float32), shape[1] // scale.shape[1]
         offset = None
         if zeros is not None:  # words hold the zero points of consecutive outputs
@@ -147,7 +147,7 @@ def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> S
         if index is not None and not np.array_equal(index, np.arange(shape[1]) // group):
             wide, offset, group = wide[:, index], None if offset is None else offset[:, index], 1
         values = (_fields(words, bits).reshape(shape) - middle).astype(np.int8)
-        return Groups(values, wide, offset, (1, group))
+        return GroupedValues(values, wide, offset, (1, group))
 
     return StoredTensor(shape, read)
 
@@ -162,7 +162,7 @@ def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Store
         block = block or group["weights"].get("block_structure")
     rows, columns = values.shape
 
-    def read() -> Groups:
+    def read() -> GroupedValues:
         wide = scale.astype(np.float32).reshape(
             scale.shape[0] if scale.ndim == 2 else -1, scale.shape[1] if scale.ndim == 2 else 1
         )
@@ -170,7 +170,7 @@ def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Store
         if block and wide.shape == (-(-rows // block[0]), -(-columns // block[1])):
             each = int(block[0]), int(block[1])  # the last blocks may be smaller
         offset = None if zeros is None else -zeros.astype(np.float32).reshape(wide.shape) * wide
-        return Groups(values, wide, offset, each)
+        return GroupedValues(values, wide, offset, each)
 
     return StoredTensor((rows, columns), read)
 
@@ -196,12 +196,12 @@ class _Experts(StoredTensor):
         inputs = math.prod(blocks.shape[2:]) * 2
         table = np.array([*E2M1, *(-n for n in E2M1)], np.int8)
 
-        def read() -> Groups:
+        def read() -> GroupedValues:
             bytes_ = blocks.reshape(experts * outs, -1)
             values = table[np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)].reshape(experts * outs, inputs)
             # the numbers are stored doubled
             halved = np.ldexp(np.float32(1), scales.reshape(experts * outs, -1).astype(np.int32) - 128)
-            return Groups(values, halved.astype(np.float32), None, (1, inputs // scales.shape[-1]))
+            return GroupedValues(values, halved.astype(np.float32), None, (1, inputs // scales.shape[-1]))
 
         super().__init__((experts, inputs, outs), read)
 

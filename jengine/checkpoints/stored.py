@@ -16,7 +16,7 @@ BLOCK = 1 << 18  # numbers that are converted at a time
 
 
 @dataclass(frozen=True)
-class Groups:
+class GroupedValues:
     """Represents values * scale + offset.
 
     A zero point z of a group is the offset -z * scale.
@@ -49,7 +49,7 @@ class Groups:
         """Scales [out], if each output has one or all share one."""
         return np.asarray(np.repeat(self.scale[:, 0], self.block[0])[: self.values.shape[0]])
 
-    def by_group(self, group: int) -> Groups:
+    def by_group(self, group: int) -> GroupedValues:
         """The same with a scale for each output and group of inputs; blocks must be multiples of the
         group.
         """
@@ -59,7 +59,7 @@ class Groups:
             taller = np.repeat(by_block, self.block[0], 0)[:rows]
             return np.repeat(taller, self.block[1] // group, 1)[:, : -(-columns // group)]
 
-        return Groups(
+        return GroupedValues(
             self.values, cut(self.scale), None if self.offset is None else cut(self.offset), (1, group)
         )
 
@@ -76,7 +76,7 @@ class StoredTensor:
     def __init__(
         self,
         shape: tuple[int, ...],
-        read: Callable[[], Groups | np.ndarray],
+        read: Callable[[], GroupedValues | np.ndarray],
         rows: Callable[[slice], np.ndarray] | None = None,
     ) -> None:
         """
@@ -86,15 +86,15 @@ class StoredTensor:
         """
         self.shape, self.read, self.rows = shape, read, rows
 
-    def groups(self) -> Groups:
+    def groups(self) -> GroupedValues:
         found = self.read()
-        assert isinstance(found, Groups)
+        assert isinstance(found, GroupedValues)
         return found
 
     def dense(self) -> np.ndarray:
         """The unquantized array, as float32 or in the file's dtype."""
         found = self.read()
-        return found.dense() if isinstance(found, Groups) else found
+        return found.dense() if isinstance(found, GroupedValues) else found
 
     def fill(self, out: np.ndarray) -> None:
         """Writes the unquantized array to `out`, of any dtype, a few rows at a time if possible, which needs

@@ -26,7 +26,7 @@ from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, 
 from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
-from jengine.checkpoints.stored import Groups, StoredTensor, Tensor, dense
+from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
 from jengine.models import Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.family import TextPart
@@ -147,11 +147,11 @@ def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str,
     numbers, scale = target.parts
     source = tuple(piece._replace(transposed=False) for piece in source)  # groups are always [out, in]
     group = target.group
-    found: dict[str, Groups] = {}
+    found: dict[str, GroupedValues] = {}
     for piece in source:
         tensor = tensors[piece.name]
         if not isinstance(tensor.array, StoredTensor) or not isinstance(
-            groups := tensor.array.read(), Groups
+            groups := tensor.array.read(), GroupedValues
         ):
             raise ModelError(
                 "is not stored as the configuration says: it is not quantized",
@@ -161,7 +161,7 @@ def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str,
         found[piece.name] = groups if group is None else groups.by_group(group)
 
     def whole(
-        target: jax.ShapeDtypeStruct, part: Callable[[Groups], np.ndarray], pieces: tuple[Piece, ...]
+        target: jax.ShapeDtypeStruct, part: Callable[[GroupedValues], np.ndarray], pieces: tuple[Piece, ...]
     ) -> np.ndarray:
         return assemble(
             target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()}

@@ -19,8 +19,8 @@ from jengine.commands.batch_files import STDOUT, Output
 from jengine.commands.batch_lines import JsonLines, Line, Source, numbered, read_again
 from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
 from jengine.commands.batch_order import ordered
-from jengine.commands.batch_records import Form, Record
-from jengine.commands.batch_tables import Table
+from jengine.commands.batch_records import Record, RecordFormat
+from jengine.commands.batch_tables import BatchTable
 from jengine.commands.flags import engine_fields, flag_values, sampling_fields
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ has failed; --retry-errors answers these lines again.
 class _Tally:
     """Counts of finished lines, and the progress bar."""
 
-    def __init__(self, form: Form, total: int | None, before: int, quiet: bool) -> None:
+    def __init__(self, form: RecordFormat, total: int | None, before: int, quiet: bool) -> None:
         self._form = form
         self.start, self.answered, self.failed, self.tokens = time.monotonic(), 0, 0, 0
         self.bar = progress_bar(
@@ -128,7 +128,7 @@ def _source(options: argparse.Namespace) -> Source:
         form = path.suffix.removeprefix(".")
     if form in ("parquet", "csv"):
         _only_with(options, "openai", ("served_model_name",))
-        return Table(path, form, options.prompt_column, sampling_fields(options))
+        return BatchTable(path, form, options.prompt_column, sampling_fields(options))
     _only_with(options, "parquet or csv", ("prompt_column",))
     raw = numbered(path)
     first = next(raw, None)

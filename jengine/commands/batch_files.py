@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Protocol
 
 from jengine import InvalidArgument, JengineError
-from jengine.commands.batch_records import OWN, Form, Key, Record
+from jengine.commands.batch_records import OWN, Key, Record, RecordFormat
 from jengine.commands.terminal import write
 
 STDOUT = Path("-")
@@ -48,7 +48,7 @@ class Output(Protocol):
     ) -> None: ...
 
 
-def output_of(path: Path, form: Form) -> Output:
+def output_of(path: Path, form: RecordFormat) -> Output:
     """The output for records that are lines of JSON."""
     return Stdout() if path == STDOUT else OutputFile(path, form)
 
@@ -89,7 +89,7 @@ class OutputFile:
         JengineError: later, if the disk is full.
     """
 
-    def __init__(self, path: Path, form: Form = OWN) -> None:
+    def __init__(self, path: Path, form: RecordFormat = OWN) -> None:
         self.done: set[Key] = set()
         self.failed = 0
         self._path, self._form = path, form

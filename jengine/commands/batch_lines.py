@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 from jengine import InvalidArgument, JengineError, ModelError, RequestOutput, SamplingParams
 from jengine.api.chat import ChatOptions
 from jengine.commands.batch_files import Output, output_of
-from jengine.commands.batch_records import OWN, Form, Key, Record
+from jengine.commands.batch_records import OWN, Key, Record, RecordFormat
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM
@@ -62,7 +62,7 @@ Answer = Callable[[Line], Awaitable[Record]]
 class Source(Protocol):
     """A file of requests."""
 
-    form: Form
+    form: RecordFormat
 
     def count(self) -> int | None:
         """Number of requests; None if the file can be read only once."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jengine import EngineDead, InvalidArgument, JengineError
 from jengine.commands.batch_files import Output, output_of
 from jengine.commands.batch_lines import Answer, Line, count_lines, excerpt, json_object, unique
-from jengine.commands.batch_records import Form, Key, Record
+from jengine.commands.batch_records import Key, Record, RecordFormat
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM
@@ -38,7 +38,7 @@ def _error(record: Record) -> str | None:
     return None
 
 
-OPENAI = Form(
+OPENAI = RecordFormat(
     start=json.dumps({"id": ID})[:-2].encode(),
     key=_key,
     error=_error,

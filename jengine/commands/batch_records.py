@@ -9,7 +9,7 @@ Key = tuple[str, str | int]  # ("id", a request's own id) or ("line", its number
 Record = dict[str, Any]
 
 
-class Form(NamedTuple):
+class RecordFormat(NamedTuple):
     """How records of the output are parsed.
 
     Attributes:
@@ -29,7 +29,7 @@ def _key(record: Record) -> Key:
     return ("id", record["id"]) if "id" in record else ("line", record["line"])
 
 
-OWN = Form(
+OWN = RecordFormat(
     start=b'{"line": ',
     key=_key,
     error=lambda record: record.get("error"),

@@ -27,7 +27,7 @@ SAMPLING = "sampling_params"  # a column with each row's parameters
 JOURNAL, JOINING = ".journal", ".joining"  # suffixes of files beside the output, until it is complete
 
 
-class Table:
+class BatchTable:
     """A Source. A row is identified by its number.
 
     Args:
@@ -158,7 +158,7 @@ class OutputTable(OutputFile):
     written to a temporary file and renamed. Rows of an existing table are not answered again.
     """
 
-    def __init__(self, path: Path, table: Table) -> None:
+    def __init__(self, path: Path, table: BatchTable) -> None:
         self._target, self._table = path, table
         if path.is_dir():
             raise InvalidArgument("output", str(path), "cannot be written: Is a directory")

@@ -17,7 +17,7 @@ from jengine.commands.flags import add_engine, engine_fields
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
-    from jengine.capacity.bench.endpoints import Endpoint
+    from jengine.capacity.bench.endpoints import ServerUnderTest
     from jengine.capacity.bench.workload import BenchRequest
 
 BACKENDS = ("openai", "openai-chat", "jengine")
@@ -338,7 +338,7 @@ async def _driven(options: argparse.Namespace) -> Any:
         await endpoint.close()
 
 
-async def _reached(endpoint: Endpoint, options: argparse.Namespace) -> None:
+async def _reached(endpoint: ServerUnderTest, options: argparse.Namespace) -> None:
     """Raises InvalidArgument if there is no server, before thousands of requests fail."""
     try:
         await endpoint.reach()
@@ -347,7 +347,7 @@ async def _reached(endpoint: Endpoint, options: argparse.Namespace) -> None:
         raise InvalidArgument("base_url", where, f"nothing answers there: {error}") from None
 
 
-def _endpoint(options: argparse.Namespace) -> Endpoint:
+def _endpoint(options: argparse.Namespace) -> ServerUnderTest:
     from jengine.capacity.bench.endpoints import JengineEndpoint, OpenAIEndpoint
 
     given = client_options(options)

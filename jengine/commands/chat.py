@@ -77,7 +77,7 @@ def _chat(options: argparse.Namespace) -> None:
         return
     model = _local(options) if options.server is None else _served(options)
     keyboard = Keyboard()
-    chat = Chat(model, params, options.system, keyboard)
+    chat = Conversation(model, params, options.system, keyboard)
     if not options.quiet:
         if model.continues:
             note("The model has no chat template: it continues the text that you begin.")
@@ -91,7 +91,7 @@ def _chat(options: argparse.Namespace) -> None:
             chat.send(message)
 
 
-def _local(options: argparse.Namespace) -> Model:
+def _local(options: argparse.Namespace) -> ChatModel:
     useless = [name for name in CONNECTION if getattr(options, name)]
     if useless:
         raise InvalidArgument(useless[0], getattr(options, useless[0]), "can only be used with --server")
@@ -102,16 +102,16 @@ def _local(options: argparse.Namespace) -> Model:
     return LocalModel(LLM(options.model, progress=not options.quiet, **engine_options))
 
 
-def _served(options: argparse.Namespace) -> Model:
+def _served(options: argparse.Namespace) -> ChatModel:
     for name, value in flag_values(options, EngineConfig, skip=ENGINE_SKIPS).items():
         raise InvalidArgument(name, value, "is an engine option: pass it to `jengine serve`")
-    return ServedModel(connect(options.server, options))
+    return RemoteModel(connect(options.server, options))
 
 
 # --- models -------------------------------------------------------------------------------------
 
 
-class Model(Protocol):
+class ChatModel(Protocol):
     """A model that answers messages.
 
     Attributes:
@@ -166,7 +166,7 @@ class LocalModel:
                 seen = len(whole.text)
 
 
-class ServedModel:
+class RemoteModel:
     """A server's model."""
 
     waits = True
@@ -242,10 +242,12 @@ class Keyboard:
             raise KeyboardInterrupt
 
 
-class Chat:
+class Conversation:
     """One conversation."""
 
-    def __init__(self, model: Model, params: SamplingParams, system: str | None, keyboard: Keyboard) -> None:
+    def __init__(
+        self, model: ChatModel, params: SamplingParams, system: str | None, keyboard: Keyboard
+    ) -> None:
         self.model, self.params, self.keyboard = model, params, keyboard
         self.messages: Messages = []
         self.begin(system)

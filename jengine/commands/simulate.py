@@ -17,7 +17,7 @@ from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
     from jengine.capacity.simulation.summary import Targets
-    from jengine.capacity.simulation.trace import Trace
+    from jengine.capacity.simulation.trace import RequestTrace
 
 SAMPLERS: dict[str, dict[str, Any]] = {  # sampling parameters of all requests, by the sampler that they need
     "greedy": {"temperature": 0.0},
@@ -100,7 +100,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def trace_from_flags(options: argparse.Namespace) -> Trace:
+def trace_from_flags(options: argparse.Namespace) -> RequestTrace:
     """The trace, with the given changes."""
     import numpy as np
 

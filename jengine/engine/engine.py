@@ -37,7 +37,7 @@ from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.insight.recording.totals import StepTotals
 from jengine.insight.recording.trace import Trace
 from jengine.models.config import ModelConfig
-from jengine.scheduling.forecasts.expectations import Outlook
+from jengine.scheduling.forecasts.expectations import FirstTokenOutlook
 from jengine.scheduling.promises.acceptance import REJECTED
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
@@ -93,7 +93,7 @@ class Engine:
         self._num_programs = num_programs
         self._masks = MaskThread(MASK_SECONDS)
         self._compiles_at_start = compile_count()
-        self._outlook, self._reports = Outlook(scheduler), Reports()
+        self._outlook, self._reports = FirstTokenOutlook(scheduler), Reports()
         self._last_totals = StepTotals()
         self._recorder = recorder
         note_engine(self)

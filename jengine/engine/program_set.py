@@ -12,7 +12,7 @@ from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.engine.devices import process_root
 from jengine.engine.measure import measure
-from jengine.engine.saved_costs import SavedCosts
+from jengine.engine.saved_costs import CostsFile
 from jengine.execution.background import BackgroundPrograms
 from jengine.execution.memory import check_room
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
@@ -81,7 +81,7 @@ class ProgramSet:
         ready = ReadyPrograms(
             spec.table, [key for key in self.keys if key in self.programs and not isinstance(key, str)]
         )
-        saved = SavedCosts(self._root, spec.fingerprint())
+        saved = CostsFile(self._root, spec.fingerprint())
         costs = saved.load(spec.table) or StepCosts(spec.table)
         unmeasured = any(key not in costs.known for key in ready.trunks()) or (
             spec.host_pages and costs.swaps is None
@@ -112,4 +112,4 @@ def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:
     Args:
         config, spec: as returned by `describe_engine`.
     """
-    return SavedCosts(process_root(config), spec.fingerprint()).load(spec.table)
+    return CostsFile(process_root(config), spec.fingerprint()).load(spec.table)

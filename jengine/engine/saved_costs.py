@@ -16,7 +16,7 @@ from jengine.table.program_table import ProgramTable
 log = logging.getLogger("jengine")
 
 
-class SavedCosts:
+class CostsFile:
     """A file of costs, written atomically. If several engines run, the last writer wins.
 
     Args:

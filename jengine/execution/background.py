@@ -15,7 +15,7 @@ from jengine.execution.programs import Programs
 log = logging.getLogger("jengine")
 
 
-class Reports(Protocol):
+class ReportLink(Protocol):
     """The part of a link that is needed here; see parallel/link.py."""
 
     def report(self, count: int) -> None: ...
@@ -34,7 +34,7 @@ class BackgroundPrograms:
         keys: all keys of the table, in order. Those that `programs` already has come first.
     """
 
-    def __init__(self, programs: Programs, keys: Sequence[Key], link: Reports, *, threads: int) -> None:
+    def __init__(self, programs: Programs, keys: Sequence[Key], link: ReportLink, *, threads: int) -> None:
         self.keys = [*keys]
         self._programs, self._link, self._threads = programs, link, threads
         self._count = next((at for at, key in enumerate(self.keys) if key not in programs), len(self.keys))

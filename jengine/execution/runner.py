@@ -16,7 +16,7 @@ import numpy as np
 from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch import BatchLayout
 from jengine.execution.burst import pack_burst
-from jengine.execution.kinds import AFTER, BEFORE, FORGET, KINDS, STAGE, TRUNK, Call, Key
+from jengine.execution.kinds import AFTER, BEFORE, FORGET, KINDS, STAGE, TRUNK, DeviceCall, Key
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
@@ -96,14 +96,14 @@ class Runner:
             return self.sample(self.begin(plan))
         layout = self._prepare(plan)
         started = time.perf_counter()
-        return InFlight(plan, self._make(Call(plan.burst, pack_burst(layout, plan))), started=started)
+        return InFlight(plan, self._make(DeviceCall(plan.burst, pack_burst(layout, plan))), started=started)
 
     def begin(self, plan: StepPlan) -> PendingSample:
         """Starts a step's trunk and the programs that belong to it."""
         layout = self._prepare(plan)
         packed = layout.pack(plan)
         started = time.perf_counter()
-        self._make(Call(plan.trunk, packed))
+        self._make(DeviceCall(plan.trunk, packed))
         tiles = {
             kind.name: self._make(call) for kind in AFTER for call in kind.calls(self.spec, layout, plan)
         }
@@ -118,8 +118,8 @@ class Runner:
         return layout
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
-        """Starts the sampler of the step begun last. mask: see Call."""
-        return InFlight(step.plan, self._make(Call(step.plan.sampler, mask)), step.tiles, step.started)
+        """Starts the sampler of the step begun last. mask: see DeviceCall."""
+        return InFlight(step.plan, self._make(DeviceCall(step.plan.sampler, mask)), step.tiles, step.started)
 
     def read(self, step: InFlight) -> StepResult:
         """Waits for a step's tokens."""
@@ -143,7 +143,7 @@ class Runner:
         for fills in batched(swaps.fills, SWAPS):
             self._make(swap_call("fill", [(place, page) for _, place, page in fills]))
         if swaps.fetches:
-            arrays = jax.tree.leaves(self._make(Call(STAGE.name, np.array(swaps.fetches, np.int32).T)))
+            arrays = jax.tree.leaves(self._make(DeviceCall(STAGE.name, np.array(swaps.fetches, np.int32).T)))
             self._staging.append(UnderWay([place for _, place in swaps.fetches], arrays))
 
     def swapped(self) -> tuple[list[int], list[int]]:
@@ -164,7 +164,7 @@ class Runner:
             self._link.wait(lambda: first.there)
             jax.block_until_ready(first.arrays)
 
-    def _make(self, call: Call) -> Any:
+    def _make(self, call: DeviceCall) -> Any:
         if not isinstance(self._link, SingleProcess):
             self._link.broadcast(encode(call))
         with self._explained():
@@ -206,7 +206,7 @@ class Runner:
 
     def forget(self) -> None:
         """Frees the counts until a request needs them."""
-        self._make(Call(FORGET.name))
+        self._make(DeviceCall(FORGET.name))
 
     def check(self, ready: ReadyPrograms) -> None:
         """Runs the cheapest step once. Enough for programs that another process has already warmed up."""

@@ -8,23 +8,23 @@ import msgspec
 import numpy as np
 
 from jengine.execution.device_state import DeviceState
-from jengine.execution.kinds import Call, call_kind, named
+from jengine.execution.kinds import DeviceCall, call_kind, named
 from jengine.execution.memory import device_bytes
 from jengine.execution.programs import Programs
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Params
 
 
-def encode(call: Call) -> bytes:
+def encode(call: DeviceCall) -> bytes:
     """A call for other processes."""
     array = None if call.array is None else (call.array.dtype.str, call.array.shape, call.array.tobytes())
     return msgspec.msgpack.encode((call_kind(call.key).name, call.key, array))
 
 
-def decode(frame: bytes) -> Call:
+def decode(frame: bytes) -> DeviceCall:
     """The call of a frame."""
     name, key, array = msgspec.msgpack.decode(frame)
-    return Call(
+    return DeviceCall(
         msgspec.convert(key, named(name).key),
         None if array is None else np.frombuffer(array[2], array[0]).reshape(array[1]),
     )
@@ -37,7 +37,7 @@ class Worker:
         self.spec, self.programs = spec, programs
         self.state = DeviceState(spec, programs, params)
 
-    def execute(self, call: Call) -> Any:
+    def execute(self, call: DeviceCall) -> Any:
         """Executes a call without waiting for its result; see `CallKind.run`."""
         return call_kind(call.key).run(self.state, call.key, call.array)
 

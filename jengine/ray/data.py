@@ -117,7 +117,7 @@ def build_processor(
             dataset = dataset.map(preprocess)
         options = {"accelerator_type": config.accelerator_type, "runtime_env": config.runtime_env}
         dataset = dataset.map_batches(
-            Worker,
+            BatchWorker,
             fn_constructor_args=(config, chat_template_kwargs, make_llm),
             batch_size=config.batch_size,
             batch_format="pyarrow",
@@ -137,7 +137,7 @@ def _make_llm(config: ProcessorConfig) -> AsyncLLM:
     return AsyncLLM(config.model_source, progress=False, **config.engine_kwargs)
 
 
-class Worker:
+class BatchWorker:
     """An actor. Returns each batch complete and in order, so that Ray can repeat the tasks of a worker that
     died.
     """

@@ -128,7 +128,7 @@ def build_app(
                 policy_kwargs={"target": config.target_tokens},
             ),
         ),
-    )(Engine)
+    )(EngineReplica)
     front = serve.deployment(
         name="front",
         num_replicas=config.front_replicas,
@@ -150,7 +150,7 @@ def app(args: dict[str, str]) -> serve.Application:
     return build_app(ServeConfig(**options))
 
 
-class Engine:
+class EngineReplica:
     """A replica: an engine, and the ASGI application on top of it."""
 
     def __init__(

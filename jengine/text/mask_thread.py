@@ -28,7 +28,7 @@ class MaskThread:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._worker: _Worker | None = None
+        self._worker: _MaskWorker | None = None
 
     def run(self, calls: Sequence[Call]) -> dict[int, Exception]:
         """Makes these calls. Returns the exceptions that they raised, by index."""
@@ -48,13 +48,13 @@ class MaskThread:
                 return failures
         return failures
 
-    def _started(self) -> _Worker:
-        worker = self._worker = _Worker()
+    def _started(self) -> _MaskWorker:
+        worker = self._worker = _MaskWorker()
         weakref.finalize(self, worker.inbox.put, None)  # ends the thread when it is idle
         return worker
 
 
-class _Worker:
+class _MaskWorker:
     """A thread, and the clock that measures its calls."""
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ def packed_bytes(rows: int, size: int, x: str) -> int:
     return -(-rows // SIDE) * -(-size * SIZES[x] // LINE) * SIDE * LINE
 
 
-class Operands(NamedTuple):
+class TileOperands(NamedTuple):
     """Arguments of a function that multiplies a block: addresses, and int64.
 
     Attributes:
@@ -131,7 +131,7 @@ def _multiply(code: Code, of_bytes: bool) -> None:
         code.loop(0, rows, 2 * SIDE) as row,
     ):
         o = (unit * OUTS).least(count - OUTS)  # the last may overlap: both compute equal results
-        given = Operands(
+        given = TileOperands(
             packed=packed + row // SIDE * strip,
             strip=strip,
             weight=weight + o * row_bytes,
@@ -156,7 +156,7 @@ def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
     """Writes a function with this name and Operands, which multiplies OUTS outputs by one or two blocks of
     rows.
     """
-    given = Operands(*code.function(name, KINDS))
+    given = TileOperands(*code.function(name, KINDS))
     whole = given.row_bytes.rounded_down(LINE)
     rest = given.row_bytes - whole
     # register, half of the outputs, block
@@ -203,7 +203,7 @@ def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
                 _store(code, given, own, n, values, of_bytes)
 
 
-def _store(code: Code, given: Operands, row: int, half: int, values: Value, of_bytes: bool) -> None:
+def _store(code: Code, given: TileOperands, row: int, half: int, values: Value, of_bytes: bool) -> None:
     """Stores a row's sums for one half of the outputs."""
     if of_bytes:
         values = values.to(vector(F32, SIDE)) * code.load(F32, given.row_scale + row * 4, 4).splat(SIDE)

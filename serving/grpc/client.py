@@ -15,9 +15,9 @@ import msgspec
 from jengine import GenerationParams, InvalidArgument, Profile, ProfileOptions, Trace, uninterrupted
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from jengine.serving.grpc.client_errors import Attempts, Retries, ServerError, Waiting, exception_of
+from jengine.serving.grpc.client_errors import Attempts, Retries, ServerError, StartWait, exception_of
 from jengine.serving.grpc.client_messages import (
-    Call,
+    CallOptions,
     Messages,
     OutputReader,
     Prompt,
@@ -144,7 +144,9 @@ class Client(_Connection):
         self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
     ) -> ServedOutput:
         """Complete one prompt."""
-        return self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
+        return self._whole(
+            self._stub.Generate, generate_request(prompt, CallOptions.of(sampling_params, options))
+        )
 
     def stream(
         self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
@@ -155,20 +157,22 @@ class Client(_Connection):
         every completion's finish_reason and the usage. Closing the iterator early aborts the request.
         """
         return self._news(
-            self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options))
+            self._stub.GenerateStream, generate_request(prompt, CallOptions.of(sampling_params, options))
         )
 
     def chat(
         self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
     ) -> ServedOutput:
         """Answer one conversation, with the model's chat template."""
-        return self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
+        return self._whole(self._stub.Chat, chat_request(messages, CallOptions.of(sampling_params, options)))
 
     def chat_stream(
         self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
     ) -> Generator[ServedOutput]:
         """Answer one conversation and stream the answer, as `stream`."""
-        return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
+        return self._news(
+            self._stub.ChatStream, chat_request(messages, CallOptions.of(sampling_params, options))
+        )
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with sending("text", text):
@@ -205,7 +209,7 @@ class Client(_Connection):
             ServerError: it is not ready in time, or cannot be reached.
         """
         self._call(
-            self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress)
+            self._stub.GetModel, pb.GetModelRequest(), SHORT, StartWait(self._retries, timeout, progress)
         )
 
     def load(self) -> pb.GetLoadResponse:
@@ -268,7 +272,7 @@ class Client(_Connection):
         method: Callable[..., Any],
         request: Any,
         deadline: float | None,
-        attempts: Attempts | Waiting | None = None,
+        attempts: Attempts | StartWait | None = None,
     ) -> Any:
         attempts = attempts or Attempts(self._retries)
         while True:
@@ -316,25 +320,29 @@ class AsyncClient(_Connection):
         self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
     ) -> ServedOutput:
         return await self._whole(
-            self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options))
+            self._stub.Generate, generate_request(prompt, CallOptions.of(sampling_params, options))
         )
 
     def stream(
         self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
     ) -> AsyncGenerator[ServedOutput]:
         return self._news(
-            self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options))
+            self._stub.GenerateStream, generate_request(prompt, CallOptions.of(sampling_params, options))
         )
 
     async def chat(
         self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
     ) -> ServedOutput:
-        return await self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
+        return await self._whole(
+            self._stub.Chat, chat_request(messages, CallOptions.of(sampling_params, options))
+        )
 
     def chat_stream(
         self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
     ) -> AsyncGenerator[ServedOutput]:
-        return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
+        return self._news(
+            self._stub.ChatStream, chat_request(messages, CallOptions.of(sampling_params, options))
+        )
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with sending("text", text):
@@ -357,7 +365,7 @@ class AsyncClient(_Connection):
         self, timeout: float = math.inf, progress: Callable[[str], None] = lambda text: None
     ) -> None:
         await self._call(
-            self._stub.GetModel, pb.GetModelRequest(), SHORT, Waiting(self._retries, timeout, progress)
+            self._stub.GetModel, pb.GetModelRequest(), SHORT, StartWait(self._retries, timeout, progress)
         )
 
     async def load(self) -> pb.GetLoadResponse:
@@ -399,7 +407,7 @@ class AsyncClient(_Connection):
         method: Callable[..., Any],
         request: Any,
         deadline: float | None,
-        attempts: Attempts | Waiting | None = None,
+        attempts: Attempts | StartWait | None = None,
     ) -> Any:
         attempts = attempts or Attempts(self._retries)
         while True:

@@ -115,7 +115,7 @@ class Attempts:
         return pause
 
 
-class Waiting:
+class StartWait:
     """The attempts to reach a server that starts. While it says so, they are not limited in number, only by
     `seconds`.
     """

@@ -58,7 +58,7 @@ class ServedOutput(RequestOutput):
     usage: Usage | None = None
 
 
-class Call(NamedTuple):
+class CallOptions(NamedTuple):
     """The options of a client's method other than the prompt."""
 
     params: GenerationParams | None
@@ -71,7 +71,7 @@ class Call(NamedTuple):
     fields: Mapping[str, Any]
 
     @classmethod
-    def of(cls, params: GenerationParams | None, options: dict[str, Any]) -> Call:
+    def of(cls, params: GenerationParams | None, options: dict[str, Any]) -> CallOptions:
         names = ("request_id", "priority", "timeout", "cache_salt", "ttft_ms", "tpot_ms")
         given = {name: options.pop(name, None) for name in names}
         return cls(params=params, fields=options, **given)
@@ -80,7 +80,7 @@ class Call(NamedTuple):
 # --- requests -------------------------------------------------------------------------------------
 
 
-def generate_request(prompt: Prompt, call: Call) -> pb.GenerateRequest:
+def generate_request(prompt: Prompt, call: CallOptions) -> pb.GenerateRequest:
     """Raises InvalidArgument for values that cannot be sent."""
     request = pb.GenerateRequest()
     given: Any = prompt
@@ -96,7 +96,7 @@ def generate_request(prompt: Prompt, call: Call) -> pb.GenerateRequest:
     return _completed(request, call, call.fields)
 
 
-def chat_request(messages: Messages, call: Call) -> pb.ChatRequest:
+def chat_request(messages: Messages, call: CallOptions) -> pb.ChatRequest:
     """Raises InvalidArgument for values that cannot be sent."""
     request = pb.ChatRequest()
     for i, message in enumerate(messages):
@@ -118,7 +118,7 @@ def chat_request(messages: Messages, call: Call) -> pb.ChatRequest:
 
 
 def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](
-    request: R, call: Call, sampling_fields: Mapping[str, Any]
+    request: R, call: CallOptions, sampling_fields: Mapping[str, Any]
 ) -> R:
     params = call.params
     if params is not None and sampling_fields:

@@ -35,7 +35,7 @@ DESCRIPTORS = (
 SERVICES = tuple(service.full_name for service in DESCRIPTORS)
 
 
-class Built(NamedTuple):
+class BuiltServer(NamedTuple):
     """A server that has not been started. Close the sandbox after it has stopped.
 
     Its health is NOT_SERVING, for "" and each of SERVICES, until it is set.
@@ -61,7 +61,7 @@ async def build_server(
     spans: Spans | None = None,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-) -> Built:
+) -> BuiltServer:
     """Builds a server with all services, bound to config's address. Must be called in the event loop in which
     it will run.
 
@@ -96,7 +96,7 @@ async def build_server(
         raise InvalidArgument(
             "port", config.port, f"cannot listen on {address}: {_why_not(config)}"
         ) from None
-    return Built(server, state, port, shared.sandbox, shared, calls)
+    return BuiltServer(server, state, port, shared.sandbox, shared, calls)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -20,7 +20,7 @@ SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
 WORK_TOKENS = 1000
 
 
-class Admission:
+class ServerAdmission:
     """Counts running and waiting completions in total and per client, and each client's streams, log
     probabilities and tokens a minute.
 
@@ -172,10 +172,10 @@ class _Request:
 
 
 class Place:
-    """The places of a prompt, returned by `Admission.places`. `release` may be called repeatedly."""
+    """The places of a prompt, returned by `ServerAdmission.places`. `release` may be called repeatedly."""
 
     def __init__(
-        self, admission: Admission, client: str, n: int, bucket: TokenBucket | None, request: _Request
+        self, admission: ServerAdmission, client: str, n: int, bucket: TokenBucket | None, request: _Request
     ) -> None:
         self._admission, self._client, self._n, self._since = admission, client, n, time.monotonic()
         self._bucket, self._charged, self._reserved, self._request, self._scored = bucket, 0, 0, request, 0

@@ -204,7 +204,7 @@ def validator_of(type: Any) -> SchemaValidator:
     return SchemaValidator(failing_fast(TypeAdapter(type).core_schema))
 
 
-class Form:
+class BodyFields:
     """The fields that an endpoint's body may have.
 
     Args:
@@ -292,7 +292,7 @@ def _unknown(name: str, value: Any) -> None:
 
 STREAM_OPTIONS, TOOLS = validator_of(StreamOptions), validator_of(list[ChatCompletionFunctionToolParam])
 COMMON = frozenset(("model", "stream", "stream_options", *Extras.__annotations__))
-COMPLETION = Form(
+COMPLETION = BodyFields(
     CompletionBody,
     COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"},
     own=("logprobs",),
@@ -318,7 +318,7 @@ CHAT_ONLY = frozenset(
         "include_reasoning",
     )
 )
-CHAT = Form(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))
-EMBEDDING = Form(EmbeddingBody, sampling=False)
-SCORE, RERANK = Form(ScoreBody, sampling=False), Form(RerankBody, sampling=False)
-TOKENIZE, DETOKENIZE = Form(TokenizeBody, sampling=False), Form(DetokenizeBody, sampling=False)
+CHAT = BodyFields(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))
+EMBEDDING = BodyFields(EmbeddingBody, sampling=False)
+SCORE, RERANK = BodyFields(ScoreBody, sampling=False), BodyFields(RerankBody, sampling=False)
+TOKENIZE, DETOKENIZE = BodyFields(TokenizeBody, sampling=False), BodyFields(DetokenizeBody, sampling=False)

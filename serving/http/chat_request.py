@@ -12,7 +12,7 @@ from jengine.serving.http.bodies import Body
 from jengine.serving.http.logprobs import TokenTexts, chat_logprobs
 from jengine.serving.http.parts import Parts
 from jengine.serving.http.tool_choice import ToolChoice
-from jengine.serving.parsers.events import Event, Parser, Reasoning
+from jengine.serving.parsers.events import Event, OutputParser, Reasoning
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.thoughts import after_reasoning
 
@@ -53,7 +53,7 @@ class Chat(NamedTuple):
             return self._replace(prompt=text, thinks=False)
         return self._replace(prompt=text, params=self.params.clone(structured_outputs=after))
 
-    def parser(self) -> Parser:
+    def parser(self) -> OutputParser:
         """A parser for one completion."""
         return self.form.parser(self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
 

@@ -28,7 +28,7 @@ from jengine.serving.http.service import (
     tokens_of,
 )
 from jengine.serving.http.tool_choice import read_tools
-from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
+from jengine.serving.parsers.events import Arguments, Content, Reasoning, ToolCallStart
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import Conversation, ParsedRequest
 from jengine.serving.requests.tracking import TrackedRequest
@@ -113,7 +113,7 @@ class ChatService(HttpService):
 
     async def _choice(self, chat: Chat, completion: CompletionOutput, portioned: Portioned) -> Parts:
         events = chat.shown(chat.read(completion.text))
-        names = {event.index: event.name for event in events if isinstance(event, Call)}
+        names = {event.index: event.name for event in events if isinstance(event, ToolCallStart)}
         arguments = dict.fromkeys(names, "")
         for event in events:
             if isinstance(event, Arguments):

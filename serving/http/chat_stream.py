@@ -13,7 +13,7 @@ from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.service import StreamUsage, present, stop_reason, tokens_of
-from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, joined
+from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, ToolCallStart, joined
 
 
 class ChatStream:
@@ -79,7 +79,7 @@ class ChatStream:
         calls = [
             _call_delta(event)
             for event in events
-            if isinstance(event, Call | Arguments) and (self._chat.tools.parallel or not event.index)
+            if isinstance(event, ToolCallStart | Arguments) and (self._chat.tools.parallel or not event.index)
         ]
         self._called[index] = self._called[index] or bool(calls)
         if not (content or reasoning or calls):
@@ -101,8 +101,8 @@ class ChatStream:
         await self._call.event(with_members(parts.of(chunk), {"choices": array(choices), **facts}))
 
 
-def _call_delta(event: Call | Arguments) -> ChoiceDeltaToolCall:
-    if isinstance(event, Call):
+def _call_delta(event: ToolCallStart | Arguments) -> ChoiceDeltaToolCall:
+    if isinstance(event, ToolCallStart):
         function = ChoiceDeltaToolCallFunction(name=event.name, arguments="")
         return ChoiceDeltaToolCall(index=event.index, id=call_id(), type="function", function=function)
     return ChoiceDeltaToolCall(index=event.index, function=ChoiceDeltaToolCallFunction(arguments=event.text))

@@ -15,7 +15,7 @@ from jengine.serving.calls.errors import check_model
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_priority
-from jengine.serving.http.bodies import Body, Form, most_bytes
+from jengine.serving.http.bodies import Body, BodyFields, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import names_of
@@ -59,7 +59,7 @@ class HttpService(Service):
             client_of(call), len(raw), lambda: json_object(raw, most_bytes)
         ), len(raw)
 
-    def _read(self, form: Form, given: dict[str, Any], call: HttpCall) -> Body:
+    def _read(self, form: BodyFields, given: dict[str, Any], call: HttpCall) -> Body:
         body = form.read(given)
         call.names = names_of(body)
         check_model(body.get("model", ""), self._models)

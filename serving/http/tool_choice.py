@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jengine import InvalidArgument, SamplingParams, StructuredOutputs
 from jengine.serving.http.bodies import TOOLS, Body, checked
 from jengine.serving.http.parameters import with_structure
-from jengine.serving.parsers.events import Parser
+from jengine.serving.parsers.events import OutputParser
 from jengine.serving.parsers.forced import CallArray, NamedCall
 from jengine.serving.parsers.formats import AnswerFormat
 
@@ -55,7 +55,7 @@ class ToolChoice(NamedTuple):
         }
         return with_structure(params, "tool_choice", StructuredOutputs(json=array))
 
-    def forced_parser(self) -> Parser | None:
+    def forced_parser(self) -> OutputParser | None:
         """A parser for output under this constraint."""
         if self.forced is None:
             return None

@@ -33,7 +33,7 @@ class Watched(Protocol):
     def why_not_ready(self) -> str: ...
 
 
-class Sample(NamedTuple):
+class StatusSample(NamedTuple):
     """The state at one time. Counters never decrease.
 
     Attributes:
@@ -48,12 +48,12 @@ class Sample(NamedTuple):
     generated: int
 
 
-def sample(engine: Watched) -> Sample:
+def sample(engine: Watched) -> StatusSample:
     """Raises EngineDead while no engine is running."""
-    return Sample(time.monotonic(), engine.load, engine.totals.prompt_tokens, engine.generated)
+    return StatusSample(time.monotonic(), engine.load, engine.totals.prompt_tokens, engine.generated)
 
 
-def line(before: Sample, now: Sample) -> str | None:
+def line(before: StatusSample, now: StatusSample) -> str | None:
     """Describes the time between two samples; None if nothing happened."""
     load, old = now.load, before.load
     prompt, generated = now.prompt_tokens - before.prompt_tokens, now.generated - before.generated
@@ -78,7 +78,7 @@ async def write_status(engine: Watched, seconds: float = SECONDS) -> None:
 
     While the engine starts there is a line only without a terminal, which shows progress bars instead.
     """
-    before: Sample | None = None
+    before: StatusSample | None = None
     while True:
         try:
             now = sample(engine)

@@ -26,7 +26,7 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCallStart:
     """The start of a tool call. Calls are numbered from 0."""
 
     index: int
@@ -41,10 +41,10 @@ class Arguments:
     text: str
 
 
-Event = Content | Reasoning | Call | Arguments
+Event = Content | Reasoning | ToolCallStart | Arguments
 
 
-class Parser(Protocol):
+class OutputParser(Protocol):
     """Parses one completion."""
 
     def push(self, text: str) -> list[Event]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jengine.serving.parsers.events import Arguments, Call, Event, joined
+from jengine.serving.parsers.events import Arguments, Event, ToolCallStart, joined
 from jengine.serving.parsers.json_calls import CallList
 
 
@@ -15,7 +15,7 @@ class NamedCall:
     def push(self, text: str) -> list[Event]:
         if not text:
             return []
-        start: list[Event] = [] if self._begun else [Call(0, self._name)]
+        start: list[Event] = [] if self._begun else [ToolCallStart(0, self._name)]
         self._begun = True
         return [*start, Arguments(0, text)]
 

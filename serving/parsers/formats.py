@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jengine import ModelError, Tokenizer
-from jengine.serving.parsers.events import Event, Parser, PlainText, joined
+from jengine.serving.parsers.events import Event, OutputParser, PlainText, joined
 from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.llama import LlamaJson
@@ -21,7 +21,7 @@ from jengine.serving.parsers.response_template import ResponseTemplate, read_who
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
 
 Tools = Mapping[str, Mapping[str, Any]]  # for each tool's name, the JSON schemas of its parameters by name
-TOOL_PARSERS: dict[str, Callable[[Tools], Parser]] = {
+TOOL_PARSERS: dict[str, Callable[[Tools], OutputParser]] = {
     "deepseek": lambda tools: MarkedCalls(DEEPSEEK),
     "glm45": lambda tools: TaggedCalls(GLM, tools),
     "harmony": Harmony,
@@ -89,8 +89,12 @@ class AnswerFormat:
         return self._reasoning == "deepseek_r1" or end.endswith(START)
 
     def parser(
-        self, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None
-    ) -> Parser:
+        self,
+        prompt: str,
+        tools: list[dict[str, Any]],
+        thinks: bool = True,
+        forced: OutputParser | None = None,
+    ) -> OutputParser:
         """A parser for one completion.
 
         Args:
@@ -115,7 +119,7 @@ class AnswerFormat:
         prompt: str,
         tools: list[dict[str, Any]],
         thinks: bool = True,
-        forced: Parser | None = None,
+        forced: OutputParser | None = None,
     ) -> list[Event]:
         """Parses a whole answer; see `parser`."""
         if self._template is not None and thinks and forced is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, Stepwise
+from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, Stepwise, ToolCallStart
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)  # that end a message's text
@@ -65,7 +65,7 @@ class Harmony(Stepwise):
         self._empty = True
         if name in self._names:
             self._kind = "call"
-            events.append(Call(self._calls, name))
+            events.append(ToolCallStart(self._calls, name))
         else:
             self._kind = "reasoning" if name or (channel and channel[1] == "analysis") else "content"
 

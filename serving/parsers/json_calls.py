@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container
 
-from jengine.serving.parsers.events import Arguments, Call, Event, clean
+from jengine.serving.parsers.events import Arguments, Event, ToolCallStart, clean
 
 MORE, LAST, BEFORE = "more", "last", "before"  # whether a character continues a value, ends it, or follows it
 # characters of JSON outside strings
@@ -15,7 +15,7 @@ NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
 OTHERS = ("id", "type")  # further keys that a call may have
 
 
-class Value:
+class JsonValue:
     """Finds the end of a JSON value. Brackets are counted, not matched."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class JsonCall:
     def __init__(self, index: int, names: Container[str] | None = None) -> None:
         self.begun = self.done = self.failed = False
         self._index, self._names = index, names
-        self._state, self._key, self._value = "open", "", Value()
+        self._state, self._key, self._value = "open", "", JsonValue()
         self._raw: list[str] = []  # text read before the call began
         self._text: list[str] = []  # of the current key or value
         self._name = ""
@@ -97,7 +97,7 @@ class JsonCall:
             return True
         if self._state == "colon":
             if character == ":":
-                self._state, self._text, self._value = "value", [], Value()
+                self._state, self._text, self._value = "value", [], JsonValue()
                 return True
             return character.isspace() or self._cut_off()
         if not self._text and character.isspace():
@@ -121,7 +121,7 @@ class JsonCall:
 
     def _before_key(self, character: str) -> bool:
         if character == '"':
-            self._state, self._text, self._value = "in key", [character], Value()
+            self._state, self._text, self._value = "in key", [character], JsonValue()
             self._value.feed(character)
             return True
         if character == "}":
@@ -150,7 +150,7 @@ class JsonCall:
     def _news(self) -> list[Event]:
         if self.failed or not self._name:
             return []
-        events: list[Event] = [] if self.begun else [Call(self._index, self._name)]
+        events: list[Event] = [] if self.begun else [ToolCallStart(self._index, self._name)]
         self.begun = True
         more, self._arguments = "".join(self._arguments), []
         self._any = self._any or bool(more)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jengine.serving.parsers.events import Arguments, Call, Event, Held, Stepwise, joined, split
-from jengine.serving.parsers.json_calls import BEFORE, LAST, Value
+from jengine.serving.parsers.events import Arguments, Event, Held, Stepwise, ToolCallStart, joined, split
+from jengine.serving.parsers.json_calls import BEFORE, LAST, JsonValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class MarkedCalls(Stepwise):
         super().__init__()
         self._marks, self._content, self._count = marks, Held(), 0
         self._state: Callable[[list[Event]], bool] = self._outside
-        self._arguments = Value()
+        self._arguments = JsonValue()
 
     def _step(self, events: list[Event]) -> bool:
         return self._state(events)
@@ -100,8 +100,12 @@ class MarkedCalls(Stepwise):
         if not name:
             return self._no_call(events)
         self._content.call()
-        events.append(Call(self._count, name))
-        self._buffer, self._state, self._arguments = self._buffer[len(head) :], self._in_arguments, Value()
+        events.append(ToolCallStart(self._count, name))
+        self._buffer, self._state, self._arguments = (
+            self._buffer[len(head) :],
+            self._in_arguments,
+            JsonValue(),
+        )
         return True
 
     def _no_call(self, events: list[Event]) -> bool:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from jengine.serving.parsers.events import Arguments, Call, Event, Held, Stepwise, joined, split
-from jengine.serving.parsers.json_calls import BEFORE, LAST, CallList, Value
+from jengine.serving.parsers.events import Arguments, Event, Held, Stepwise, ToolCallStart, joined, split
+from jengine.serving.parsers.json_calls import BEFORE, LAST, CallList, JsonValue
 
 START, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -17,7 +17,7 @@ class Mistral(Stepwise):
         self._content, self._count = Held(), 0
         self._called = False  # a marker was read, but not the text after it
         self._list: CallList | None = None
-        self._arguments: Value | None = None  # of a named call
+        self._arguments: JsonValue | None = None  # of a named call
 
     def _step(self, events: list[Event]) -> bool:
         if self._list is not None:
@@ -46,8 +46,8 @@ class Mistral(Stepwise):
             events += self._content.text(START)
             return True
         self._content.call()
-        events.append(Call(self._count, name))
-        self._arguments, self._buffer = Value(), body[body.index("{") :]
+        events.append(ToolCallStart(self._count, name))
+        self._arguments, self._buffer = JsonValue(), body[body.index("{") :]
         return True
 
     def _in_list(self, calls: CallList, events: list[Event]) -> bool:
@@ -65,7 +65,7 @@ class Mistral(Stepwise):
                 events += self._content.text(calls.raw)
         return bool(self._buffer)
 
-    def _in_arguments(self, value: Value, events: list[Event]) -> bool:
+    def _in_arguments(self, value: JsonValue, events: list[Event]) -> bool:
         for at, character in enumerate(self._buffer):
             found = value.feed(character)
             if found in (LAST, BEFORE):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Container
 from typing import Any
 
-from jengine.serving.parsers.events import Arguments, Call, Event, Held, clean, joined
+from jengine.serving.parsers.events import Arguments, Event, Held, ToolCallStart, clean, joined
 
 TAGS = ("<|python_start|>", "<|python_end|>")  # of Llama 4, around the list
 CONSTANTS = {"true": True, "false": False, "null": None}
@@ -90,7 +90,7 @@ class Pythonic:
         name, arguments = read
         self._content.call()
         events += [
-            Call(self._count, name),
+            ToolCallStart(self._count, name),
             Arguments(self._count, clean(json.dumps(arguments, ensure_ascii=False))),
         ]
         self._count += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jengine.serving.parsers.events import Event, Parser, Reasoning, joined, split
+from jengine.serving.parsers.events import Event, OutputParser, Reasoning, joined, split
 
 START, END = "<think>", "</think>"
 
@@ -15,7 +15,7 @@ class Reasons:
             writes none.
     """
 
-    def __init__(self, rest: Parser, inside: bool) -> None:
+    def __init__(self, rest: OutputParser, inside: bool) -> None:
         self._rest, self._inside = rest, inside
         self._buffer, self._state = "", "before"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, clean, joined
+from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, ToolCallStart, clean, joined
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
@@ -85,5 +85,5 @@ def call_events(value: Any, first: int) -> list[Event]:
         function = call.get("function", call)
         arguments = function.get("arguments") or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        events += [Call(index, clean(function["name"])), Arguments(index, clean(text))]
+        events += [ToolCallStart(index, clean(function["name"])), Arguments(index, clean(text))]
     return events

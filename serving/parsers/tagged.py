@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jengine.serving.parsers.events import Arguments, Call, Event, Held, Stepwise, joined, split
+from jengine.serving.parsers.events import Arguments, Event, Held, Stepwise, ToolCallStart, joined, split
 from jengine.serving.parsers.values import STRING, argument, declared_types, quoted
 
 NAME = re.compile(r"\s*[\w.:/-]*\s*")  # of a tool, with whitespace around it
@@ -132,7 +132,7 @@ class TaggedCalls(Stepwise):
             return False
         self._name, self._buffer, self._read, self._any = head.strip(), rest, "", False
         self._content.call()
-        events.append(Call(self._count, self._name))
+        events.append(ToolCallStart(self._count, self._name))
         self._state = self._between_parameters
         return True
 

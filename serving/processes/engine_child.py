@@ -48,16 +48,16 @@ from jengine.serving.processes.wire import (
     TOTALS_SECONDS,
     Add,
     Answered,
-    Batch,
     Configure,
     Do,
     End,
     Frames,
-    Message,
     Order,
     Quit,
     Ready,
     Starting,
+    StepUpdates,
+    WireMessage,
     failed,
     frame,
     has_masks,
@@ -149,7 +149,7 @@ class EngineChild:
         pooled = [update for update in updates if isinstance(update, Pooled)]
         beams = [update for update in updates if isinstance(update, BeamsFound)]
         ended = [update for update in updates if isinstance(update, Ended)]
-        self._send(Batch(tokens, scores, pooled, beams, ended, load, self._totals if totals else None))
+        self._send(StepUpdates(tokens, scores, pooled, beams, ended, load, self._totals if totals else None))
 
     def _add(self, requests: list[Request]) -> None:
         try:
@@ -178,7 +178,7 @@ class EngineChild:
             answered = frame(Answered(number, error=failed(wrong)))
         self._server.sendall(answered)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: WireMessage) -> None:
         self._server.sendall(frame(message))
 
     # --- the orders' thread ----------------------------------------------------------------------

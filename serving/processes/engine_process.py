@@ -44,7 +44,6 @@ from jengine.serving.processes.watchdog import Watchdog
 from jengine.serving.processes.wire import (
     RECEIVE,
     Answered,
-    Batch,
     Configure,
     Do,
     End,
@@ -55,6 +54,7 @@ from jengine.serving.processes.wire import (
     Ready,
     Report,
     Starting,
+    StepUpdates,
     TooLarge,
     add_order,
     error_of,
@@ -181,7 +181,7 @@ class EngineProcess:
             self._gone.set()
             raise
 
-    def _answer(self, child: _Child) -> tuple[Ready | Failed | None, list[Batch]]:
+    def _answer(self, child: _Child) -> tuple[Ready | Failed | None, list[StepUpdates]]:
         """Waits for the end of the start. Returns the answer, None if the child has ended, and batches that
         came with it.
         """
@@ -192,7 +192,7 @@ class EngineProcess:
             found = [message for message in messages if isinstance(message, Ready | Failed)]
             if found or not all(isinstance(message, Starting) for message in messages):
                 return found[0] if found else None, [
-                    message for message in messages if isinstance(message, Batch)
+                    message for message in messages if isinstance(message, StepUpdates)
                 ]
         return None, []
 
@@ -282,7 +282,7 @@ class EngineProcess:
         for messages in child.messages():
             updates: list[Any] = []
             for message in messages:
-                if isinstance(message, Batch):
+                if isinstance(message, StepUpdates):
                     self.load, self.totals = message.load, message.totals or self.totals
                     self.generated += len(message.tokens)
                     updates += [

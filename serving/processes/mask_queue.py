@@ -35,8 +35,8 @@ class MaskQueue:
     ) -> None:
         self._tokenizer, self._made = tokenizer, made
         self._masks = SharedMasks()
-        self._turns: Turns[_Waiting] = Turns()
-        self._waiting: dict[str, _Waiting] = {}  # by request id, until the masks have been made
+        self._turns: Turns[_WaitingOrder] = Turns()
+        self._waiting: dict[str, _WaitingOrder] = {}  # by request id, until the masks have been made
         self._changed = threading.Condition()  # protects these
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class MaskQueue:
 
     def put(self, order: Add) -> None:
         with self._changed:
-            waiting = _Waiting(order)
+            waiting = _WaitingOrder(order)
             self._waiting.update(dict.fromkeys(waiting.wanted, waiting))
             self._turns.put(order.client, waiting)
             self._changed.notify()
@@ -69,7 +69,7 @@ class MaskQueue:
                     self._changed.wait()
             self.make(following[1])
 
-    def make(self, waiting: _Waiting) -> None:
+    def make(self, waiting: _WaitingOrder) -> None:
         """Makes the masks of an order. Runs in the thread."""
         order, began = waiting.order, time.monotonic()
         requests, error = [], None
@@ -87,7 +87,7 @@ class MaskQueue:
                 self._made([request for request in requests if request.request_id in waiting.wanted])
 
 
-class _Waiting:
+class _WaitingOrder:
     """An order, and the ids of its requests that have not been ended."""
 
     def __init__(self, order: Add) -> None:

@@ -59,7 +59,7 @@ class TooLarge(JengineError):
         self.size, self.most = size, most
 
 
-class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+class WireMessage(msgspec.Struct, array_like=True, tag=True, gc=False):
     """Base class of messages."""
 
 
@@ -67,7 +67,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 # -----------------------------------------------------------------------------
 
 
-class Configure(Message):
+class Configure(WireMessage):
     """The first message: the engine to start. `options` is a JSON object for the function `engine`,
     "module:function"; see engines.py."""
 
@@ -75,14 +75,14 @@ class Configure(Message):
     options: str
 
 
-class Sample(msgspec.Struct, array_like=True, gc=False):
+class PromptSample(msgspec.Struct, array_like=True, gc=False):
     """One of a prompt's requests."""
 
     request_id: str
     sample_index: int
 
 
-class Add(Message):
+class Add(WireMessage):
     """Queues a prompt's requests.
 
     Attributes:
@@ -95,7 +95,7 @@ class Add(Message):
 
     prompt_token_ids: list[int]
     params: str
-    samples: list[Sample]
+    samples: list[PromptSample]
     priority: int
     arrival: float
     cache_salt: str | None = None
@@ -106,13 +106,13 @@ class Add(Message):
     beams: str = ""
 
 
-class End(Message):
+class End(WireMessage):
     """Ends a request, if it is unfinished."""
 
     request: Ended
 
 
-class Do(Message):
+class Do(WireMessage):
     """A jengine.Operation by its name, with its arguments as a JSON object. Answered by Answered, with the
     same number.
     """
@@ -122,7 +122,7 @@ class Do(Message):
     arguments: bytes
 
 
-class Quit(Message):
+class Quit(WireMessage):
     """The last message."""
 
 
@@ -150,7 +150,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
 
 
-class Starting(Message):
+class Starting(WireMessage):
     """What the engine does before it is ready; see jengine.base.progress.Report. Sent often, any number of
     times.
     """
@@ -161,7 +161,7 @@ class Starting(Message):
     total: int
 
 
-class Ready(Message):
+class Ready(WireMessage):
     """Sent once, after warm-up."""
 
     limits: Limits
@@ -169,7 +169,7 @@ class Ready(Message):
     info: EngineInfo
 
 
-class Batch(Message):
+class StepUpdates(WireMessage):
     """The updates of a step, and the engine's load after it.
 
     Attributes:
@@ -185,7 +185,7 @@ class Batch(Message):
     totals: StepTotals | None = None
 
 
-class Failed(Message):
+class Failed(WireMessage):
     """The last message: the engine could not start, or has stopped. `arguments` are the error's, as a JSON
     list.
     """
@@ -194,7 +194,7 @@ class Failed(Message):
     arguments: str
 
 
-class Answered(Message):
+class Answered(WireMessage):
     """Answers the Do with this number: the operation's answer as JSON, or its error."""
 
     number: int
@@ -202,13 +202,13 @@ class Answered(Message):
     error: Failed | None = None
 
 
-Report = Starting | Ready | Batch | Answered | Failed
+Report = Starting | Ready | StepUpdates | Answered | Failed
 
 
 # --- a server and its sandbox's workers -------------------------------------------------------
 
 
-class Job(Message):
+class Job(WireMessage):
     """Work for a sandbox worker.
 
     Attributes:
@@ -222,7 +222,7 @@ class Job(Message):
     arguments: str
 
 
-class Done(Message):
+class Done(WireMessage):
     """The result: the rendered conversation, or the reason for a rejection. Also sent when a worker is ready.
 
     Attributes:
@@ -241,7 +241,7 @@ class Done(Message):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: Message) -> bytearray:
+def frame(message: WireMessage) -> bytearray:
     """Encodes a message for the socket.
 
     Raises:
@@ -293,7 +293,7 @@ class Frames[T]:
 def add_order(requests: tuple[Request, ...]) -> Add:
     """Encodes a prompt's requests, without masks and text. Common parts are sent once."""
     first = requests[0]
-    samples = [Sample(request.request_id, request.sample_index) for request in requests]
+    samples = [PromptSample(request.request_id, request.sample_index) for request in requests]
     priority = max(-(2**63), min(first.priority, 2**63 - 1))  # the range of msgpack integers
     level = priority, first.arrival, first.cache_salt, first.ttft_ms, first.tpot_ms, first.client
     beams = "" if first.beams is None else json.dumps(dataclasses.asdict(first.beams))

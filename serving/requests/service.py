@@ -24,7 +24,7 @@ from jengine.serving.calls.errors import in_use
 from jengine.serving.calls.model_provider import ModelProvider
 from jengine.serving.calls.portions import Portions
 from jengine.serving.config import ServerConfig
-from jengine.serving.guards.admission import Admission, Place, client_of
+from jengine.serving.guards.admission import Place, ServerAdmission, client_of
 from jengine.serving.guards.bounds import RequestBounds
 from jengine.serving.guards.sandbox import Sandbox
 from jengine.serving.guards.security import salted, scoped
@@ -52,7 +52,7 @@ class Shared(NamedTuple):
     """
 
     models: ModelProvider
-    admission: Admission
+    admission: ServerAdmission
     tracker: RequestTracker
     bounds: RequestBounds
     sandbox: Sandbox
@@ -72,7 +72,7 @@ class Shared(NamedTuple):
         spans: Spans | None = None,
     ) -> Shared:
         """Must be called in the server's event loop. Close the sandbox after the server has stopped."""
-        admission = Admission(config, models)
+        admission = ServerAdmission(config, models)
         return cls(
             models,
             admission,

@@ -168,5 +168,5 @@ def on_demand(*, optimized: bool = False) -> Iterator[None]:
     """Engines that start in this context compile on demand, with XLA's usual optimizations if `optimized`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program_set, "Programs", OnDemand if optimized else Quick)
-        patch.setattr(program_set, "SavedCosts", GuessedCosts)
+        patch.setattr(program_set, "CostsFile", GuessedCosts)
         yield

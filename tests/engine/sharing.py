@@ -13,7 +13,7 @@ import numpy as np
 from jengine.core.request import SamplingParams
 from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
-from jengine.execution.kinds import Call, call_kind
+from jengine.execution.kinds import DeviceCall, call_kind
 from jengine.execution.runner import Runner
 from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.scheduling.pages.block_table import GroupPages
@@ -53,7 +53,7 @@ class Sharing:
         self.runner, self.num_pages = runner, runner.spec.num_pages
         execute = runner.worker.execute
 
-        def counting(call: Call) -> Any:
+        def counting(call: DeviceCall) -> Any:
             what = call_kind(call.key).name
             self.calls[what] += 1
             if what == "copy":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jengine import LLM, SamplingParams
-from jengine.api.shared_engine import Call
+from jengine.api.shared_engine import ThreadCall
 from jengine.engine.engine import Engine
 from jengine.engine.operations import Operation
 from tests.engine.on_demand import on_demand
@@ -66,8 +66,8 @@ def test_an_interrupted_operation_wakes_no_other_call(llm: LLM, monkeypatch: pyt
         def acquire(self) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("jengine.api.shared_engine.Call", lambda: Call(gate=Interrupted()))  # type: ignore[arg-type]
-    llm._shared._leader, llm._shared._stepping = Call(), True  # another thread
+    monkeypatch.setattr("jengine.api.shared_engine.ThreadCall", lambda: ThreadCall(gate=Interrupted()))  # type: ignore[arg-type]
+    llm._shared._leader, llm._shared._stepping = ThreadCall(), True  # another thread
     with pytest.raises(KeyboardInterrupt):
         llm.reset_prefix_cache()
     llm._shared._leader, llm._shared._stepping = None, False

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParams
-from jengine.api.shared_engine import Call
+from jengine.api.shared_engine import ThreadCall
 from jengine.core.request import Request, TokenMask
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.masks import make_mask
@@ -197,7 +197,7 @@ def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
         Request(request_id=f"beside{i}", prompt_token_ids=ids, params=PLAIN, mask=mask if i else None)
         for i in range(2)
     ]
-    call = Call()
+    call = ThreadCall()
     llm._shared.open(call, [[request] for request in given])
     plain, faulty = call.outputs
     while not (plain.finished and faulty.finished):

@@ -357,7 +357,7 @@ def test_both_are_timed_and_the_file_is_written_after_each_case(tmp_path: Path) 
 def test_the_sums_that_are_compared_are_of_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing in the kernels' places, which needs no GPU."""
     q, k, v = arrays()
-    load = tuning_cases.Load(*where())
+    load = tuning_cases.CaseLoad(*where())
     monkeypatch.setattr(compare, "arrays", lambda case: (q, k, v, [load, load]))
     monkeypatch.setattr(compare, "chain", lambda function: function)
     monkeypatch.setattr(compare, "seconds", lambda program, *args: float(program(*args).shape[0]))

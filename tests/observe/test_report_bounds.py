@@ -15,7 +15,7 @@ from jengine.core.scheduling_options import OnLate, SchedulingOptions
 from jengine.insight.explanations.explain import explain
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect, hypothetical
-from jengine.scheduling.forecasts.forecast import Forecast, Job, Machine
+from jengine.scheduling.forecasts.forecast import Forecast, Machine, SequenceGroup
 from jengine.scheduling.promises import acceptance
 from jengine.scheduling.promises.acceptance import EFFORT
 from jengine.scheduling.work import Work
@@ -46,12 +46,12 @@ def draw_machine(draw: random.Random) -> Machine:
     )
 
 
-def draw_jobs(draw: random.Random, most: int, longest: int, decoding: bool) -> list[Job]:
+def draw_jobs(draw: random.Random, most: int, longest: int, decoding: bool) -> list[SequenceGroup]:
     jobs = []
     for _ in range(draw.randint(0, most)):
         end = draw.randint(1, longest)
         jobs.append(
-            Job(
+            SequenceGroup(
                 draw.choice([0, end - 1, end] if decoding else [0, end - 1]),
                 end,
                 draw.choice([1, 600, draw.randint(1, 1000)]),
@@ -69,7 +69,7 @@ def test_forecasts_end(queues: int) -> None:
         running = draw_jobs(draw, machine.max_rows, longest, decoding=True)
         waiting = draw_jobs(draw, draw.choice([0, 5, 400]), longest, decoding=False)
         new = [
-            Job(0, draw.randint(1, longest), draw.randint(1, 256), draw.choice([1, 1, 64]), number)
+            SequenceGroup(0, draw.randint(1, longest), draw.randint(1, 256), draw.choice([1, 1, 64]), number)
             for number in range(draw.randint(1, 3))
         ]
         with counted_iterations(100_000) as counts:
@@ -214,5 +214,5 @@ def test_an_endless_loop_is_counted() -> None:
     machine = draw_machine(random.Random(0))
     with pytest.raises(TooManyIterations), counted_iterations(10):
         Forecast(
-            machine, [], draw_jobs(random.Random(0), 400, 50, decoding=False), [Job(0, 5, 5, 1, 0)]
+            machine, [], draw_jobs(random.Random(0), 400, 50, decoding=False), [SequenceGroup(0, 5, 5, 1, 0)]
         ).run()

@@ -107,7 +107,7 @@ def test_options() -> None:
 def test_health(model: Path) -> None:
     """A replica reports the failure of its engine."""
     from jengine import AsyncLLM, EngineDead, EngineThread, Tokenizer
-    from jengine.ray.serve import Engine, ServeConfig
+    from jengine.ray.serve import EngineReplica, ServeConfig
     from jengine.serving.processes.mock_engine import MockEngine
 
     def make(_: object) -> AsyncLLM:
@@ -116,7 +116,7 @@ def test_health(model: Path) -> None:
         )
 
     async def main() -> None:
-        engine = Engine(ServeConfig(model="mock"), make)
+        engine = EngineReplica(ServeConfig(model="mock"), make)
         body, head, client = (
             b'{"prompt": [1, 2], "max_tokens": 20}',
             {"content-type": "application/json"},

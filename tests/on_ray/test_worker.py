@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from jengine import AsyncLLM, EngineThread, InvalidArgument, Tokenizer
-from jengine.ray.data import ProcessorConfig, Worker
+from jengine.ray.data import BatchWorker, ProcessorConfig
 from jengine.serving.processes.mock_engine import MockEngine
 
 ADDED = {
@@ -37,7 +37,7 @@ def answered(
                 EngineThread(MockEngine(vocab_size=501, fail_at=fail_at)), Tokenizer.load(folder)
             )
 
-        worker = Worker(ProcessorConfig(model_source="mock", **options), chat, make)
+        worker = BatchWorker(ProcessorConfig(model_source="mock", **options), chat, make)
         async with worker._llm:
             return await worker(batch)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
 from jengine.execution import programs
-from jengine.execution.kinds import Call, call_kind
+from jengine.execution.kinds import DeviceCall, call_kind
 from jengine.scheduling.costs.step_costs import SwapCosts
 from tests.engine.running import limit_pages
 
@@ -28,8 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 SAMPLES = SamplingParams(n=3, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
 LONG = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True, detokenize=False)
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72,
-    "page_size": 16, "swap_space": 0.05,
+    "dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16, "swap_space": 0.05,
 }  # fmt: skip
 
 
@@ -42,7 +41,7 @@ def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str], bool]:
     calls: Counter[str] = Counter()
     execute = engine.runner.worker.execute
 
-    def counting(call: Call) -> Any:
+    def counting(call: DeviceCall) -> Any:
         calls[call_kind(call.key).name] += 1
         return execute(call)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import EngineDead
-from jengine.execution.kinds import Call
+from jengine.execution.kinds import DeviceCall
 from jengine.execution.kv_cache import COPIES
 from jengine.execution.slots import UPDATE_WORDS
 from jengine.execution.worker import decode, encode
@@ -80,14 +80,14 @@ def test_strangers_are_turned_away(words: queue.Queue[np.ndarray]) -> None:
 def test_calls_arrive_as_they_were_made(words: queue.Queue[np.ndarray]) -> None:
     leader, followers = connect(2, words)
     calls = [
-        Call(TrunkKey(8, 2, 4), np.arange(70_000, dtype=np.int32)),
-        Call(SamplerKey(8, "full"), np.full((8, 3), 0xFFFFFFFF, np.uint32)),
-        Call(SamplerKey(8, "greedy")),
-        Call(ScoreKey(2), np.zeros(128, np.int32)),
-        Call("update", np.arange(UPDATE_WORDS, dtype=np.int32)),
-        Call("copy", np.arange(2 * COPIES, dtype=np.int32).reshape(2, COPIES)),
-        Call("count", np.ones(515, np.int32)),
-        Call("forget"),
+        DeviceCall(TrunkKey(8, 2, 4), np.arange(70_000, dtype=np.int32)),
+        DeviceCall(SamplerKey(8, "full"), np.full((8, 3), 0xFFFFFFFF, np.uint32)),
+        DeviceCall(SamplerKey(8, "greedy")),
+        DeviceCall(ScoreKey(2), np.zeros(128, np.int32)),
+        DeviceCall("update", np.arange(UPDATE_WORDS, dtype=np.int32)),
+        DeviceCall("copy", np.arange(2 * COPIES, dtype=np.int32).reshape(2, COPIES)),
+        DeviceCall("count", np.ones(515, np.int32)),
+        DeviceCall("forget"),
     ]
     threading.Thread(target=lambda: [leader.broadcast(encode(call)) for call in calls]).start()
     for call in calls:

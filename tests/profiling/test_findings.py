@@ -10,7 +10,7 @@ from jengine.insight.profiling.data import (
     CallCount,
     Collection,
     Flame,
-    Growth,
+    HeapGrowth,
     InterpreterWait,
     LockWait,
     ProcessProfile,
@@ -33,7 +33,7 @@ HELD = [
     for i in range(10)
 ]
 BUSY = [InterpreterWait(BEGIN + i / 100, 0.004, "cruncher") for i in range(900)]
-LEAK = [Growth("app.py:5", 50 << 20, 1000)]
+LEAK = [HeapGrowth("app.py:5", 50 << 20, 1000)]
 
 
 def named(**fields: Any) -> list[str]:
@@ -85,7 +85,7 @@ def test_what_is_provoked_is_named_alone(name: str, fields: dict[str, Any], word
         # requests wait for what it does
         {"interpreter_waits": [InterpreterWait(wait.at, wait.seconds, "loop") for wait in BUSY]},
         {"interpreter_waits": [InterpreterWait(wait.at, wait.seconds) for wait in BUSY]},
-        {"growth": [Growth("app.py:5", 1 << 20, 10)], "heap_seconds": 5.0},
+        {"growth": [HeapGrowth("app.py:5", 1 << 20, 10)], "heap_seconds": 5.0},
         {"growth": LEAK},
     ],
 )

@@ -19,7 +19,7 @@ from jengine.insight.profiling.garbage import Collections
 from jengine.insight.profiling.locks import awaited_lock
 from jengine.insight.profiling.proc import call_now
 from jengine.insight.profiling.resident import python_objects, resident_parts
-from jengine.insight.profiling.sampler import Sampler
+from jengine.insight.profiling.sampler import ThreadSampler
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -67,8 +67,8 @@ def threads(account: Account, *names: str) -> Iterator[None]:
 
 
 @contextmanager
-def sampling() -> Iterator[Sampler]:
-    sampler = Sampler(200)
+def sampling() -> Iterator[ThreadSampler]:
+    sampler = ThreadSampler(200)
     starter = threading.Thread(target=sampler.start)
     starter.start()
     starter.join()

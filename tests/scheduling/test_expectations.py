@@ -7,11 +7,11 @@ import pytest
 
 from jengine.capacity.simulation.replay import EngineShape
 from jengine.capacity.simulation.times import StepTimes
-from jengine.capacity.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.request import Request
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect
-from jengine.scheduling.forecasts.forecast import Job, together
+from jengine.scheduling.forecasts.forecast import SequenceGroup, together
 from tests.simulation.shapes import make_shape, poisson
 
 
@@ -28,7 +28,9 @@ class Asking(VirtualEngine):
         return request
 
 
-def expected_and_found(shape: EngineShape, trace: Trace) -> tuple[tuple[float, float], tuple[float, float]]:
+def expected_and_found(
+    shape: EngineShape, trace: RequestTrace
+) -> tuple[tuple[float, float], tuple[float, float]]:
     """(seconds to the first and the last token) of the last request."""
     engine = Asking(shape.scheduler(), StepTimes(shape.costs), trace, np.arange(len(trace)))
     outcome = engine.run()
@@ -76,8 +78,8 @@ def test_cached_tokens_and_samples_count():
 
 
 def test_those_alike_are_taken_together():
-    jobs = [Job(0, 10 * i, i) for i in range(1, 101)]
+    jobs = [SequenceGroup(0, 10 * i, i) for i in range(1, 101)]
     few = together(jobs, 10)
     assert len(few) == 10 and sum(job.size for job in few) == 100
-    assert few[0] == Job(0, 55, 6, 10)
+    assert few[0] == SequenceGroup(0, 55, 6, 10)
     assert together(jobs[:5], 10) == jobs[:5]

@@ -17,7 +17,7 @@ from jengine import InvalidArgument
 from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.calls.overload import Busy
 from jengine.serving.config import ServerConfig
-from jengine.serving.guards.admission import LONGEST_RETRY, SHORTEST_RETRY, Admission, Place, client_of
+from jengine.serving.guards.admission import LONGEST_RETRY, SHORTEST_RETRY, Place, ServerAdmission, client_of
 from jengine.serving.guards.security import Key, current_key
 from jengine.serving.processes.mock_engine import MockEngine
 
@@ -43,10 +43,10 @@ def of(client: int = 0, port: int = 1) -> Any:
     return Context(f"ipv4:10.0.0.{client}:{port}")
 
 
-def admission(per_client: int = PER_CLIENT) -> Admission:
+def admission(per_client: int = PER_CLIENT) -> ServerAdmission:
     info = ModelInfo(name="m", limits=MockEngine(max_num_seqs=RUNNING).limits, dtype="x")
     config = ServerConfig(max_waiting=WAITING, max_streams_per_client=per_client)
-    return Admission(config, FixedModel(None, info))  # type: ignore[arg-type]
+    return ServerAdmission(config, FixedModel(None, info))  # type: ignore[arg-type]
 
 
 class Door(RuleBasedStateMachine):

@@ -20,7 +20,7 @@ from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServi
 from jengine.serving.processes.engine_child import EngineChild
 from jengine.serving.processes.mock_engine import MockEngine
 from jengine.serving.processes.watchdog import Heartbeat
-from jengine.serving.processes.wire import Add, End, Sample
+from jengine.serving.processes.wire import Add, End, PromptSample
 from tests.serving.processes import ServerProcess, mock_process
 
 GRAMMARS = (
@@ -122,7 +122,9 @@ def test_clients_of_kserve_are_checked_too(server: ServerProcess) -> None:
 
 def order(*request_ids: str) -> Add:
     params = json.dumps({"structured_outputs": {"regex": "a+"}})
-    return Add([1, 2], params, [Sample(request_id, i) for i, request_id in enumerate(request_ids)], 0, 0.0)
+    return Add(
+        [1, 2], params, [PromptSample(request_id, i) for i, request_id in enumerate(request_ids)], 0, 0.0
+    )
 
 
 def test_what_is_ended_before_its_mask_is_made_does_not_run() -> None:

@@ -170,7 +170,7 @@ def test_fields_have_a_size(server: MockServer, field: str, size: int) -> None:
     ],
 )
 def test_a_list_is_checked_up_to_its_first_invalid_item(
-    form: bodies.Form, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    form: bodies.BodyFields, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
 

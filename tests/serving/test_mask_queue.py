@@ -15,7 +15,7 @@ import pytest
 
 from jengine import JengineError, Tokenizer
 from jengine.serving.processes.mask_queue import Made, MaskQueue, SharedMasks
-from jengine.serving.processes.wire import Add, Sample, requests_of
+from jengine.serving.processes.wire import Add, PromptSample, requests_of
 from jengine.text import masks
 
 
@@ -39,7 +39,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def order(request_id: str, regex: str, client: str = "a", samples: int = 1, **params: Any) -> Add:
-    ids = [Sample(request_id if i == 0 else f"{request_id}/{i}", i) for i in range(samples)]
+    ids = [PromptSample(request_id if i == 0 else f"{request_id}/{i}", i) for i in range(samples)]
     return Add(
         [1, 2], json.dumps({"structured_outputs": {"regex": regex}, **params}), ids, 0, 0.0, client=client
     )

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from jengine import ModelError, StructuredOutputs, Tokenizer
 from jengine.serving.parsers.events import (
     Arguments,
-    Call,
     Content,
     Event,
-    Parser,
+    OutputParser,
     PlainText,
     Reasoning,
+    ToolCallStart,
     joined,
 )
 from jengine.serving.parsers.forced import CallArray, NamedCall
@@ -37,7 +37,7 @@ from jengine.text.grammars import compile_structure
 from tests.text.conftest import byte_level, write
 
 NAMES = {"f", "g"}
-PARSERS: dict[str, Callable[[], Parser]] = {
+PARSERS: dict[str, Callable[[], OutputParser]] = {
     "harmony": lambda: Harmony(NAMES),
     "hermes": Hermes,
     "llama3_json": lambda: LlamaJson(NAMES),
@@ -77,9 +77,9 @@ CASES: list[tuple[str, str, list[Event]]] = [
         [
             Reasoning("I call."),
             Content("Wait."),
-            Call(0, "f"),
+            ToolCallStart(0, "f"),
             Arguments(0, '{"a": "<|"}'),
-            Call(1, "g"),
+            ToolCallStart(1, "g"),
             Arguments(1, "{}"),
         ],
     ),
@@ -98,12 +98,18 @@ CASES: list[tuple[str, str, list[Event]]] = [
             f'Well\n\n{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": "}}"}}\n```{CALL_END}\n'
             f"{CALL}function{SEP}g\n```json\n{{}}\n```{CALL_END}{END}"
         ),
-        [Content("Well"), Call(0, "f"), Arguments(0, '{"a": "}"}'), Call(1, "g"), Arguments(1, "{}")],
+        [
+            Content("Well"),
+            ToolCallStart(0, "f"),
+            Arguments(0, '{"a": "}"}'),
+            ToolCallStart(1, "g"),
+            Arguments(1, "{}"),
+        ],
     ),
     (
         "deepseek",
         f"{BEGIN}{CALL}f{SEP}{ARGUMENTS}{CALL_END}{END} so",
-        [Call(0, "f"), Arguments(0, ARGUMENTS), Content("so")],
+        [ToolCallStart(0, "f"), Arguments(0, ARGUMENTS), Content("so")],
     ),
     ("deepseek", f"a {BEGIN}{CALL}no call{CALL_END}", [Content(f"a {CALL}no call{CALL_END}")]),
     ("deepseek", f"a {BEGIN[:8]}", [Content(f"a {BEGIN[:8]}")]),
@@ -114,12 +120,12 @@ CASES: list[tuple[str, str, list[Event]]] = [
             " 1}<|tool_call_end|>"
             "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
         ),
-        [Call(0, "f"), Arguments(0, '{"a": 1}'), Call(1, "g"), Arguments(1, "{}")],
+        [ToolCallStart(0, "f"), Arguments(0, '{"a": 1}'), ToolCallStart(1, "g"), Arguments(1, "{}")],
     ),
     (
         "kimi_k2",
         f'{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{"a',
-        [Call(0, "f"), Arguments(0, '{"a')],
+        [ToolCallStart(0, "f"), Arguments(0, '{"a')],
     ),
     ("hermes", "plain < text \n\n", [Content("plain < text \n\n")]),
     (
@@ -128,15 +134,25 @@ CASES: list[tuple[str, str, list[Event]]] = [
             f'Well\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
             '<tool_call>{"arguments": null, "name":"g"}</tool_call>\n'
         ),
-        [Content("Well"), Call(0, "f"), Arguments(0, ARGUMENTS), Call(1, "g"), Arguments(1, "{}")],
+        [
+            Content("Well"),
+            ToolCallStart(0, "f"),
+            Arguments(0, ARGUMENTS),
+            ToolCallStart(1, "g"),
+            Arguments(1, "{}"),
+        ],
     ),
     (
         "hermes",
         '<tool_call>{"name":"f","arguments":{"a":1}</tool_call> x',
-        [Call(0, "f"), Arguments(0, '{"a":1}'), Content("x")],
+        [ToolCallStart(0, "f"), Arguments(0, '{"a":1}'), Content("x")],
     ),
-    ("hermes", '<tool_call>{"name":"f","arguments":"{\\"a\\":1}"}', [Call(0, "f"), Arguments(0, '{"a":1}')]),
-    ("hermes", '<tool_call>{"name":"f","arguments":{"a', [Call(0, "f"), Arguments(0, '{"a')]),
+    (
+        "hermes",
+        '<tool_call>{"name":"f","arguments":"{\\"a\\":1}"}',
+        [ToolCallStart(0, "f"), Arguments(0, '{"a":1}')],
+    ),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a', [ToolCallStart(0, "f"), Arguments(0, '{"a')]),
     (
         "hermes",
         'a <tool_call>nope {"name": "f"}</tool_call> b',
@@ -147,14 +163,18 @@ CASES: list[tuple[str, str, list[Event]]] = [
     (
         "llama3_json",
         '{"name": "f", "parameters": {"x": [1,2]}}; {"type": "function", "name":"g","parameters":{}}',
-        [Call(0, "f"), Arguments(0, '{"x": [1,2]}'), Call(1, "g"), Arguments(1, "{}")],
+        [ToolCallStart(0, "f"), Arguments(0, '{"x": [1,2]}'), ToolCallStart(1, "g"), Arguments(1, "{}")],
     ),
     (
         "llama3_json",
         '<|python_tag|>{"name":"f","parameters":{"x":1}}',
-        [Call(0, "f"), Arguments(0, '{"x":1}')],
+        [ToolCallStart(0, "f"), Arguments(0, '{"x":1}')],
     ),
-    ("llama3_json", '{"name":"f"} and text', [Call(0, "f"), Arguments(0, "{}"), Content("and text")]),
+    (
+        "llama3_json",
+        '{"name":"f"} and text',
+        [ToolCallStart(0, "f"), Arguments(0, "{}"), Content("and text")],
+    ),
     ("llama3_json", ' {"answer": 4}', [Content(' {"answer": 4}')]),
     ("llama3_json", '{"name": "other", "parameters": {}}', [Content('{"name": "other", "parameters": {}}')]),
     ("llama3_json", " hello ", [Content(" hello ")]),
@@ -162,12 +182,24 @@ CASES: list[tuple[str, str, list[Event]]] = [
     (
         "mistral",
         'Well [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
-        [Content("Well"), Call(0, "f"), Arguments(0, '{"a": 1}'), Call(1, "g"), Arguments(1, "{}")],
+        [
+            Content("Well"),
+            ToolCallStart(0, "f"),
+            Arguments(0, '{"a": 1}'),
+            ToolCallStart(1, "g"),
+            Arguments(1, "{}"),
+        ],
     ),
     (
         "mistral",
         '[TOOL_CALLS]f{"a": "}"}[TOOL_CALLS]g[CALL_ID]123[ARGS]{} tail',
-        [Call(0, "f"), Arguments(0, '{"a": "}"}'), Call(1, "g"), Arguments(1, "{}"), Content("tail")],
+        [
+            ToolCallStart(0, "f"),
+            Arguments(0, '{"a": "}"}'),
+            ToolCallStart(1, "g"),
+            Arguments(1, "{}"),
+            Content("tail"),
+        ],
     ),
     ("mistral", "a [TOOL_CALLS] x y z{", [Content("a [TOOL_CALLS] x y z{")]),
     ("mistral", "[TOOL_CALLS][1,2]", [Content("[TOOL_CALLS][1,2]")]),
@@ -176,9 +208,9 @@ CASES: list[tuple[str, str, list[Event]]] = [
         "pythonic",
         '[f(a=1, b="x)]", c={"k": [true, None]}), g()]',
         [
-            Call(0, "f"),
+            ToolCallStart(0, "f"),
             Arguments(0, '{"a": 1, "b": "x)]", "c": {"k": [true, null]}}'),
-            Call(1, "g"),
+            ToolCallStart(1, "g"),
             Arguments(1, "{}"),
         ],
     ),
@@ -195,7 +227,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
     (
         "qwen3",
         '<think>\nI <tool\n\n</think>\n\nhello <tool_call>{"name":"f"}</tool_call>',
-        [Reasoning("I <tool"), Content("hello"), Call(0, "f"), Arguments(0, "{}")],
+        [Reasoning("I <tool"), Content("hello"), ToolCallStart(0, "f"), Arguments(0, "{}")],
     ),
     ("qwen3", "no thoughts </think>", [Content("no thoughts </think>")]),
     ("qwen3", "<thi", [Content("<thi")]),
@@ -203,18 +235,18 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("deepseek_r1", "I think\n</think>\n\nok", [Reasoning("I think"), Content("ok")]),
     ("deepseek_r1", "<think>abc</think>\nok", [Reasoning("abc"), Content("ok")]),
     ("deepseek_r1", "never ends\n", [Reasoning("never ends\n")]),
-    ("hermes", '<tool_call>{"name": "f\\ud800"}</tool_call>', [Call(0, "f?"), Arguments(0, "{}")]),
-    ("pythonic", '[f(a="\\ud800")]', [Call(0, "f"), Arguments(0, '{"a": "?"}')]),
-    ("named", '{"a": 1}', [Call(0, "f"), Arguments(0, '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f\\ud800"}</tool_call>', [ToolCallStart(0, "f?"), Arguments(0, "{}")]),
+    ("pythonic", '[f(a="\\ud800")]', [ToolCallStart(0, "f"), Arguments(0, '{"a": "?"}')]),
+    ("named", '{"a": 1}', [ToolCallStart(0, "f"), Arguments(0, '{"a": 1}')]),
     (
         "required",
         '[{"name": "f", "parameters": {"a": 1}}, {"name":"g","parameters":{}}]',
-        [Call(0, "f"), Arguments(0, '{"a": 1}'), Call(1, "g"), Arguments(1, "{}")],
+        [ToolCallStart(0, "f"), Arguments(0, '{"a": 1}'), ToolCallStart(1, "g"), Arguments(1, "{}")],
     ),
 ]
 
 
-def parsed(parser: Parser, *pieces: str) -> list[Event]:
+def parsed(parser: OutputParser, *pieces: str) -> list[Event]:
     events = [event for piece in pieces for event in parser.push(piece)]
     return joined([*events, *parser.finish()])
 
@@ -282,7 +314,7 @@ def test_cuts_of_what_models_write_change_nothing(
 )
 def test_no_text_is_lost_where_there_is_no_call(name: str, text: str) -> None:
     events = parsed(PARSERS[name](), text)
-    if not any(isinstance(event, Call) for event in events):
+    if not any(isinstance(event, ToolCallStart) for event in events):
         assert events == ([Content(text)] if text else [])
 
 
@@ -296,7 +328,7 @@ def test_long_arguments_take_linear_time() -> None:
     """Rebuilding the string for each character would take minutes."""
     text = json.dumps({"a": "x" * 2_000_000})
     assert parsed(Hermes(), f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>') == [
-        Call(0, "f"),
+        ToolCallStart(0, "f"),
         Arguments(0, text),
     ]
 
@@ -338,7 +370,7 @@ def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
 )
 def test_the_chat_template_tells_the_format(tmp_path: Path, mark: str, text: str) -> None:
     form = format_of(write(byte_level(), tmp_path), f"{{# {mark} #}}{{{{ tools }}}}")
-    assert form.tools and form.read(text, "", TOOLS) == [Call(0, "f"), Arguments(0, "{}")]
+    assert form.tools and form.read(text, "", TOOLS) == [ToolCallStart(0, "f"), Arguments(0, "{}")]
     assert form.read(text, "", []) == [Content(text)], "without tools there are no calls"
     assert form.shows_special_tokens == (mark in ("[TOOL_CALLS]", BEGIN, KIMI.begin))
 
@@ -407,7 +439,7 @@ def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
     form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
     assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
         Reasoning("hm"),
-        Call(0, "f"),
+        ToolCallStart(0, "f"),
         Arguments(0, '{"a": 1}'),
     ]
 
@@ -422,7 +454,10 @@ def test_answers_in_channels_show_their_special_tokens(tmp_path: Path) -> None:
     )
     text = f"<|channel|>analysis<|message|>hm<|end|>{FINAL}4"
     assert form.read(text, "", [], True) == [Reasoning("hm"), Content("4")]
-    assert form.read('{"a": 1}', "", TOOLS, True, NamedCall("f")) == [Call(0, "f"), Arguments(0, '{"a": 1}')]
+    assert form.read('{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
+        ToolCallStart(0, "f"),
+        Arguments(0, '{"a": 1}'),
+    ]
 
 
 # --- a tokenizer's response_template --------------------------------------------------------------
@@ -447,9 +482,9 @@ ANSWER = "<t>hm</t>Well<call f><n>3</n></call><call g><n>3</n></call>"
 FOUND = [
     Reasoning("hm"),
     Content("Well"),
-    Call(0, "f"),
+    ToolCallStart(0, "f"),
     Arguments(0, '{"n": 3}'),
-    Call(1, "g"),
+    ToolCallStart(1, "g"),
     Arguments(1, '{"n": "3"}'),
 ]
 

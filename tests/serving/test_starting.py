@@ -18,7 +18,7 @@ import pytest
 
 from jengine import EngineDead, Load, StepTotals
 from jengine.serving.grpc.client import Client, Retries, ServerError
-from jengine.serving.logs.status_log import Sample, line, write_status
+from jengine.serving.logs.status_log import StatusSample, line, write_status
 from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.wire import Starting
 from tests.serving.leaks import wait_until
@@ -71,9 +71,9 @@ def a_load(**fields: Any) -> Load:
 
 
 def test_a_line_of_statistics_only_if_anything_happened() -> None:
-    idle = Sample(100.0, a_load(), 0, 0)
+    idle = StatusSample(100.0, a_load(), 0, 0)
     assert line(idle, idle._replace(at=110.0)) is None
-    busy = Sample(110.0, a_load(running=2, waiting=1, prefix_queries=80, prefix_hits=60), 50, 200)
+    busy = StatusSample(110.0, a_load(running=2, waiting=1, prefix_queries=80, prefix_hits=60), 50, 200)
     text = (
         "running: 2, waiting: 1; prompt: 5.0 tokens/s; generation: 20.0 tokens/s; KV cache: 20.0 %; prefix"
         " hits: 75.0 %"

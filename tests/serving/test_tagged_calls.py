@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.serving.parsers.events import Arguments, Call, Content, Event, Parser, Reasoning
+from jengine.serving.parsers.events import Arguments, Content, Event, OutputParser, Reasoning, ToolCallStart
 from jengine.serving.parsers.reasoning import Reasons
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
 from jengine.serving.parsers.values import argument, declared_types
@@ -29,7 +29,7 @@ SCHEMAS = {
     },
     "g": {},
 }
-PARSERS: dict[str, Callable[[], Parser]] = {
+PARSERS: dict[str, Callable[[], OutputParser]] = {
     "glm45": lambda: TaggedCalls(GLM, SCHEMAS),
     "glm45 thinking": lambda: Reasons(TaggedCalls(GLM, SCHEMAS), inside=False),
     "minimax_m2": lambda: TaggedCalls(MINIMAX, SCHEMAS),
@@ -47,9 +47,9 @@ CASES: list[tuple[str, str, list[Event]]] = [
         [
             *(
                 Content("Well"),
-                Call(0, "f"),
+                ToolCallStart(0, "f"),
                 Arguments(0, '{"s": "a \\"b\\"\\n</arg>", "n": 3}'),
-                Call(1, "g"),
+                ToolCallStart(1, "g"),
                 Arguments(1, "{}"),
             ),
             Content("so"),
@@ -61,14 +61,18 @@ CASES: list[tuple[str, str, list[Event]]] = [
             '<tool_call>f<arg_key>o</arg_key><arg_value>{"a": [true, null]}</arg_value>'
             "<arg_key>s</arg_key><arg_value>5</arg_value></tool_call>"
         ),
-        [Call(0, "f"), Arguments(0, '{"o": {"a": [true, null]}, "s": "5"}')],
+        [ToolCallStart(0, "f"), Arguments(0, '{"o": {"a": [true, null]}, "s": "5"}')],
     ),
-    ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>ab", [Call(0, "f"), Arguments(0, '{"s": "ab')]),
-    ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>1", [Call(0, "f")]),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>s</arg_key><arg_value>ab",
+        [ToolCallStart(0, "f"), Arguments(0, '{"s": "ab')],
+    ),
+    ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>1", [ToolCallStart(0, "f")]),
     (
         "glm45",
         "<tool_call>f<arg_key>n</arg_key> or <tool_call>g</tool_call>",
-        [Call(0, "f"), Arguments(0, "{}"), Call(1, "g"), Arguments(1, "{}")],
+        [ToolCallStart(0, "f"), Arguments(0, "{}"), ToolCallStart(1, "g"), Arguments(1, "{}")],
     ),
     ("glm45", "a <tool_call>f</b> c", [Content("a <tool_call>f</b> c")]),
     (
@@ -81,7 +85,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
     (
         "glm45 thinking",
         "\n<think>hm</think>\n<tool_call>g\n<arg_key>k</arg_key>\n<arg_value>x y</arg_value>\n</tool_call>",
-        [Reasoning("hm"), Call(0, "g"), Arguments(0, '{"k": "x y"}')],
+        [Reasoning("hm"), ToolCallStart(0, "g"), Arguments(0, '{"k": "x y"}')],
     ),
     (
         "minimax_m2",
@@ -92,9 +96,9 @@ CASES: list[tuple[str, str, list[Event]]] = [
         ),
         [
             Content("Well"),
-            Call(0, "f"),
+            ToolCallStart(0, "f"),
             Arguments(0, '{"o": {"a": "</x>"}, "s": "1\\n"}'),
-            Call(1, "g"),
+            ToolCallStart(1, "g"),
             Arguments(1, "{}"),
         ],
     ),
@@ -104,9 +108,15 @@ CASES: list[tuple[str, str, list[Event]]] = [
             '<minimax:tool_call><invoke name="f"><parameter name="n">1</parameter><invoke'
             ' name="g"></minimax:tool_call>so'
         ),
-        [Call(0, "f"), Arguments(0, '{"n": 1}'), Call(1, "g"), Arguments(1, "{}"), Content("so")],
+        [
+            ToolCallStart(0, "f"),
+            Arguments(0, '{"n": 1}'),
+            ToolCallStart(1, "g"),
+            Arguments(1, "{}"),
+            Content("so"),
+        ],
     ),
-    ("minimax_m2", 'a <minimax:tool_call> <invoke name="f">', [Content("a"), Call(0, "f")]),
+    ("minimax_m2", 'a <minimax:tool_call> <invoke name="f">', [Content("a"), ToolCallStart(0, "f")]),
     ("minimax_m2", "a <minimax:tool_call> b", [Content("a <minimax:tool_call> b")]),
     (
         "minimax_m2",
@@ -121,7 +131,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
     (
         "minimax_m2 thinking",
         'hm\n</think>\n\n<minimax:tool_call><invoke name="g"></invoke>',
-        [Reasoning("hm"), Call(0, "g"), Arguments(0, "{}")],
+        [Reasoning("hm"), ToolCallStart(0, "g"), Arguments(0, "{}")],
     ),
     (
         "qwen3_coder",
@@ -130,16 +140,16 @@ CASES: list[tuple[str, str, list[Event]]] = [
             "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>"
         ),
         [
-            Call(0, "f"),
+            ToolCallStart(0, "f"),
             Arguments(0, '{"s": "line\\n\\nline", "n": 7, "m": "7"}'),
-            Call(1, "g"),
+            ToolCallStart(1, "g"),
             Arguments(1, "{}"),
         ],
     ),
     (
         "qwen3_coder",
         "<tool_call><function=f><parameter=s>\n\n</parameter>",
-        [Call(0, "f"), Arguments(0, '{"s": ""')],
+        [ToolCallStart(0, "f"), Arguments(0, '{"s": ""')],
     ),
     (
         "qwen3_coder",
@@ -183,14 +193,14 @@ def test_cuts_of_what_models_write_change_nothing(
 @given(st.sampled_from([name for name in PARSERS if "thinking" not in name]), TEXTS)
 def test_no_text_is_lost_where_there_is_no_call(name: str, text: str) -> None:
     events = parsed(PARSERS[name](), text)
-    if not any(isinstance(event, Call) for event in events):
+    if not any(isinstance(event, ToolCallStart) for event in events):
         assert events == ([Content(text)] if text else [])
 
 
 def test_strings_come_before_their_end() -> None:
     parser = TaggedCalls(GLM, SCHEMAS)
     assert parser.push("<tool_call>f<arg_key>s</arg_key><arg_value>a\tb</") == [
-        Call(0, "f"),
+        ToolCallStart(0, "f"),
         Arguments(0, '{"s": "a\\tb'),
     ]
 
@@ -252,7 +262,7 @@ def test_values_have_the_types_of_the_tools_schema(tmp_path: Path) -> None:
     for tools, value in ((TOOLS, "3"), (untyped, "3"), (string, '"3"')):
         assert form.read(text, "<|assistant|>", tools) == [
             Reasoning("hm"),
-            Call(0, "f"),
+            ToolCallStart(0, "f"),
             Arguments(0, f'{{"n": {value}}}'),
         ]
     assert form.read("so", "<|assistant|>\n<think></think>", TOOLS) == [Content("so")], "thinking is off"

@@ -46,15 +46,15 @@ from jengine.serving.processes.wire import (
     TEXT_FIELDS,
     Add,
     Answered,
-    Batch,
     Do,
     End,
     Frames,
     Garbled,
-    Message,
     Order,
     Report,
+    StepUpdates,
     TooLarge,
+    WireMessage,
     add_order,
     error_of,
     failed,
@@ -114,7 +114,7 @@ BEAMS = st.lists(
 THREE = st.tuples(COUNT, COUNT, COUNT)
 HOST = {name: COUNT for name in Load._fields if name.startswith("host_")}
 BATCHES = st.builds(
-    Batch,
+    StepUpdates,
     st.lists(UPDATES),
     st.lists(SCORES, max_size=2),
     st.lists(st.builds(Pooled, ID, st.binary(), st.integers(0, 9), st.floats(0, 1e9), COUNT), max_size=2),
@@ -136,7 +136,7 @@ BATCHES = st.builds(
 )
 
 
-def send(messages: Sequence[Message], kind: Any, cuts: list[int]) -> list[Any]:
+def send(messages: Sequence[WireMessage], kind: Any, cuts: list[int]) -> list[Any]:
     """Sends over a connection that cuts the bytes there."""
     data = b"".join(map(frame, messages))
     places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
@@ -208,7 +208,7 @@ def test_requests(
 
 
 @given(st.lists(BATCHES, max_size=3), st.lists(st.integers(0, 10**6), max_size=9))
-def test_updates(batches: list[Batch], cuts: list[int]) -> None:
+def test_updates(batches: list[StepUpdates], cuts: list[int]) -> None:
     got = send(batches, Report, cuts)
     assert got == batches
     assert all(type(update) is TokenUpdate for batch in got for update in batch.tokens)
@@ -315,7 +315,7 @@ def test_an_order_is_no_report() -> None:
     with pytest.raises(Garbled):
         send([End(Ended("a", "abort", None))], Report, [])
     with pytest.raises(Garbled):
-        Frames(Order).take(frame(Batch([], [], [], [], [], Load(0, 0, 0, 0, 0, 0))))
+        Frames(Order).take(frame(StepUpdates([], [], [], [], [], Load(0, 0, 0, 0, 0, 0))))
     assert isinstance(send([Add([1], "{}", [], 0, 0.0)], Order, [])[0], Add)
 
 

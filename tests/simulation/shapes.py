@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jengine.capacity.simulation.replay import EngineShape
-from jengine.capacity.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
@@ -79,7 +79,7 @@ def poisson(
     rate: float,
     prompt: tuple[int, int] = (1, 60),
     output: tuple[int, int] = (1, 60),
-) -> Trace:
+) -> RequestTrace:
     """Requests that come at random, so many a second, with evenly drawn lengths."""
     draw, now, rows = random.Random(seed), 0.0, []
     for _ in range(requests):

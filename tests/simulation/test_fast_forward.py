@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jengine.capacity.simulation.replay import EngineShape, replay
-from jengine.capacity.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.scheduling.pages.block_table import GroupPages
 from tests.simulation.shapes import make_shape, poisson
 
@@ -18,7 +18,7 @@ LENGTHS = st.tuples(st.sampled_from([0.0, 0.001, 0.02, 0.3]), st.integers(1, 60)
 GROUPS = st.sampled_from([(GroupPages(),), (GroupPages(8),), (GroupPages(), GroupPages(12))])
 
 
-def both(shape: EngineShape, trace: Trace) -> tuple[dict, dict]:
+def both(shape: EngineShape, trace: RequestTrace) -> tuple[dict, dict]:
     slow, fast = (dataclasses.asdict(replay(shape, trace, fast_forward=fast)) for fast in (False, True))
     del slow["samples"], fast["samples"]  # moments that happened to be looked at
     return slow, fast
@@ -63,8 +63,7 @@ def test_fast_forward_changes_nothing(requests, blocks, priorities, clients, tar
         now += gap
         rows.append((now, prompt, output))
     ttft, tpot = np.array(targets[:count]).T
-    trace = make_trace(rows, prefixes=[tuple(ids) for ids in blocks[:count]], block=4,
-        priorities=np.array(priorities[:count]),
+    trace = make_trace(rows, prefixes=[tuple(ids) for ids in blocks[:count]], block=4, priorities=np.array(priorities[:count]),
                        clients=clients[:count], ttft_ms=ttft, tpot_ms=tpot)  # fmt: skip
     slow, fast = both(make_shape(**scheduling, **options), trace)
     np.testing.assert_equal(fast, slow)

@@ -10,7 +10,7 @@ import pytest
 
 from jengine.capacity.simulation.outcome import Outcome
 from jengine.capacity.simulation.replay import EngineShape, replay
-from jengine.capacity.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.scheduling.scheduler import Scheduler
 from tests.simulation.shapes import make_shape, poisson
@@ -25,7 +25,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def conversations(requests: int, shared: int = 6) -> Trace:
+def conversations(requests: int, shared: int = 6) -> RequestTrace:
     """Requests of which every third begins with the same blocks of four tokens."""
     draw, rows, prefixes = random.Random(3), [], []
     for i in range(requests):
@@ -36,7 +36,7 @@ def conversations(requests: int, shared: int = 6) -> Trace:
 
 
 def run(
-    shape: EngineShape, trace: Trace, monkeypatch: pytest.MonkeyPatch
+    shape: EngineShape, trace: RequestTrace, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Outcome, list[Any], list[Scheduler]]:
     """The outcome, all plans, and the schedulers."""
     plans, schedulers, schedule = [], {}, Scheduler.schedule

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from jengine.base.errors import JengineError
-from jengine.capacity.bench.endpoints import Endpoint
+from jengine.capacity.bench.endpoints import ServerUnderTest
 from jengine.capacity.bench.result import ClientRecord
 from jengine.capacity.bench.workload import BenchRequest
 
@@ -18,7 +18,7 @@ ERRORS = (JengineError, OSError, ValueError, KeyError)
 
 
 async def drive(
-    endpoint: Endpoint,
+    endpoint: ServerUnderTest,
     requests: list[BenchRequest],
     *,
     max_concurrency: int | None = None,

@@ -15,7 +15,7 @@ from jengine.capacity.bench.workload import BenchRequest
 HEAD = 1 << 16  # maximum bytes of a line
 
 
-class Endpoint(Protocol):
+class ServerUnderTest(Protocol):
     """A server under test."""
 
     async def reach(self) -> None:

@@ -55,7 +55,7 @@ AUTOTUNE = "autotune.textproto"
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledTable:
     """The output of `compile_table`.
 
     Attributes:
@@ -147,7 +147,7 @@ def compile_table(
     target: str | None = None,
     autotune: Path | None = None,
     progress: bool = True,
-) -> Compiled:
+) -> CompiledTable:
     """Compiles every program and writes them to a folder, for `EngineConfig.programs`.
 
     Args:
@@ -200,7 +200,7 @@ def compile_table(
     notes: dict[str, Any] = {"memory": memory_notes(used), "bytes": file_bytes, "compile_seconds": seconds}
     store.finish(spec.identity(), notes)
     results = None if target is not None or device.platform == "cpu" else _save_autotuning(device, out)
-    return Compiled(spec, memory, file_bytes, seconds, time.perf_counter() - start, results)
+    return CompiledTable(spec, memory, file_bytes, seconds, time.perf_counter() - start, results)
 
 
 def _check(spec: ExecutionSpec, memory: DeviceMemory) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jengine.capacity.planning.estimate import Estimate, Step, estimate
-from jengine.capacity.planning.hlo import Program, parse
+from jengine.capacity.planning.hlo import HloProgram, parse
 from jengine.capacity.planning.roofline import experts_met
 from jengine.devices.device_spec import DeviceSpec
 from jengine.execution.kinds import Key
@@ -31,7 +31,7 @@ class Compiled:
     key: Key
     seconds: float
     memory: ProgramMemory
-    program: Program
+    program: HloProgram
     launches: int
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jengine.capacity.planning.hlo import Array, Instruction, Program
+from jengine.capacity.planning.hlo import Array, HloProgram, Instruction
 from jengine.devices.device_spec import DeviceSpec
 from pallas_kernels.flashinfer import decode as xqa
 from pallas_kernels.groups import out_per_block
@@ -98,7 +98,7 @@ class _Work:
 
 
 def estimate(
-    program: Program,
+    program: HloProgram,
     step: Step,
     device: DeviceSpec,
     *,
@@ -156,7 +156,7 @@ def longer(one: Estimate, two: Estimate, layers: int) -> Estimate:
     )
 
 
-def _turns(program: Program) -> int:
+def _turns(program: HloProgram) -> int:
     """Loop iterations outside command buffers."""
     return sum(
         one.trips or 1 for one in program.computations[program.entry].values() if one.opcode == "while"
@@ -164,7 +164,7 @@ def _turns(program: Program) -> int:
 
 
 def _work(
-    program: Program,
+    program: HloProgram,
     one: Instruction,
     inside: dict[str, Instruction],
     step: Step,

@@ -59,7 +59,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class HloProgram:
     """Computations by name. Each maps names to instructions, in order. Called computations are separate
     entries.
     """
@@ -118,7 +118,7 @@ class Program:
         return read + written
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloProgram:
     """XLA's text of a compiled module."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, inside = "", dict[str, Instruction]()
@@ -131,7 +131,7 @@ def parse(text: str) -> Program:
             one := _instruction(match[1], match[2])
         ):
             inside[one.name] = one
-    return Program(name[1] if name else "", entry, computations)
+    return HloProgram(name[1] if name else "", entry, computations)
 
 
 def _instruction(name: str, rest: str) -> Instruction | None:

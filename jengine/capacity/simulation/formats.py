@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.simulation.trace import Trace, make_trace
+from jengine.capacity.simulation.trace import RequestTrace, make_trace
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id
 AZURE = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
@@ -33,7 +33,7 @@ FIELDS = {
 }
 
 
-def read_trace(path: str | Path) -> Trace:
+def read_trace(path: str | Path) -> RequestTrace:
     """Reads a trace file.
 
     Raises:
@@ -49,7 +49,7 @@ def read_trace(path: str | Path) -> Trace:
         raise InvalidArgument("trace", str(path), f"cannot be read: {error}") from None
 
 
-def _reader(path: str | Path, first: str) -> Callable[[str, Iterator[str]], Trace]:
+def _reader(path: str | Path, first: str) -> Callable[[str, Iterator[str]], RequestTrace]:
     if first.lstrip().startswith("{"):
         fields = _object(str(path), 1, first)
         if OURS in fields:
@@ -68,7 +68,7 @@ def _reader(path: str | Path, first: str) -> Callable[[str, Iterator[str]], Trac
     raise InvalidArgument("trace", str(path), f"must have {known}, not {first.strip()[:80]!r}")
 
 
-def _azure(path: str, lines: Iterator[str]) -> Trace:
+def _azure(path: str, lines: Iterator[str]) -> RequestTrace:
     """Times of day, as in 2023-11-16 18:15:46.6805900."""
     rows = [
         (
@@ -86,7 +86,7 @@ def _day_time(text: str) -> float:
     return (time.replace(tzinfo=UTC) if time.tzinfo is None else time).timestamp()
 
 
-def _burst_gpt(path: str, lines: Iterator[str]) -> Trace:
+def _burst_gpt(path: str, lines: Iterator[str]) -> RequestTrace:
     """Times in seconds. Failed requests have no response tokens."""
     rows = [
         (
@@ -98,7 +98,7 @@ def _burst_gpt(path: str, lines: Iterator[str]) -> Trace:
     return _without_empty(rows)
 
 
-def _mooncake(path: str, lines: Iterator[str]) -> Trace:
+def _mooncake(path: str, lines: Iterator[str]) -> RequestTrace:
     """Times in milliseconds. Each of `hash_ids` identifies 512 tokens and everything before them."""
     rows, prefixes, left_out = [], [], 0
     for line, fields in _json_lines(path, lines):
@@ -114,7 +114,7 @@ def _mooncake(path: str, lines: Iterator[str]) -> Trace:
     return make_trace(rows, prefixes=_numbered(prefixes), block=MOONCAKE_BLOCK, left_out=left_out)
 
 
-def _jengine(path: str, lines: Iterator[str]) -> Trace:
+def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
     """The format of TraceRecorder, which may also be written by hand.
 
     Each line has an arrival in seconds, output_tokens, and either prompt_token_ids or prompt_tokens with an
@@ -164,7 +164,7 @@ def _jengine(path: str, lines: Iterator[str]) -> Trace:
     )
 
 
-def _without_empty(rows: list[tuple[float, int, int]]) -> Trace:
+def _without_empty(rows: list[tuple[float, int, int]]) -> RequestTrace:
     kept = [row for row in rows if row[1] > 0 and row[2] > 0]
     return make_trace(kept, left_out=len(rows) - len(kept))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Sample(NamedTuple):
+class EngineSample(NamedTuple):
     """The engine at one moment of a replay."""
 
     seconds: float
@@ -47,7 +47,7 @@ class Outcome:
     steps: int = 0
     device_seconds: float = 0.0
     host_seconds: float = 0.0
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[EngineSample] = field(default_factory=list)
     pages: int = 0
     engines: int = 1
 

@@ -14,7 +14,7 @@ from jengine.base.progress import progress_bar
 from jengine.capacity.simulation.fast_forward import ConstantPredictor
 from jengine.capacity.simulation.outcome import Outcome, joined
 from jengine.capacity.simulation.times import StepTimes
-from jengine.capacity.simulation.trace import Trace
+from jengine.capacity.simulation.trace import RequestTrace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.request import SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts
@@ -61,7 +61,7 @@ class EngineShape:
 
 def replay(
     shape: EngineShape,
-    trace: Trace,
+    trace: RequestTrace,
     *,
     replicas: int = 1,
     only: int | None = None,

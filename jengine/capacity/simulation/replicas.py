@@ -9,7 +9,7 @@ import numpy as np
 from jengine.capacity.simulation.outcome import Outcome
 from jengine.capacity.simulation.replay import EngineShape, replay
 from jengine.capacity.simulation.summary import Targets, in_target
-from jengine.capacity.simulation.trace import Trace
+from jengine.capacity.simulation.trace import RequestTrace
 from jengine.core.request import SamplingParams
 
 LONELY = 200  # number of requests tried alone: if these miss their targets, more engines do not help
@@ -18,7 +18,7 @@ APART = 1e6  # seconds between these requests
 
 def replicas_needed(
     shape: EngineShape,
-    trace: Trace,
+    trace: RequestTrace,
     targets: Targets,
     *,
     params: SamplingParams | None = None,

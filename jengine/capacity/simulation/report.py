@@ -10,14 +10,14 @@ import numpy as np
 from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
 from jengine.capacity.simulation.outcome import Outcome
-from jengine.capacity.simulation.summary import RANKS, Summary, Targets
-from jengine.capacity.simulation.trace import Trace
+from jengine.capacity.simulation.summary import RANKS, ReplaySummary, Targets
+from jengine.capacity.simulation.trace import RequestTrace
 
 BARS = " ▁▂▃▄▅▆▇█"
 WIDTH = 60  # characters in a line of bars
 
 
-def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -> str:
+def report(summary: ReplaySummary, trace: RequestTrace, targets: Targets, outcome: Outcome) -> str:
     """The report as text with several lines."""
     lines = [
         f"{counted(summary.requests, 'request')}, {_arrivals(trace)}; {counted(summary.engines, 'engine')}",
@@ -55,13 +55,13 @@ def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -
     return "\n".join(lines)
 
 
-def _arrivals(trace: Trace) -> str:
+def _arrivals(trace: RequestTrace) -> str:
     if trace.seconds < 1.0:
         return f"all within {1e3 * trace.seconds:.2g} ms"
     return f"{len(trace) / trace.seconds:.3g} a second for {trace.seconds:.0f} s"
 
 
-def save_plot(path: Path, outcome: Outcome, trace: Trace) -> None:
+def save_plot(path: Path, outcome: Outcome, trace: RequestTrace) -> None:
     """Plots the distributions of times, and the numbers of running and waiting requests.
 
     Raises:
@@ -98,7 +98,7 @@ def _row(name: str, values: dict[int, float]) -> str:
     )
 
 
-def _unanswered(summary: Summary, outcome: Outcome) -> str:
+def _unanswered(summary: ReplaySummary, outcome: Outcome) -> str:
     reasons = [f"{outcome.refused} too long for this engine"] if outcome.refused else []
     reasons += [f"{count} {reason}" for reason, count in sorted(outcome.rejected.items())]
     return f"{counted(summary.unanswered, 'request')} not answered: {', '.join(reasons)}"
@@ -110,7 +110,7 @@ def _targets(targets: Targets) -> str:
     return "within " + (" and ".join(given) if given else "the trace's targets")
 
 
-def _timeline(outcome: Outcome, trace: Trace) -> list[str]:
+def _timeline(outcome: Outcome, trace: RequestTrace) -> list[str]:
     """Changes over time, as bars."""
     at = np.array([sample.seconds for sample in outcome.samples])
     came = ~np.isnan(outcome.first)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jengine.base.errors import InvalidArgument
 from jengine.capacity.simulation.outcome import Outcome
-from jengine.capacity.simulation.trace import Trace
+from jengine.capacity.simulation.trace import RequestTrace
 
 RANKS = (50, 90, 95, 99)
 
@@ -35,13 +35,13 @@ class Targets:
         if not 0.0 < self.share <= 1.0:
             raise InvalidArgument("target_share", self.share, "must be in (0, 1]")
 
-    def given(self, trace: Trace) -> bool:
+    def given(self, trace: RequestTrace) -> bool:
         """Whether there are any targets, here or in the trace."""
         return any(value is not None for value in (self.ttft_ms, self.tpot_ms, trace.ttft_ms, trace.tpot_ms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class ReplaySummary:
     """Figures of a replay.
 
     Attributes:
@@ -81,7 +81,9 @@ class Summary:
         return None if self.in_target is None else self.in_target * self.requests / self.seconds
 
 
-def summarize(outcome: Outcome, trace: Trace, targets: Targets, rows: np.ndarray | None = None) -> Summary:
+def summarize(
+    outcome: Outcome, trace: RequestTrace, targets: Targets, rows: np.ndarray | None = None
+) -> ReplaySummary:
     """rows: the requests that were run, if not all."""
     rows = np.arange(len(trace)) if rows is None else rows
     first, last, outputs = (
@@ -92,7 +94,7 @@ def summarize(outcome: Outcome, trace: Trace, targets: Targets, rows: np.ndarray
     answered = ~np.isnan(last)
     seconds = max(outcome.end - outcome.begin, 1e-9)
     owned = np.array([sample.owned_pages for sample in outcome.samples] or [0]) / outcome.pages
-    return Summary(
+    return ReplaySummary(
         requests=len(rows),
         engines=outcome.engines,
         unanswered=int(len(rows) - answered.sum()),
@@ -113,7 +115,7 @@ def summarize(outcome: Outcome, trace: Trace, targets: Targets, rows: np.ndarray
     )
 
 
-def in_target(outcome: Outcome, trace: Trace, targets: Targets) -> np.ndarray:
+def in_target(outcome: Outcome, trace: RequestTrace, targets: Targets) -> np.ndarray:
     """For each row, whether it was served within its own targets or, if it has none, these."""
     first, last = outcome.first - trace.arrivals, outcome.last - trace.arrivals
     met: np.ndarray = ~np.isnan(last)

@@ -17,7 +17,7 @@ END_TOKEN = -(2**31)  # ends a request before its limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class RequestTrace:
     """Requests in order of arrival. Optional columns are None if the file has none.
 
     Attributes:
@@ -54,7 +54,7 @@ class Trace:
         """From the first arrival to the last."""
         return float(self.arrivals[-1] - self.arrivals[0]) if len(self) else 0.0
 
-    def scaled(self, rate: float) -> Trace:
+    def scaled(self, rate: float) -> RequestTrace:
         """The same requests, arriving `rate` times as fast.
 
         Raises:
@@ -64,7 +64,7 @@ class Trace:
             raise InvalidArgument("rate_scale", rate, "must be a number above 0")
         return replace(self, arrivals=self.arrivals / rate)
 
-    def take(self, rows: np.ndarray) -> Trace:
+    def take(self, rows: np.ndarray) -> RequestTrace:
         """The requests at these indices, in ascending order."""
         prefixes = None if self.prefixes is None else [self.prefixes[i] for i in rows]
         clients = None if self.clients is None else [self.clients[i] for i in rows]
@@ -89,7 +89,9 @@ class Trace:
         return known[:length] if len(known) >= length else known + [own] * (length - len(known))
 
 
-def make_trace(rows: Sequence[tuple[float, int, int]], *, left_out: int = 0, **columns: object) -> Trace:
+def make_trace(
+    rows: Sequence[tuple[float, int, int]], *, left_out: int = 0, **columns: object
+) -> RequestTrace:
     """A trace of (arrival, prompt tokens, output tokens) rows in any order. Other columns must have the same
     length.
 
@@ -100,7 +102,7 @@ def make_trace(rows: Sequence[tuple[float, int, int]], *, left_out: int = 0, **c
         raise InvalidArgument("trace", "no requests", "must hold at least one request with an output")
     table = np.array(rows, np.float64)
     order = np.argsort(table[:, 0], kind="stable")
-    trace = Trace(
+    trace = RequestTrace(
         arrivals=table[:, 0] - table[:, 0].min(),
         prompts=table[:, 1].astype(np.int64),
         outputs=table[:, 2].astype(np.int64),

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from jengine.base.errors import InvalidArgument, JengineError
 from jengine.capacity.simulation.replay import EngineShape, replay
-from jengine.capacity.simulation.summary import Summary, Targets, summarize
-from jengine.capacity.simulation.trace import Trace
+from jengine.capacity.simulation.summary import ReplaySummary, Targets, summarize
+from jengine.capacity.simulation.trace import RequestTrace
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
 
@@ -34,8 +34,8 @@ class Tuned:
     """
 
     changes: Changes
-    before: Summary
-    after: Summary
+    before: ReplaySummary
+    after: ReplaySummary
     tried: int
 
 
@@ -57,7 +57,7 @@ class Search:
         self,
         shape_of: Callable[[Changes], EngineShape],
         values: dict[str, tuple[Any, ...]],
-        trace: Trace,
+        trace: RequestTrace,
         targets: Targets,
         *,
         objective: Objective,
@@ -70,7 +70,7 @@ class Search:
             )
         self._shape_of, self._values, self._trace, self._targets = shape_of, values, trace, targets
         self._objective, self._params, self._tried = objective, params, tried
-        self._known: dict[str, Summary | None] = {}  # keyed by changes
+        self._known: dict[str, ReplaySummary | None] = {}  # keyed by changes
 
     def run(self) -> Tuned:
         """Runs the search.
@@ -96,7 +96,7 @@ class Search:
             if changes.get(name) != value:
                 yield {**changes, name: value}
 
-    def _summary(self, changes: Changes) -> Summary | None:
+    def _summary(self, changes: Changes) -> ReplaySummary | None:
         """None if an engine rejects these options."""
         key = repr(sorted(changes.items()))
         if key not in self._known:
@@ -106,12 +106,12 @@ class Search:
                 self._known[key] = None
         return self._known[key]
 
-    def _simulated(self, changes: Changes) -> Summary:
+    def _simulated(self, changes: Changes) -> ReplaySummary:
         outcome = replay(self._shape_of(changes), self._trace, params=self._params)
         self._tried()
         return summarize(outcome, self._trace, self._targets)
 
-    def _better(self, one: Summary, other: Summary) -> bool:
+    def _better(self, one: ReplaySummary, other: ReplaySummary) -> bool:
         """Whether it is better by more than LEAST_GAIN. Served requests count first, since rejecting long
         ones speeds up the rest.
         """

@@ -11,9 +11,9 @@ import numpy as np
 
 from jengine.base.errors import InvalidArgument, JengineError
 from jengine.capacity.simulation.fast_forward import FastForward
-from jengine.capacity.simulation.outcome import Outcome, Sample
+from jengine.capacity.simulation.outcome import EngineSample, Outcome
 from jengine.capacity.simulation.times import StepTimes
-from jengine.capacity.simulation.trace import END_TOKEN, OUTPUT_TOKEN, Trace
+from jengine.capacity.simulation.trace import END_TOKEN, OUTPUT_TOKEN, RequestTrace
 from jengine.capacity.simulation.virtual_host import VirtualHost
 from jengine.core.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
@@ -26,7 +26,7 @@ REPORTED = 100  # requests between progress reports
 SAMPLES = 500  # maximum number of samples
 
 
-class InFlight(NamedTuple):
+class DispatchedStep(NamedTuple):
     """A dispatched step whose tokens are not read yet, and the time at which the device has finished it."""
 
     plan: StepPlan
@@ -52,7 +52,7 @@ class VirtualEngine:
         self,
         scheduler: Scheduler,
         times: StepTimes,
-        trace: Trace,
+        trace: RequestTrace,
         rows: np.ndarray,
         *,
         params: SamplingParams | None = None,
@@ -80,7 +80,7 @@ class VirtualEngine:
         self._collect = self._steady.collect if exact else scheduler.collect
         self._eos = () if exact else (END_TOKEN,)
         self._free = self.now  # time at which the device has finished all dispatched steps
-        self._in_flight: list[InFlight] = []
+        self._in_flight: list[DispatchedStep] = []
         self._progress, self._ended = progress, 0
         # by sequence, the token that it generates, so that equal prompts diverge
         self._tokens: list[list[int]] = []
@@ -108,7 +108,7 @@ class VirtualEngine:
         """Records a sample. If there are too many, drops every other one."""
         scheduler, samples = self.scheduler, self.outcome.samples
         samples.append(
-            Sample(
+            EngineSample(
                 self.now,
                 scheduler.registry.num_running,
                 scheduler.registry.num_waiting,
@@ -170,7 +170,7 @@ class VirtualEngine:
         self._host(times.host(len(plan.spans), plan.trunk.tiles).plan)
         base = times.base(plan.trunk, plan.sampler) if plan.steps == 1 else times.burst(plan.burst)
         self._device(times.device(base, plan.work) + swapping)
-        self._in_flight.append(InFlight(plan, self._free))
+        self._in_flight.append(DispatchedStep(plan, self._free))
         self._read_all_but(1 if self._overlap else 0)
         return plan
 
@@ -288,7 +288,7 @@ class VirtualEngine:
             self._host(host.plan)
             self._device(seconds)
             if self._overlap:
-                read, self._in_flight[0] = self._in_flight[0].done, InFlight(plan, self._free)
+                read, self._in_flight[0] = self._in_flight[0].done, DispatchedStep(plan, self._free)
             else:
                 read = self._free
             self.now = max(self.now, read)

@@ -7,7 +7,7 @@ from typing import Any
 from jengine.execution.kinds.allocate import Allocate
 from jengine.execution.kinds.burst import Burst
 from jengine.execution.kinds.counts import AllocateCounts, Count, Forget
-from jengine.execution.kinds.kind import Call, CallKind, Key, Kind, Program
+from jengine.execution.kinds.kind import CallKind, DeviceCall, Key, Kind, Program
 from jengine.execution.kinds.page_copies import PageCopies
 from jengine.execution.kinds.pool import Pool
 from jengine.execution.kinds.sampler import Sampler
@@ -42,7 +42,7 @@ __all__ = [
     "KINDS",
     "STAGE",
     "TRUNK",
-    "Call",
+    "DeviceCall",
     "Key",
     "Kind",
     "Program",

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import ALLOCATE_COUNTS, DeviceState
-from jengine.execution.kinds.kind import Call, CallKind, Kind, Program, ints
+from jengine.execution.kinds.kind import CallKind, DeviceCall, Kind, Program, ints
 from jengine.execution.logits import COUNT_CHUNK, count_chunks, count_tokens
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import StepPlan
@@ -49,17 +49,17 @@ class Count(Kind[str]):
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         state.counts = state.programs[key](state.get_counts(), state.put(array))
 
-    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         for reset in plan.resets:
             if reset.counted is not None:
                 for chunk in count_chunks(
                     reset.slot, reset.counted, reset.prompt_len, spec.model.config.vocab_size
                 ):
-                    yield Call(self.name, chunk)
+                    yield DeviceCall(self.name, chunk)
 
-    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, Call]:
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:
         [chunk] = count_chunks(0, [0], 1, spec.model.config.vocab_size)
-        return {self.name: Call(self.name, chunk)}
+        return {self.name: DeviceCall(self.name, chunk)}
 
 
 class Forget(CallKind[str]):

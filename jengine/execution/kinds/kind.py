@@ -26,7 +26,7 @@ from jengine.table.ready_programs import ReadyPrograms
 Key = TableKey | str  # str: the name of a kind with a single key
 
 
-class Call(NamedTuple):
+class DeviceCall(NamedTuple):
     """An operation on the devices, as plain data, so that other processes can repeat it.
 
     Attributes:
@@ -88,11 +88,11 @@ class Kind[K](CallKind[K]):
     def program(self, spec: ExecutionSpec, key: K) -> Program:
         """The program of a key, from abstract values alone."""
 
-    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         """The calls of this kind that a step makes before or after its trunk, if any."""
         return iter(())
 
-    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> Mapping[K, StepPlan | Call]:
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> Mapping[K, StepPlan | DeviceCall]:
         """For each ready key, a step or call that runs its program and changes nothing that a request
         reads.
         """

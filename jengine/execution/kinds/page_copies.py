@@ -9,7 +9,7 @@ import numpy as np
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
-from jengine.execution.kinds.kind import Call, Kind, Program, ints, partitions
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, ints, partitions
 from jengine.execution.kv_cache import COPIES, make_copy
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import StepPlan
@@ -34,11 +34,11 @@ class PageCopies(Kind[str]):
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         state.cache = state.programs[key](state.cache, *map(state.put, array))
 
-    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         for copies in batched(plan.copies, COPIES):
             pages = np.zeros((2, COPIES), np.int32)
             pages[:, : len(copies)] = np.array([(source, target) for _, source, target in copies], np.int32).T
-            yield Call(self.name, pages)
+            yield DeviceCall(self.name, pages)
 
-    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, Call]:
-        return {self.name: Call(self.name, np.zeros((2, COPIES), np.int32))}
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:
+        return {self.name: DeviceCall(self.name, np.zeros((2, COPIES), np.int32))}

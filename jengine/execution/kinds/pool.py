@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import Call, Kind, Program, ints
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, ints
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.table.program_table import PoolKey
@@ -31,7 +31,7 @@ class Pool(Kind[PoolKey]):
         pooled: jax.Array = start_host_copy(state.programs[key](state.tiles, state.put(array)))
         return pooled
 
-    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         if all([span.pool is None for span in plan.spans]):
             return
         ranges = np.zeros((plan.trunk.tiles, 2), np.int32)
@@ -39,7 +39,7 @@ class Pool(Kind[PoolKey]):
             pool = plan.spans[number].pool
             if pool is not None and pool < offset + length:
                 row[:] = max(pool - offset, 0), length
-        yield Call(PoolKey(plan.trunk.tiles), ranges)
+        yield DeviceCall(PoolKey(plan.trunk.tiles), ranges)
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[PoolKey, StepPlan]:
         def plan(key: PoolKey) -> StepPlan:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import Call, Kind, Program, ints, of_leaves
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, ints, of_leaves
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import SampledLogprobs, make_scorer
 from jengine.execution.spec import ExecutionSpec
@@ -34,14 +34,14 @@ class Score(Kind[ScoreKey]):
         )
         return scores
 
-    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         if not any([span.targets for span in plan.spans]):
             return
         targets = np.zeros((plan.trunk.tiles, spec.table.tile_size), np.int32)
         for row, (number, offset, length) in zip(targets, spec.table.place(plan.spans).tiles, strict=False):
             wanted = (plan.spans[number].targets or [])[offset : offset + length]
             row[: len(wanted)] = wanted
-        yield Call(ScoreKey(plan.trunk.tiles), targets.reshape(-1))
+        yield DeviceCall(ScoreKey(plan.trunk.tiles), targets.reshape(-1))
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[ScoreKey, StepPlan]:
         def plan(key: ScoreKey) -> StepPlan:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
-from jengine.execution.kinds.kind import Call, Kind, Program, ints, partitions
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, ints, partitions
 from jengine.execution.slots import UPDATE_WORDS, pack_updates, update_slots
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import StepPlan
@@ -28,9 +28,9 @@ class SlotUpdates(Kind[str]):
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         state.slots = state.programs[key](state.slots, state.put(array))
 
-    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[Call]:
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         for packed in pack_updates(*layout.rest(plan)):
-            yield Call(self.name, packed)
+            yield DeviceCall(self.name, packed)
 
-    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, Call]:
-        return {self.name: Call(self.name, np.zeros(UPDATE_WORDS, np.int32))}
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:
+        return {self.name: DeviceCall(self.name, np.zeros(UPDATE_WORDS, np.int32))}

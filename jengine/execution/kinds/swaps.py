@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jengine.execution.device_state import DeviceState
-from jengine.execution.kinds.kind import Call, CallKind, Kind, Program, ints, partitions
+from jengine.execution.kinds.kind import CallKind, DeviceCall, Kind, Program, ints, partitions
 from jengine.execution.kv_cache import Page, fill_pages, spill_pages
 from jengine.execution.spec import ExecutionSpec
 from jengine.table.pages import SWAPS
@@ -24,7 +24,7 @@ class Spill(Kind[str]):
     def keys(self, spec: ExecutionSpec) -> Sequence[str]:
         return [self.name] if spec.host_pages else []
 
-    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, Call]:
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:
         return {key: swap_call(key, []) for key in self.keys(spec)}
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
@@ -56,7 +56,7 @@ class Fill(Kind[str]):
     def keys(self, spec: ExecutionSpec) -> Sequence[str]:
         return [self.name] if spec.host_pages else []
 
-    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, Call]:
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:
         return {key: swap_call(key, []) for key in self.keys(spec)}
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
@@ -69,8 +69,8 @@ class Fill(Kind[str]):
         state.cache = state.programs[key](state.cache, state.store.take(places.tolist()), state.put(pages))
 
 
-def swap_call(name: str, numbers: Sequence[tuple[int, int]]) -> Call:
+def swap_call(name: str, numbers: Sequence[tuple[int, int]]) -> DeviceCall:
     """A call that moves at most SWAPS pages, padded with null pages."""
     padded = np.zeros((2, SWAPS), np.int32)
     padded[:, : len(numbers)] = np.array(numbers, np.int32).reshape(-1, 2).T
-    return Call(name, padded)
+    return DeviceCall(name, padded)

@@ -21,7 +21,7 @@ from jengine.insight.profiling.garbage import Collections
 from jengine.insight.profiling.jax_capture import SECONDS, JaxCapture
 from jengine.insight.profiling.py_spy import PySpy
 from jengine.insight.profiling.resident import resident_parts
-from jengine.insight.profiling.sampler import Sampler
+from jengine.insight.profiling.sampler import ThreadSampler
 from jengine.insight.profiling.system_calls import SystemCalls
 from jengine.insight.recording.engines import engines
 
@@ -59,7 +59,7 @@ class Capture:
         self._measured: dict[int, float] = {}  # time of the last memory sample
         self._on_host = True
         self._loops: dict[str, None] = {}
-        self._sampler = Sampler(options.rate)
+        self._sampler = ThreadSampler(options.rate)
         self._collections = Collections()
         self._py_spy = PySpy(options.rate, folder)
         self._calls = SystemCalls(options.system_calls, folder)

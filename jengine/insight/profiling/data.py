@@ -135,7 +135,7 @@ class CallCount(msgspec.Struct, array_like=True):
     where: str = ""
 
 
-class Growth(msgspec.Struct, array_like=True):
+class HeapGrowth(msgspec.Struct, array_like=True):
     """Growth of the heap between two snapshots, by the allocating line."""
 
     where: str
@@ -190,7 +190,7 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
     disturbed: list[tuple[float, float]] = []
     memory: dict[str, int] = {}
     device: dict[str, int] = {}
-    growth: list[Growth] = []
+    growth: list[HeapGrowth] = []
     heap_seconds: float = 0.0
     operations: list[tuple[str, int, float]] = []
     missing: dict[str, str] = {}

@@ -6,7 +6,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from jengine.insight.profiling.data import Growth
+from jengine.insight.profiling.data import HeapGrowth
 
 MOST = 20  # lines
 SETTLE = 0.2  # share of the time before the first snapshot, so that temporary allocations are in both
@@ -27,7 +27,7 @@ class Heap:
     def first(self) -> None:
         self._first, self._at = tracemalloc.take_snapshot(), time.perf_counter()
 
-    def last(self) -> list[Growth]:
+    def last(self) -> list[HeapGrowth]:
         """Lines that have grown since `first`, the largest first. Ends tracing, unless it was already on
         before.
         """
@@ -37,7 +37,7 @@ class Heap:
             tracemalloc.stop()
         grown = snapshot.filter_traces(_OTHERS).compare_to(self._first.filter_traces(_OTHERS), "lineno")
         found = [one for one in grown if one.size_diff > 0][:MOST]
-        return [Growth(_line(one.traceback[0]), one.size_diff, one.count_diff) for one in found]
+        return [HeapGrowth(_line(one.traceback[0]), one.size_diff, one.count_diff) for one in found]
 
 
 _OTHERS = [tracemalloc.Filter(False, tracemalloc.__file__), tracemalloc.Filter(False, __file__)]
@@ -47,7 +47,7 @@ def _line(frame: tracemalloc.Frame) -> str:
     return "/".join(frame.filename.split("/")[-3:]) + f":{frame.lineno}"
 
 
-def measure(seconds: float, wait: Callable[[float], object]) -> tuple[list[Growth], float]:
+def measure(seconds: float, wait: Callable[[float], object]) -> tuple[list[HeapGrowth], float]:
     """The growth in this period, and the seconds between the snapshots."""
     heap = Heap()
     heap.start()

@@ -29,7 +29,7 @@ DEPTH = 100  # maximum frames of a stack
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingThread:
     """A thread that has been at the same place for several samples."""
 
     thread: str
@@ -41,7 +41,7 @@ class _Waiting:
     seen: int = 1
 
 
-class Sampler:
+class ThreadSampler:
     """Samples threads.
 
     Args:
@@ -67,7 +67,7 @@ class Sampler:
         )
         self._thread = threading.Thread(target=self._run, name="profile-sampler", daemon=True)
         self._stacks: dict[str, Counter[tuple[tuple[CodeType, int], ...]]] = defaultdict(Counter)
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _WaitingThread] = {}
         self._in_call: dict[int, SlowCall] = {}
         self._there: dict[int, threading.Thread] = {}
         self._names: dict[int, tuple[str, int]] = {}  # name and the system's id of each thread
@@ -222,7 +222,7 @@ class Sampler:
         if lock := awaited_lock(top):
             frame = waiting_frame(top)
             where = frame_name(frame.f_code, frame.f_lineno)
-            self._waiting[ident] = _Waiting(
+            self._waiting[ident] = _WaitingThread(
                 name, place, now, lock, where, self._holder(ident, top, lock, tops)
             )
 
@@ -231,7 +231,7 @@ class Sampler:
             top, lock, [(self._names[other][0], frame) for other, frame in tops.items() if other != ident]
         )
 
-    def _end(self, waiting: _Waiting, now: float) -> None:
+    def _end(self, waiting: _WaitingThread, now: float) -> None:
         """Ends a wait. A single sample may have hit a free lock."""
         if waiting.seen > 1:
             seconds = now - waiting.begun

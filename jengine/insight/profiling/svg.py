@@ -15,26 +15,26 @@ LANE = 20
 
 
 @dataclass
-class _Node:
+class _Frame:
     count: int = 0
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: dict[str, _Frame] = field(default_factory=dict)
 
 
 def flame(stacks: dict[str, int]) -> str:
     """A flame graph with the root on top. The width of a frame is its share of the samples."""
-    root = _Node()
+    root = _Frame()
     for stack, count in stacks.items():
         node = root
         node.count += count
         for frame in stack.split(";"):
-            node = node.children.setdefault(frame, _Node())
+            node = node.children.setdefault(frame, _Frame())
             node.count += count
     shapes: list[str] = []
     depth = _draw(root, 0.0, 0, WIDTH / max(root.count, 1), root.count, shapes)
     return f'<svg class="flame" viewBox="0 0 {WIDTH} {depth * ROW}" width="100%">{"".join(shapes)}</svg>'
 
 
-def _draw(node: _Node, left: float, depth: int, scale: float, whole: int, shapes: list[str]) -> int:
+def _draw(node: _Frame, left: float, depth: int, scale: float, whole: int, shapes: list[str]) -> int:
     """Draws a node's children. Returns the depth."""
     deepest = depth
     for frame, child in sorted(node.children.items()):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jengine.insight.profiling.data import CallCount, ProcessProfile, SlowCall
 from jengine.insight.profiling.proc import WAITS, input_output, thread_ids
-from jengine.insight.profiling.sampler import Sampler
+from jengine.insight.profiling.sampler import ThreadSampler
 from jengine.insight.profiling.tools import Tool, installed, works
 
 SLOW, KEPT = 1e-3, 20_000
@@ -65,7 +65,7 @@ def _listed(name: str) -> bool:
     return name not in WAITS or name in MARKS
 
 
-def usual_frames(sampler: Sampler) -> dict[tuple[str, str], str]:
+def usual_frames(sampler: ThreadSampler) -> dict[tuple[str, str], str]:
     """For each thread and call on files, the frame in most of its samples."""
     samples = [*reversed(sampler.calls_at.most_common()), *reversed(sampler.calls.most_common())]
     return {(thread, call): where for (thread, call, where), _ in samples}
@@ -133,7 +133,7 @@ class SystemCalls:
             self._why[what] = why
         return not why
 
-    def stop(self, profile: ProcessProfile, sampler: Sampler, threads: Mapping[int, str]) -> None:
+    def stop(self, profile: ProcessProfile, sampler: ThreadSampler, threads: Mapping[int, str]) -> None:
         """Adds the results to the profile.
 
         Args:
@@ -159,7 +159,9 @@ class SystemCalls:
             )
         self._from_proc(profile, sampler, threads)
 
-    def _take(self, profile: ProcessProfile, sampler: Sampler, threads: Mapping[int, str], text: str) -> None:
+    def _take(
+        self, profile: ProcessProfile, sampler: ThreadSampler, threads: Mapping[int, str], text: str
+    ) -> None:
         counts, slow = (parse_perf if self._by == "perf trace" else parse_strace)(text)
         shift = self._shift(slow, sampler)
         frames = usual_frames(sampler)
@@ -185,7 +187,7 @@ class SystemCalls:
                     SlowCall(at + shift, seconds, thread, name, frames.get((thread, name), ""))
                 )
 
-    def _shift(self, slow: list[tuple[float, float, int, str]], sampler: Sampler) -> float | None:
+    def _shift(self, slow: list[tuple[float, float, int, str]], sampler: ThreadSampler) -> float | None:
         """Offset from a tool's clock to time.perf_counter()."""
         if self._by == "strace":
             return time.perf_counter() - time.time()
@@ -194,7 +196,7 @@ class SystemCalls:
         pairs = zip(reversed(sampler.marked), reversed(marks), strict=False)
         return min((here - there for here, there in pairs), default=None)
 
-    def _from_proc(self, profile: ProcessProfile, sampler: Sampler, threads: Mapping[int, str]) -> None:
+    def _from_proc(self, profile: ProcessProfile, sampler: ThreadSampler, threads: Mapping[int, str]) -> None:
         """The kernel counts reads and writes. Time in calls on files is estimated from samples."""
         profile.calls_by, frames = "/proc", usual_frames(sampler)
         seconds: dict[tuple[str, str], float] = defaultdict(float)

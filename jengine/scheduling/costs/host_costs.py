@@ -27,7 +27,7 @@ class HostSeconds(NamedTuple):
     collect: float
 
 
-class Line(msgspec.Struct):
+class LinearFit(msgspec.Struct):
     """Linear regression of seconds over a count, with older steps weighted less."""
 
     steps: float = 0.0
@@ -62,8 +62,8 @@ class Line(msgspec.Struct):
 class HostCosts(msgspec.Struct):
     """HostSeconds as functions of the number of rows and tiles."""
 
-    plan: Line = msgspec.field(default_factory=Line)
-    collect: Line = msgspec.field(default_factory=Line)
+    plan: LinearFit = msgspec.field(default_factory=LinearFit)
+    collect: LinearFit = msgspec.field(default_factory=LinearFit)
 
     def seconds(self, count: int) -> HostSeconds:
         return HostSeconds(self.plan.at(count), self.collect.at(count))

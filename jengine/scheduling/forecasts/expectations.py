@@ -8,7 +8,7 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from jengine.core.request import Request
-from jengine.scheduling.forecasts.forecast import Job, Machine, Prediction, forecast
+from jengine.scheduling.forecasts.forecast import Machine, Prediction, SequenceGroup, forecast
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.work import Work
@@ -21,7 +21,7 @@ TYPICAL_PROMPT, TYPICAL_OUTPUT = 512.0, 256  # tokens, used until a request has 
 PROMPT_GAIN = 0.02  # weight of each prompt in the mean
 
 
-class Outlook:
+class FirstTokenOutlook:
     """Seconds until a typical request would get its first token. Results are reused, so callers may ask
     often.
     """
@@ -89,11 +89,11 @@ def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Predictio
     The machine's load is assumed to stay as it is. Thread-safe.
     """
     running, waiting = scheduler.registry.snapshot()
-    new: list[Job] = []
+    new: list[SequenceGroup] = []
     for number, (prompt, output, samples, cached) in enumerate(requests):
-        new.append(Job(min(cached, prompt - 1), prompt, output, 1, number))
+        new.append(SequenceGroup(min(cached, prompt - 1), prompt, output, 1, number))
         if samples > 1:
-            new.append(Job(prompt - 1, prompt, output, samples - 1, len(requests) + number))
+            new.append(SequenceGroup(prompt - 1, prompt, output, samples - 1, len(requests) + number))
     found = forecast(_machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), new)
     lasts = [found.get(len(requests) + number, found[number]).last_token for number in range(len(requests))]
     return [
@@ -129,15 +129,15 @@ def _rest(scheduler: Scheduler, request: Request, generated: int, limit: int) ->
     )
 
 
-def _jobs(scheduler: Scheduler, sequences: List[Sequence]) -> list[Job]:
+def _jobs(scheduler: Scheduler, sequences: List[Sequence]) -> list[SequenceGroup]:
     return [_job(scheduler, sequence) for sequence in sequences if sequence.rest > 0]
 
 
-def _job(scheduler: Scheduler, sequence: Sequence) -> Job:
+def _job(scheduler: Scheduler, sequence: Sequence) -> SequenceGroup:
     known = len(sequence.tokens) + sequence.in_flight
     generated = known - sequence.prompt_len
     rest = _rest(scheduler, sequence.request, generated, generated + sequence.rest)
-    return Job(
+    return SequenceGroup(
         known if sequence.state in (State.DECODING, State.HELD) else sequence.num_computed, known, rest
     )
 

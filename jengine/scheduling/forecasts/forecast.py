@@ -25,7 +25,7 @@ ITERATIONS, NEW_ITERATIONS = 512, 8  # most iterations for the queue, and in add
 LEAST = 1e-9  # seconds; no step is assumed to take less
 
 
-class Job(NamedTuple):
+class SequenceGroup(NamedTuple):
     """A group of sequences that are assumed to behave equally.
 
     Attributes:
@@ -76,14 +76,14 @@ class Machine:
     start: float = 0.0
 
 
-def together(jobs: Iterable[Job], groups: int = GROUPS) -> list[Job]:
+def together(jobs: Iterable[SequenceGroup], groups: int = GROUPS) -> list[SequenceGroup]:
     """Merges neighbouring jobs into at most `groups` jobs, each with the mean of those it replaces."""
     some = list(jobs)
     size = -(-len(some) // groups)
     return some if size < 2 else [_mean(some[i : i + size]) for i in range(0, len(some), size)]
 
 
-def _mean(jobs: list[Job]) -> Job:
+def _mean(jobs: list[SequenceGroup]) -> SequenceGroup:
     """Has tokens to compute if any of these has some."""
     count = len(jobs)
     start, tokens, rest = (
@@ -91,7 +91,7 @@ def _mean(jobs: list[Job]) -> Job:
         for column in zip(*[(job.start, job.end - job.start, job.rest) for job in jobs], strict=True)
     )
     begin = round(start)
-    return Job(
+    return SequenceGroup(
         begin,
         begin + math.ceil(tokens) if tokens < 1.0 else begin + round(tokens),
         max(round(rest), 1),
@@ -100,7 +100,10 @@ def _mean(jobs: list[Job]) -> Job:
 
 
 def forecast(
-    machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]
+    machine: Machine,
+    running: Iterable[SequenceGroup],
+    waiting: Iterable[SequenceGroup],
+    new: Sequence[SequenceGroup],
 ) -> dict[int, Prediction]:
     """Predictions by number for the jobs in `new`, which are queued behind all others.
 
@@ -121,12 +124,16 @@ class Forecast:
     """
 
     def __init__(
-        self, machine: Machine, running: Iterable[Job], waiting: Iterable[Job], new: Sequence[Job]
+        self,
+        machine: Machine,
+        running: Iterable[SequenceGroup],
+        waiting: Iterable[SequenceGroup],
+        new: Sequence[SequenceGroup],
     ) -> None:
         self.iterations, self.limit = 0, ITERATIONS + NEW_ITERATIONS * len(new)
         self._machine, self._now, self._ran = machine, machine.start, 0  # _ran: steps so far
-        begun: list[Job] = []
-        decoding: list[Job] = []
+        begun: list[SequenceGroup] = []
+        decoding: list[SequenceGroup] = []
         for job in running:
             (begun if job.end > job.start else decoding).append(job)
         self._waiting = deque([*together(waiting), *new])
@@ -140,7 +147,7 @@ class Forecast:
         )
         self._tokens = 0  # tokens computed and generated so far
         # heap of decoding jobs: (last step, first step, tie-break, job)
-        self._ends: list[tuple[int, int, int, Job]] = []
+        self._ends: list[tuple[int, int, int, SequenceGroup]] = []
         self._entered = 0
         for job in together(sorted(decoding, key=lambda job: job.rest)):
             self._running += job.size
@@ -163,7 +170,7 @@ class Forecast:
             self._extrapolate()
         return {number: Prediction(self._first[number], self._last[number]) for number in self._last}
 
-    def _pages_of(self, job: Job, tokens: int) -> int:
+    def _pages_of(self, job: SequenceGroup, tokens: int) -> int:
         return job.size * self._machine.groups * -(-tokens // self._machine.page_size)
 
     def _admit(self) -> None:
@@ -209,11 +216,11 @@ class Forecast:
                 self._first.setdefault(job.number, self._now)
             self._decode(job)
 
-    def _compute(self, tiles: int) -> tuple[list[Job], int]:
+    def _compute(self, tiles: int) -> tuple[list[SequenceGroup], int]:
         """Computes this many tiles of prompts, one member after the other. Returns the members whose prompts
         are complete, and the (query, key) pairs that were attended to.
         """
-        done: list[Job] = []
+        done: list[SequenceGroup] = []
         attended = 0
         while tiles > 0 and self._prompts:
             job, before = self._prompts.popleft(), self._computed
@@ -233,11 +240,11 @@ class Forecast:
             )
         return done, attended
 
-    def _tiles(self, job: Job) -> int:
+    def _tiles(self, job: SequenceGroup) -> int:
         """Tiles of each member, at least 1."""
         return max(-(-(job.end - job.start) // self._machine.tile_size), 1)
 
-    def _pairs(self, job: Job, tiles: int) -> int:
+    def _pairs(self, job: SequenceGroup, tiles: int) -> int:
         """(query, key) pairs of a member's first tiles."""
         tokens = min(tiles * self._machine.tile_size, job.end - job.start)
         return tokens * (job.start + tokens // 2)
@@ -266,7 +273,7 @@ class Forecast:
         self._tokens += grown
         self._pages -= self._machine.groups * grown // self._machine.page_size
 
-    def _decode(self, job: Job) -> None:
+    def _decode(self, job: SequenceGroup) -> None:
         """Starts decoding a job. Its context grows with each step until its last."""
         rest = job.rest - 1 if job.end > job.start else job.rest
         heapq.heappush(self._ends, (self._ran + rest, self._ran, self._entered, job))
