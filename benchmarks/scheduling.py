@@ -43,7 +43,6 @@ from jengine.engine.start import start_engine
 from jengine.execution.batch import BatchLayout
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.promises.goodput import in_time
-from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.work import Work, pairs
 
@@ -94,16 +93,6 @@ def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Arriv
     ]
 
 
-def requests_of(work: list[Arrival]) -> list[Request]:
-    made = []
-    for i, asked in enumerate(work):
-        params = SamplingParams(temperature=0.0, max_tokens=asked.output, ignore_eos=True)
-        made.append(
-            Request(request_id=str(i), prompt_token_ids=asked.prompt, params=params, arrival=asked.arrival)
-        )
-    return made
-
-
 # --- the virtual clock --------------------------------------------------------------------------------
 
 
@@ -117,11 +106,8 @@ def replay(
     known: bool = True,
     **options: Any,
 ) -> Outcome:
-    """Runs a workload on the virtual clock.
-
-    Args:
-        known: whether max_tokens are the actual lengths; otherwise it is the maximum, and requests end
-            earlier.
+    """Runs a workload on the virtual clock. known: max_tokens are the actual lengths, not the same for
+    all.
     """
     shape = EngineShape(
         table=costs.table,
@@ -137,29 +123,20 @@ def replay(
     trace = make_trace([(asked.arrival, len(asked.prompt), asked.output) for asked in work], limits=limits)
     scheduler = shape.scheduler()
     got = VirtualEngine(scheduler, StepTimes(costs), trace, np.arange(len(trace))).run()
-    done = ~np.isnan(got.last)
-    return Outcome(
-        seconds=float(got.last[done].max() - trace.arrivals[0]),
-        tokens=int(trace.outputs[done].sum()),
-        latencies=sorted((got.last - trace.arrivals)[done].tolist()),
-        in_target=scheduler.acceptance.goodput.met / len(work),
-        preemptions=scheduler.registry.num_preemptions,
-        rejected=scheduler.acceptance.goodput.rejected,
-        decisions=dict(scheduler.admission.decisions),
-        steps=got.steps,
-    )
+    times = zip(trace.arrivals.tolist(), got.last.tolist(), trace.outputs.tolist(), strict=True)
+    done = [(arrival, end, tokens) for arrival, end, tokens in times if end == end]  # not nan
+    return outcome(scheduler, got.steps, 0.0, done, scheduler.acceptance.goodput.met / len(work))
 
 
 def outcome(
-    sequences: list[Sequence], ended: dict[Sequence, float], scheduler: Scheduler, steps: int
+    scheduler: Scheduler, steps: int, begin: float, done: list[tuple[float, float, int]], in_target: float
 ) -> Outcome:
-    done = [sequence for sequence in sequences if sequence.finish_reason != "abort"]
-    met = sum(in_time(sequence, ended[sequence]) for sequence in done)
+    """done: (arrival, end, generated tokens) of each answered request."""
     return Outcome(
-        seconds=max(ended.values()) - min(sequence.arrival for sequence in sequences),
-        tokens=sum(len(sequence.tokens) - sequence.prompt_len for sequence in done),
-        latencies=sorted(ended[sequence] - sequence.arrival for sequence in done),
-        in_target=met / len(sequences),
+        seconds=max(end for _, end, _ in done) - begin,
+        tokens=sum(tokens for *_, tokens in done),
+        latencies=sorted(end - arrival for arrival, end, _ in done),
+        in_target=in_target,
         preemptions=scheduler.registry.num_preemptions,
         rejected=scheduler.acceptance.goodput.rejected,
         decisions=dict(scheduler.admission.decisions),
@@ -288,7 +265,14 @@ def run_engine(engine: Engine, work: list[Arrival], **options: Any) -> Outcome:
         options=SchedulingOptions(**options),
     )
     sequences, ended, begin, steps = [], {}, time.monotonic(), 0
-    coming = requests_of([asked._replace(arrival=begin + asked.arrival) for asked in work])
+    coming = []
+    for i, asked in enumerate(work):
+        params = SamplingParams(temperature=0.0, max_tokens=asked.output, ignore_eos=True)
+        coming.append(
+            Request(
+                request_id=str(i), prompt_token_ids=asked.prompt, params=params, arrival=begin + asked.arrival
+            )
+        )
     coming.reverse()
     while coming or engine.has_work:
         while coming and coming[-1].arrival <= time.monotonic():
@@ -302,7 +286,10 @@ def run_engine(engine: Engine, work: list[Arrival], **options: Any) -> Outcome:
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 ended.setdefault(sequence, now)
-    return outcome(sequences, ended, scheduler, steps)
+    answered = [sequence for sequence in sequences if sequence.finish_reason != "abort"]
+    done = [(one.arrival, ended[one], len(one.tokens) - one.prompt_len) for one in answered]
+    met = sum(in_time(one, ended[one]) for one in answered)
+    return outcome(scheduler, steps, min(one.arrival for one in sequences), done, met / len(sequences))
 
 
 @contextmanager

@@ -67,20 +67,23 @@ class LLMBeams(ABC):
             for start in range(0, len(work), step)
             for output in self._wait_for(work[start : start + step], "searching", use_tqdm)
         ]
-        return [BeamSearchOutput(self._sequences(output, params)) for output in outputs]
+        return [BeamSearchOutput(_sequences(self.tokenizer, output, params)) for output in outputs]
 
-    def _sequences(self, output: RequestOutput, params: BeamSearchParams) -> list[BeamSearchSequence]:
-        sequences = []
-        for beam in output.outputs:
-            tokens = [*output.prompt_token_ids, *beam.token_ids]
-            hides = beam.finish_reason == "stop" and not params.include_stop_str_in_output
-            sequences.append(
-                BeamSearchSequence(
-                    tokens=tokens,
-                    logprobs=beam.logprobs or [],
-                    cum_logprob=beam.cumulative_logprob or 0.0,
-                    text=self.tokenizer.decode(tokens[:-1] if hides else tokens),
-                    finish_reason=beam.finish_reason,
-                )
+
+def _sequences(
+    tokenizer: Tokenizer, output: RequestOutput, params: BeamSearchParams
+) -> list[BeamSearchSequence]:
+    sequences = []
+    for beam in output.outputs:
+        tokens = [*output.prompt_token_ids, *beam.token_ids]
+        hides = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+        sequences.append(
+            BeamSearchSequence(
+                tokens=tokens,
+                logprobs=beam.logprobs or [],
+                cum_logprob=beam.cumulative_logprob or 0.0,
+                text=tokenizer.decode(tokens[:-1] if hides else tokens),
+                finish_reason=beam.finish_reason,
             )
-        return sequences
+        )
+    return sequences
