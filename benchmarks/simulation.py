@@ -215,7 +215,8 @@ def million(requests: int) -> dict[str, Any]:
         {**trunks, **{key: 1e-6 * key.rows for key in table.samplers()}},
         slopes=Slopes(4e-8, 0.0, 1e-9),
     )
-    shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows, max_num_batched_tokens=tokens,
+    shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
                         max_model_len=8192, options={"prefix_caching": True})  # fmt: skip
     some = make_trace([*zip(np.arange(5000.0), prompts[:5000], outputs[:5000], strict=True)])
     rate = 0.7 * capacity(shape, some)

@@ -14,7 +14,7 @@ from openai.types import CompletionUsage
 from jengine import InvalidArgument, SamplingParams, scoring_of
 from jengine.serving.guards.admission import client_of
 from jengine.serving.http import replies
-from jengine.serving.http.bodies import RERANK, SCORE, Body, Form
+from jengine.serving.http.bodies import RERANK, SCORE, Body, BodyFields
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import MOST_PROMPTS
 from jengine.serving.http.embedding_service import check_finished
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
     """
 
     path: str
-    form: Form
+    form: BodyFields
     read: Callable[[Body], Asked]
     reply: Callable[[Scored], dict[str, Any]]
 

@@ -28,7 +28,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 SAMPLES = SamplingParams(n=3, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
 LONG = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True, detokenize=False)
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16, "swap_space": 0.05,
+    "dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72,
+    "page_size": 16, "swap_space": 0.05,
 }  # fmt: skip
 
 

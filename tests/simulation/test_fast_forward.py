@@ -63,7 +63,8 @@ def test_fast_forward_changes_nothing(requests, blocks, priorities, clients, tar
         now += gap
         rows.append((now, prompt, output))
     ttft, tpot = np.array(targets[:count]).T
-    trace = make_trace(rows, prefixes=[tuple(ids) for ids in blocks[:count]], block=4, priorities=np.array(priorities[:count]),
+    trace = make_trace(rows, prefixes=[tuple(ids) for ids in blocks[:count]], block=4,
+        priorities=np.array(priorities[:count]),
                        clients=clients[:count], ttft_ms=ttft, tpot_ms=tpot)  # fmt: skip
     slow, fast = both(make_shape(**scheduling, **options), trace)
     np.testing.assert_equal(fast, slow)
