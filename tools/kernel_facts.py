@@ -37,8 +37,7 @@ THREADS = 256  # per block
 
 
 def _last_as_sinks(function: partial[Any], *args: Any) -> Any:
-    given = function.keywords["options"]
-    return function(*args[:-1], options=replace(given, sinks=args[-1]))
+    return function(*args[:-1], options=replace(function.keywords["options"], sinks=args[-1]))
 
 
 def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
@@ -414,9 +413,10 @@ def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> C
     """Sixteen tiles of 64 queries, otherwise as `decode`."""
     _, (q, k, v, tables, lengths) = decode(head_dim, page_size)
     tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
-    options = AttentionOptions(head_dim**-0.5, **ways)
-    arrays = tiles, k, v, tables, lengths, lengths
-    return partial(ampere.paged_attention_prefill, options=options, splits=splits), arrays
+    function = partial(
+        ampere.paged_attention_prefill, options=AttentionOptions(head_dim**-0.5, **ways), splits=splits
+    )
+    return function, (tiles, k, v, tables, lengths, lengths)
 
 
 AMPERE_CASES: dict[str, Case] = {
