@@ -1,6 +1,4 @@
-"""Eight-bit weights: a scale for each output or, for FP8 checkpoints with blocks, for each group of
-inputs.
-"""
+"""Eight-bit weights: a scale for each output or, in FP8 checkpoints with blocks, each group of inputs."""
 
 from __future__ import annotations
 

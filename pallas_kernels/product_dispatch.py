@@ -1,4 +1,4 @@
-"""Products on GPUs by parameters of any format, in the implementation that fits device, dtype and shape; see
+"""Products on GPUs by parameters of any format: the kernel for device, dtype and shape, or XLA; see
 `dispatch`.
 
 `weights.product` is for any device.

@@ -1,5 +1,4 @@
-"""Rows and weights that GPUs' kernels for products support. Each `why_` function returns the reason why not,
-or None.
+"""What GPUs' kernels for products support. Each `why_` function returns the reason why not, or None.
 
 Arrays may be any objects with a shape and a dtype. `device` is as in `support`.
 """
@@ -15,8 +14,7 @@ from pallas_kernels.support import DTYPES, HOPPER, capability
 
 GRID = 64  # the numbers of outputs and inputs are multiples of this
 SIZE_GRID = 128  # the size of a quantized row is a multiple of this
-# maximum rows of a dense product; for more, cuBLAS is faster, even if it has to convert the weight first
-EIGHT_BIT_ROWS = 512
+EIGHT_BIT_ROWS = 512  # maximum of a dense product; for more, cuBLAS is faster, even if it converts the weight
 
 
 def why_no_kernel(x: Rows, device: jax.Device | None) -> str | None:

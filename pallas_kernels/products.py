@@ -24,18 +24,16 @@ from pallas_kernels.groups import Groups
 from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.support import Impl
 
-# products use the same form up to each number of rows; larger ones are a further class
+# products have the same form up to each number of rows; more rows are a further class
 ROW_CLASSES = 1, 16, 64
 
-# pairs of a `form_key` and "kernel", "amx" or "xla"; missing keys mean "kernel"
-Forms = tuple[tuple[str, str], ...]
+Forms = tuple[tuple[str, str], ...]  # pairs of a `form_key` and "kernel" (the default), "amx" or "xla"
 Axes = tuple[str | None, ...]  # a name per axis
 
 
 @runtime_checkable
 class Weight(Protocol):
-    """A matrix [*out, in] that multiplies activations, several of them, [groups, *out, in], or a table of
-    vectors.
+    """A matrix of products [*out, in], several of them [groups, *out, in], or a table of vectors [n, size].
 
     Weights are JAX pytrees, so programs can take them as arguments and pass them to control flow.
     """
@@ -79,9 +77,8 @@ class StoredWeight(Weight, Protocol):
 
     @property
     def format(self) -> str:
-        """The dtype of a plain weight or of eight-bit numbers; "w8a8" or "fp8 inputs" if rows of x are
-        quantized too; "by group"; or "int4".
-        """
+        """The dtype of a plain weight or of eight-bit numbers; or "w8a8" or "fp8 inputs", if rows of x are
+        quantized too; "by group"; "int4"."""
 
     @property
     def plain(self) -> jax.ShapeDtypeStruct:
@@ -91,16 +88,16 @@ class StoredWeight(Weight, Protocol):
         """The same weight with other forms of products."""
 
     def flat(self) -> Self:
-        """[*out, in] -> [outs, in]. On a CPU, a matrix product reads two axes in place, but would copy
-        three.
+        """[*out, in] -> [outs, in]. On a CPU, a product reads a matrix in place, but would copy three
+        axes.
         """
 
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         """`product` by a flat weight, by XLA, for any device."""
 
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
-        """`product` by a flat weight, by a CPU's kernel. "amx" uses another one if a weight is too small for
-        AMX tiles.
+        """`product` by a flat weight, by a CPU's kernel. For weights too small for tiles, "amx" means
+        "kernel".
         """
 
     def on_gpu(
@@ -121,16 +118,12 @@ class StoredWeight(Weight, Protocol):
         """The names of the axes of each of the parameter's arrays, given those of the represented array."""
 
     def fit(self, array: jax.Array) -> Any:
-        """Converts an array to a parameter of this format, with the shardings of this weight's abstract
-        arrays.
-        """
+        """Converts an array to a parameter of this format, with the shardings of the abstract arrays."""
 
     def converted_bytes(
         self, x: jax.typing.DTypeLike, *, grouped: bool, device: jax.Device | None = None
     ) -> int:
-        """Bytes of temporaries of a product: converted numbers, or partial sums if a kernel reads the weight
-        as stored.
-        """
+        """Bytes of a product's temporaries: converted numbers, or a kernel's partial sums."""
 
 
 class QuantizedWeight(StoredWeight, Protocol):
