@@ -1,5 +1,4 @@
-"""Products on GPUs by parameters of any format: the kernel for device, dtype and shape, or XLA; see
-`dispatch`.
+"""Products on GPUs by parameters of any format, in kernels where these support them; see `dispatch`.
 
 `weights.product` is for any device.
 """

@@ -1,7 +1,7 @@
 """Products of activations and weights that are stored output-major, [*out, in], in any format.
 
 `Weight` is what models multiply by, and `StoredWeight` what the formats of parameters add to it: one class
-each, in `plain.py`, `eight_bits.py` and `four_bits.py`. `weights.py` finds the class of a parameter.
+for each, in `plain.py`, `eight_bits.py` and `four_bits.py`. `weights.py` finds the class of a parameter.
 
 On a CPU there are several forms of a product. The fastest depends on the processor, the dtypes and the number
 of rows. A weight knows the forms to use; the default is the kernel.
@@ -24,8 +24,7 @@ from pallas_kernels.groups import Groups
 from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.support import Impl
 
-# products have the same form up to each number of rows; more rows are a further class
-ROW_CLASSES = 1, 16, 64
+ROW_CLASSES = 1, 16, 64  # products have the same form up to each number of rows, and beyond the last
 
 Forms = tuple[tuple[str, str], ...]  # pairs of a `form_key` and "kernel" (the default), "amx" or "xla"
 Axes = tuple[str | None, ...]  # a name per axis
@@ -88,15 +87,13 @@ class StoredWeight(Weight, Protocol):
         """The same weight with other forms of products."""
 
     def flat(self) -> Self:
-        """[*out, in] -> [outs, in]. On a CPU, a product reads a matrix in place, but would copy three
-        axes.
-        """
+        """[*out, in] -> [outs, in]. On a CPU, products read two axes in place, but would copy three."""
 
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         """`product` by a flat weight, by XLA, for any device."""
 
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
-        """`product` by a flat weight, by a CPU's kernel. For weights too small for tiles, "amx" means
+        """`product` by a flat weight, by a CPU's kernel. For weights smaller than tiles, "amx" is
         "kernel".
         """
 

@@ -14,8 +14,8 @@ from pallas_kernels.support import Impl, kernel_serves
 def quantize_rows(
     x: Rows, kind: str, *, places: int | None = None, impl: Impl = "auto", device: jax.Device | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantizes each row of x [rows, size] on a GPU, as `quantized.quantize`; on Hopper together with what
-    `rows` describes.
+    """Quantizes each row of x [rows, size] on a GPU, as `quantized.quantize`; on Hopper in one kernel with
+    what `rows` describes.
 
     Args:
         kind: int8 or float8_e4m3fn.
