@@ -10,12 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized
 from pallas_kernels.weights import stored
 
-Parameter = jax.Array | Quantized | Int4  # as programs take it
-Target = jax.ShapeDtypeStruct | Quantized | Int4  # its abstract form, with shardings
+Parameter = Any  # as programs take it: an array, or the numbers and scales of a quantized one
+Target = Any  # its abstract form, with shardings
 
 
 def plain(target: Target) -> jax.ShapeDtypeStruct:
@@ -23,7 +21,7 @@ def plain(target: Target) -> jax.ShapeDtypeStruct:
     return stored(target).plain
 
 
-def fitted(array: jax.Array, target: Target) -> Any:
+def fitted(array: jax.Array, target: Target) -> Parameter:
     """Converts a parameter from its plain form to the form of programs."""
     return stored(target).fit(array)
 

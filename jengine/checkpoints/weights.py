@@ -94,7 +94,7 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
             stored.shape, stored.dtype, sharding=sharding if stored.shape == target.shape else whole
         )
 
-    def finish(name: str, array: jax.Array) -> Any:
+    def finish(name: str, array: jax.Array) -> Parameter:
         target = parameters[name]
         if array.shape != target.shape:
             tensors = disassemble(np.asarray(array), taken_apart[name])
@@ -121,13 +121,11 @@ def _from_tensors(
 ) -> Params:
     tensors = read(path, model, tensors)
 
-    def place(target: Any, source: tuple[Piece, ...]) -> Parameter:
-        kept = model.config.stored is not None and is_weight(target)
-        parameter: Parameter = (
-            _kept(quantized(target), source, tensors)
-            if kept
-            else fitted(_placed(plain(target), source, tensors), target)
-        )
+    def place(target: Target, source: tuple[Piece, ...]) -> Parameter:
+        if model.config.stored is not None and is_weight(target):
+            parameter = _kept(quantized(target), source, tensors)
+        else:
+            parameter = fitted(_placed(plain(target), source, tensors), target)
         gc.collect(0)  # JAX frees the host's copy in Python's garbage collection
         count(num_bytes(parameter))
         return parameter
@@ -142,7 +140,7 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Te
     return placed(assemble(target, source, tensors), target)
 
 
-def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Any:
+def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Parameter:
     """Loads a parameter whose tensors are stored in the form that programs use."""
     numbers, scale = target.parts
     source = tuple(piece._replace(transposed=False) for piece in source)  # groups are always [out, in]
