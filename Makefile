@@ -11,6 +11,8 @@ PLAIN := $(VENV)/.ready
 TESTED := $(if $(findstring cuda,$(EXTRAS)),$(STAMP),$(STAMP)-aot)
 # Tests that need one of these fail without it; others are skipped.
 export TEST_EXTRAS := $(EXTRAS)$(if $(findstring cuda,$(EXTRAS))$(filter-out Linux,$(shell uname)),,$(comma)aot)
+# Installers compile no modules. If nor did the first process that imports one, each of a test run's many would, for seconds.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)" || echo "$(PYTHON) -m pip install --disable-pip-version-check --no-compile") \
 	--quiet --constraint constraints.txt --editable
 DISTRIBUTED = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -25,7 +27,7 @@ PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolve
 MAKEFLAGS += --jobs=2  # environments are made side by side
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-lowest test-full lint format docs goldens goldens-vllm support compare protos clean
+.PHONY: help setup demo serve-demo test test-quick test-lowest test-full lint format docs goldens goldens-vllm support compare protos clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +69,11 @@ $(LOWEST): pyproject.toml constraints.txt tools/lowest.py | $(STAMP)
 
 test: lint test-lowest $(TESTED) ## check style and types, run the tests (minutes)
 	$(PYTHON) -m pytest $(DISTRIBUTED)
+
+test-quick: export TEST_EXTRAS := $(EXTRAS)
+test-quick: $(STAMP) ## check style, run the tests that compile little (the ones to run while working)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m pytest $(DISTRIBUTED) --quick
 
 test-lowest: $(LOWEST) # beside mypy, which has one thread
 	$(TEST_LOWEST)
