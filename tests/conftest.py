@@ -36,22 +36,50 @@ settings.register_profile("full", deadline=None, derandomize=True, max_examples=
 settings.load_profile("jengine")
 
 
-# Files that take longest. They come first, so that no process of a parallel run is left with one of them at
-# the end.
+# Files that take about 20 seconds of processor time or more, the longest first. They come first, so that no
+# process of a parallel run is left with one of them at the end.
 LONGEST = (
-    "tests/kernels/test_ahead_of_time.py",
+    "tests/models/test_golden.py",
     "tests/execution/test_gpu_programs.py",
+    "tests/kernels/test_ahead_of_time.py",
     "tests/parallel/test_processes.py",
-    "tests/test_notebook.py",
-    "tests/kernels/test_attention_decode.py",
     "tests/planning/test_plan.py",
     "tests/test_package.py",
-    "tests/test_paged_attention.py",
-    "tests/engine/test_independence.py",
-    "tests/serving/test_serve_demo.py",
-    "tests/models/test_golden.py",
     "tests/parallel/test_many_devices.py",
+    "tests/kernels/test_attention_decode.py",
+    "tests/engine/test_independence.py",
+    "tests/engine/test_beams.py",
+    "tests/test_vllm_scripts.py",
+    "tests/checkpoints/test_calibration.py",
+    "tests/engine/test_golden.py",
+    "tests/engine/test_progressive.py",
+    "tests/engine/test_start.py",
+    "tests/kernels/test_ampere.py",
+    "tests/kernels/test_cpu_attention.py",
+    "tests/engine/test_costs.py",
+    "tests/docs/test_docs.py",
+    "tests/execution/test_prebuilt_programs.py",
+    "tests/kernels/test_attention_prefill.py",
+    "tests/serving/test_serve_demo.py",
+    "tests/test_notebook.py",
+    "tests/test_paged_attention.py",
 )
+# What `make test-quick` leaves out besides: folders whose tests compile most.
+COMPILING = tuple(
+    f"tests/{name}" for name in ("checkpoints", "execution", "kernels", "models", "parallel", "planning")
+)
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="leave out the files and folders of tests that take longest"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    left_out = {*LONGEST, *COMPILING} if config.getoption("quick") else ()
+    return True if collection_path.relative_to(ROOT).as_posix() in left_out else None  # None: pytest decides
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
