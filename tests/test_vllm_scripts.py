@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiling import QUICK_PROCESS
+
 SCRIPTS = Path(__file__).parent / "scripts"
 PRINTED = {
     "offline": (
@@ -35,7 +37,9 @@ IN_VLLM = {  # vLLM's modules and what scripts import from them
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_script_of_vllm_runs(name: str) -> None:
     command = [sys.executable, "-W", "error::UserWarning", str(SCRIPTS / f"{name}.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=900)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **QUICK_PROCESS}, timeout=900
+    )
     assert done.returncode == 0, done.stderr
     if name == "offline":
         assert re.fullmatch(PRINTED[name].replace("(n)", r"\(n\)"), done.stdout), done.stdout
