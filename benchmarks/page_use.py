@@ -11,7 +11,7 @@ import numpy as np
 
 from jengine.core.request import Request, SamplingParams
 from jengine.execution.kv_cache import SHARED, page_bytes
-from jengine.models.cache import cache_groups
+from jengine.models import build
 from jengine.models.config import ModelConfig
 from jengine.scheduling.pages.block_table import NO_HIT, GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
@@ -30,7 +30,7 @@ def _shape(
     windows = tuple(None if (i + 1) % every == 0 else window for i in range(layers))
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "max_position": LENGTH}
     return name, ModelConfig(
-        family=name,
+        family="mistral",
         num_layers=layers,
         num_heads=kv_heads,
         num_kv_heads=kv_heads,
@@ -56,7 +56,7 @@ def bytes_at_8k(page_size: int) -> dict[str, Any]:
     """
     found = {}
     for name, model in SHAPES:
-        groups = cache_groups(model)
+        groups = build(model, DTYPE, LENGTH).groups
         one = page_bytes(groups, SHARED, page_size, DTYPE, 1)
         every_layer = (
             -(-LENGTH // page_size)

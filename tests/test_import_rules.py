@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jengine
+from jengine.models import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 # and the packages that they are
@@ -164,6 +165,16 @@ def cycle(imports: list[Import], modules: dict[str, str]) -> list[str]:
 
 def test_the_house_keeps_its_rules() -> None:
     assert broken_rules(imports_of(sources())) == []
+
+
+def test_nothing_outside_of_models_knows_a_family() -> None:
+    own = {kind.__module__ for family in FAMILIES.values() for kind in (family.module, *family.parts)}
+    found = [
+        found
+        for found in imports_of(sources())
+        if inside(found.target, *own) and not inside(found.importer, "jengine.models")
+    ]
+    assert len(own) > 30 and not found
 
 
 def test_serving_has_one_name() -> None:

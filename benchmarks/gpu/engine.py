@@ -62,7 +62,7 @@ def measure(small: bool) -> Iterator[Row]:
         yield skipped("attention's kernels, XLA's forms take their place", refused)
     for prompt in (size.chunk, size.prompt):
         seconds = prefill_seconds(engine, size.chunk // prompt, prompt)
-        work = prefill(spec.model.config, formats_of(spec), size.chunk, prompt)
+        work = prefill(spec.model, formats_of(spec), size.chunk, prompt)
         done = (work.products + work.attention) / seconds
         values = {
             "ms": 1e3 * seconds,
@@ -75,7 +75,7 @@ def measure(small: bool) -> Iterator[Row]:
     clock.wrap(Runner, "read", "read")
     for batch in size.batches:
         seconds, host, context = decode_seconds(engine, batch, size, clock)
-        read = decode(spec.model.config, formats_of(spec), batch, round(context)).read
+        read = decode(spec.model, formats_of(spec), batch, round(context)).read
         values = {
             "ms": 1e3 * seconds,
             "tokens/s": batch / seconds,

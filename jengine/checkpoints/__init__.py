@@ -1,13 +1,14 @@
 """Models on disk: locating them, reading their configuration, and loading their weights onto the device."""
 
-from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
+from jengine.checkpoints.calibration import check_stateless, check_unconverted, load_calibrated, read_text
 from jengine.checkpoints.conversion import convert
 from jengine.checkpoints.folder import kept_format, read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.sentence_transformers import choose_embedder, read_reranker
 from jengine.checkpoints.weights import has_output_head, load
 
 __all__ = [
-    "check_calibrated",
+    "check_stateless",
+    "check_unconverted",
     "choose_embedder",
     "convert",
     "has_output_head",

@@ -63,12 +63,16 @@ def read_text(file: str | Path, tokenizer: Tokenizer) -> np.ndarray:
     return chosen
 
 
-def check_calibrated(model: ModelConfig, file: str | Path) -> None:
-    """Raises InvalidArgument if a model cannot be calibrated."""
-    if model.linear is not None:
+def check_stateless(model: Model, file: str | Path) -> None:
+    """Raises InvalidArgument if a model has recurrent states: it cannot be calibrated."""
+    if any(group.kind == "state" for group in model.groups):
         raise InvalidArgument(
             "calibration_data", str(file), "models with recurrent states cannot be calibrated"
         )
+
+
+def check_unconverted(model: ModelConfig, file: str | Path) -> None:
+    """Raises InvalidArgument if a model was converted with quantization: it cannot be calibrated any more."""
     if model.converted is not None:
         raise InvalidArgument(
             "calibration_data",

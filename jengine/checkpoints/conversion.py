@@ -20,7 +20,7 @@ from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.base.progress import progress_bar
 from jengine.checkpoints import orbax
-from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
+from jengine.checkpoints.calibration import check_stateless, check_unconverted, load_calibrated, read_text
 from jengine.checkpoints.converted import PARAMS, REVISION, has_orbax, is_converted, write_config
 from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
 from jengine.checkpoints.stored import Tensor
@@ -109,7 +109,7 @@ def _convert_quantized(
 ) -> Path:
     """Quantizes the parameters for one device, or takes them as they are stored, and writes them to `out`."""
     if how.calibration_data is not None:
-        check_calibrated(config, how.calibration_data)
+        check_unconverted(config, how.calibration_data)
     if how.quantization is not None and how.quantization not in get_args(Quantization):
         raise InvalidArgument(
             "quantization", how.quantization, f"must be {', '.join(get_args(Quantization))}"
@@ -127,6 +127,8 @@ def _convert_quantized(
         group_size=done.group_size,
         calibrated=calibrated,
     )
+    if how.calibration_data is not None:
+        check_stateless(declared, how.calibration_data)
     with _new_folder(out) as unfinished:
         if how.calibration_data is None:
             params = load(folder, declared, make_mesh(1), progress)

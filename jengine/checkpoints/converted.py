@@ -10,15 +10,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine.base.errors import ModelError
+from jengine.models import FAMILIES
 from jengine.models.config import ModelConfig
 
 MARK = "jengine.json"
 PARAMS = "params"
-FORMAT = 1  # changes when parameters with the same names and shapes get another meaning
+# Changes if ModelConfig's fields are renamed, or if parameters with the same names and shapes get another
+# meaning.
+FORMAT = 2
 REVISION = 2  # of fp8: see model_parts.Converted
 ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 
@@ -37,7 +41,7 @@ def has_orbax(folder: Path) -> bool:
 
 def write_config(folder: Path, config: ModelConfig) -> None:
     """Writes jengine.json."""
-    content = {"format": FORMAT, "model": dataclasses.asdict(config)}
+    content = {"format": FORMAT, "model": config.plain()}
     (folder / MARK).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -55,7 +59,11 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
         )
         raise ModelError(reason, file=file)
     try:
-        config: ModelConfig = _record(ModelConfig, fields.get("model"), "model")
+        model = fields.get("model")
+        parts = _parts(model) if isinstance(model, dict) else ()
+        config: ModelConfig = dataclasses.replace(
+            _record(ModelConfig, model, "model", but=("parts",)), parts=parts
+        )
     except ValueError as wrong:
         raise ModelError(str(wrong), file=file) from None
     if (done := config.converted) is not None and done.quantization == "fp8" and done.revision != REVISION:
@@ -67,9 +75,23 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
     return config
 
 
-def _record(of: type, value: Any, name: str) -> Any:
-    """A dataclass from a JSON object. Fields with defaults may be missing: they were added after the file was
-    written.
+def _parts(model: dict[str, Any]) -> tuple[Any, ...]:
+    """The parts of a model, from objects by the names of their types."""
+    given, family = model.get("parts", {}), FAMILIES.get(str(model.get("family")))
+    if not isinstance(given, dict):
+        raise ValueError(f"parts={given!r} must be an object")
+    known = {} if family is None else {kind.__name__: kind for kind in family.parts}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"parts has an unknown part {name!r}: a newer version wrote it")
+    return tuple(_record(known[name], value, name) for name, value in given.items())
+
+
+def _record(of: type, value: Any, name: str, but: Collection[str] = ()) -> Any:
+    """A dataclass from a JSON object. Fields with defaults may be missing: they are younger than the file.
+
+    Args:
+        but: fields that are left out.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{name}={value!r} must be an object")
@@ -78,9 +100,11 @@ def _record(of: type, value: Any, name: str) -> Any:
         if field not in hints:
             raise ValueError(f"{name} has an unknown field {field!r}: a newer version wrote it")
     for field in dataclasses.fields(of):
-        if field.name not in value and field.default is dataclasses.MISSING:
+        if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{name} lacks the field {field.name!r}")
-    return of(**{field: _value(hints[field], item, field) for field, item in value.items()})
+    return of(
+        **{field: _value(hints[field], item, field) for field, item in value.items() if field not in but}
+    )
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:

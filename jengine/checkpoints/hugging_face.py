@@ -14,6 +14,7 @@ from jengine.checkpoints.quantization_config import quantization_config, stored_
 from jengine.models import FAMILIES
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
+from jengine.models.hf_config import check
 
 UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
     "_remove_final_layer_norm": False,
@@ -38,16 +39,6 @@ UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
     "use_bidirectional_attention": False,
     "use_sliding_window": False,
 }
-AT_LEAST_ONE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_position",
-)
 
 
 def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelConfig:
@@ -72,13 +63,13 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
             stored=None if quantization is None else stored_weights(quantization),
             **FAMILIES[family].read(hf),
         )
+        check(config)
     except KeyError as missing:
         raise ModelError(f"field {missing} is missing", file=file) from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
         raise ModelError(f"a field has the wrong type or value: {wrong}", file=file) from None
     except ModelError as refused:
         raise ModelError(refused.reason, file=file) from None
-    _check(config, file)
     if "layer_types" not in hf.seen and hf.get("layer_types") not in (None, _layer_types(config)):
         raise ModelError(f"layer_types must be {family}'s own: {_layer_types(config)}", file=file)
     for name, neutral in UNLESS_READ.items():
@@ -115,48 +106,9 @@ def _fields(fields: dict[str, Any], family: Family) -> Fields:
     return Fields({**FAMILIES[model_type].defaults, **family.defaults, **fields, **text, **ends})
 
 
-def _check(config: ModelConfig, file: object) -> None:
-    for name in AT_LEAST_ONE:
-        if getattr(config, name) < 1:
-            raise ModelError(f"{name}={getattr(config, name)} must be at least 1", file=file)
-    if config.num_heads % config.num_kv_heads:
-        raise ModelError(
-            f"num_attention_heads={config.num_heads} is not a multiple of"
-            f" num_key_value_heads={config.num_kv_heads}",
-            file=file,
-        )
-    rotary, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
-    if rotary % 2:
-        raise ModelError(f"head_dim={rotary} must be even, for rotary embedding", file=file)
-    if scaling is not None and scaling.kind == "longrope":
-        for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
-            if len(factors) != rotary // 2:
-                raise ModelError(
-                    f"{name} has {len(factors)} numbers; {rotary} channels rotate and need {rotary // 2}",
-                    file=file,
-                )
-    if any(window is not None and window < 1 for window in config.windows):
-        raise ModelError(
-            f"sliding_window={min(w for w in config.windows if w is not None)} must be at least 1", file=file
-        )
-    if config.windows and len(config.windows) != config.num_layers:
-        raise ModelError(
-            f"layer_types has {len(config.windows)} layers, num_hidden_layers is {config.num_layers}",
-            file=file,
-        )
-    if config.expert_layers and not 1 <= config.experts_per_token <= config.num_experts:
-        raise ModelError(
-            f"num_experts_per_tok={config.experts_per_token} must be from 1 to {config.num_experts}, the"
-            " experts",
-            file=file,
-        )
-
-
 def _layer_types(config: ModelConfig) -> list[str]:
     """Layer types, as config.json would list them."""
-    linear = () if config.linear is None else config.linear.layers
-    kinds = {True: "linear_attention", False: "full_attention"}
     return [
-        "sliding_attention" if config.window(i) is not None else kinds[i in linear]
+        "full_attention" if config.window(i) is None else "sliding_attention"
         for i in range(config.num_layers)
     ]

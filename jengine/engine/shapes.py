@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument
-from jengine.checkpoints.calibration import check_calibrated
+from jengine.checkpoints.calibration import check_stateless, check_unconverted
 from jengine.core.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
@@ -27,7 +27,7 @@ from jengine.execution.memory import pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.spec import ExecutionSpec
-from jengine.models import build
+from jengine.models import Model, build
 from jengine.models.config import ModelConfig
 from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
@@ -90,7 +90,7 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
     if config.calibration_data is not None:
-        check_calibrated(model, config.calibration_data)
+        check_unconverted(model, config.calibration_data)
         if mesh.devices.size > 1:
             raise InvalidArgument(
                 "tensor_parallel_size", mesh.devices.size, "must be 1 with calibration_data"
@@ -100,23 +100,26 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     chosen = sizes(config, device.platform)
     table = make_table(config, chosen, device.platform)
     dtype = choose_dtype(config.dtype, model, device, root)
+    declared = build(
+        _stored(model, str(dtype), device),
+        dtype,
+        max_model_len,
+        config.quantization,
+        mesh.devices.size,
+        group_size=config.quantization_group_size,
+        calibrated=config.calibration_data is not None,
+    )
+    if config.calibration_data is not None:
+        check_stateless(declared, config.calibration_data)
     spec = ExecutionSpec(
-        model=build(
-            _stored(model, str(dtype), device),
-            dtype,
-            max_model_len,
-            config.quantization,
-            mesh.devices.size,
-            group_size=config.quantization_group_size,
-            calibrated=config.calibration_data is not None,
-        ),
+        model=declared,
         mesh=mesh,
         table=table,
         max_model_len=max_model_len,
         max_slots=chosen.max_num_seqs,
         page_size=chosen.page_size,
         num_pages=0,
-        num_states=num_states(model, chosen.max_num_seqs),
+        num_states=num_states(declared, chosen.max_num_seqs),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
         attention_backend=config.attention_backend,
     )
@@ -156,11 +159,12 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
     )
 
 
-def num_states(model: ModelConfig, max_num_seqs: int) -> int:
+def num_states(model: Model, max_num_seqs: int) -> int:
     """One for each running sequence, and a few snapshots for prefix hits. A state is as large as thousands of
     tokens.
     """
-    return 0 if model.linear is None else 1 + max_num_seqs + max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS)
+    stateful = any(group.kind == "state" for group in model.groups)
+    return 1 + max_num_seqs + max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS) if stateful else 0
 
 
 def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
@@ -210,7 +214,7 @@ def host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_position
-    longest, rope = float(model.max_position), model.rope_scaling
+    longest, rope = float(model.max_position), model.rope.scaling
     if rope is not None:
         longest = (
             math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)

@@ -30,22 +30,20 @@ def why_not_batch_invariant(spec: ExecutionSpec, processes: int) -> str | None:
     Each program has one shape. So results can only depend on a row's place, and on where a sum over devices
     begins.
     """
-    model, devices = spec.model.config, spec.mesh.devices.size
+    model, devices = spec.model, spec.mesh.devices.size
     on_cpu = spec.mesh.devices.flat[0].platform == "cpu"
+    depends = model.batch_dependence("cpu" if on_cpu else "gpu")
     if devices > 2 and (processes > 1 or not on_cpu):
         return (
             f"tensor_parallel_size={devices}: at most 2, since the order of a sum over more depends on a"
             " row's place in it"
         )
     if not on_cpu:
-        experts = "the kernel of an expert's product depends on its number of rows"
-        return f"{model.family} has experts: {experts}" if model.num_experts else None
+        return None if depends is None else f"{model.config.family} has {depends}"
     if cpu_refused() is not None:
         return f"{cpu_refused()}: XLA's own products may sum a row by its place"
-    if model.latent is not None:
-        return (
-            f"{model.family} has latent attention: XLA's own products of each head may sum a row by its place"
-        )
+    if depends is not None:
+        return f"{model.config.family} has {depends}"
     dtype = str(spec.model.dtype)
     return (
         None

@@ -11,8 +11,7 @@ import jax
 from jengine.base.errors import InvalidArgument
 from jengine.execution.kv_cache import views
 from jengine.execution.spec import ExecutionSpec
-from jengine.models.by_layer import at
-from jengine.models.cache import CacheGroup, paged
+from jengine.models.cache import CacheGroup, Queries, paged
 from pallas_kernels import dispatch, latent_dispatch
 from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.options import AttentionOptions
@@ -26,7 +25,7 @@ def prepare(spec: ExecutionSpec) -> None:
     for group in paged(spec.groups):
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
         dispatch.prepare(weights, q, k_pages, device=device)
-        flashinfer.prepare(spec.attention_backend, q, k_pages, _options(spec, group), device)
+        flashinfer.prepare(spec.attention_backend, q, k_pages, _options(group), device)
 
 
 def check_attention_backend(spec: ExecutionSpec) -> None:
@@ -47,12 +46,15 @@ def check_attention_backend(spec: ExecutionSpec) -> None:
 
 
 def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
-    config, device = spec.model.config, spec.mesh.devices.flat[0]
-    if config.latent is not None:
-        return f"{config.family} has latent attention, and FlashInfer's kernel takes keys and values"
     for group in paged(spec.groups):
+        if _facts(group).rank is not None:
+            return (
+                f"{spec.model.config.family} has latent attention, and FlashInfer's kernel takes keys and"
+                " values"
+            )
+        device = spec.mesh.devices.flat[0]
         q, pages = _queries(spec, group, 1), _pages(spec, group)
-        refused = dispatch.why_flashinfer_unsupported(q, *pages, _options(spec, group), device=device)
+        refused = dispatch.why_flashinfer_unsupported(q, *pages, _options(group), device=device)
         if refused is not None:
             return refused
     return None
@@ -64,19 +66,19 @@ def kernels_refused(spec: ExecutionSpec) -> str | None:
 
     def refused(group: CacheGroup) -> str | None:
         q = _queries(spec, group, 1, spec.table.tile_size)
-        return dispatch.why_prefill_unsupported(q, *_pages(spec, group), _options(spec, group), device=device)
+        return dispatch.why_prefill_unsupported(q, *_pages(spec, group), _options(group), device=device)
 
     return decode_refused(spec) or next(filter(None, map(refused, paged(spec.groups))), None)
 
 
 def decode_refused(spec: ExecutionSpec) -> str | None:
     """The reason why attention kernels cannot serve rows, or None if they can."""
-    device, latent = spec.mesh.devices.flat[0], spec.model.config.latent
+    device = spec.mesh.devices.flat[0]
     for group in paged(spec.groups):
-        q, pages, options = _queries(spec, group, 1), _pages(spec, group), _options(spec, group)
-        if latent is not None:
+        q, pages, options = _queries(spec, group, 1), _pages(spec, group), _options(group)
+        if (rank := _facts(group).rank) is not None:
             refused = latent_dispatch.why_latent_decode_unsupported(
-                q, pages[0], options, rank=latent.rank, device=device
+                q, pages[0], options, rank=rank, device=device
             )
         else:
             refused = dispatch.why_decode_unsupported(q, *pages, options, device=device)
@@ -85,11 +87,11 @@ def decode_refused(spec: ExecutionSpec) -> str | None:
     return None
 
 
-def _options(spec: ExecutionSpec, group: CacheGroup) -> AttentionOptions:
+def _options(group: CacheGroup) -> AttentionOptions:
     """The options that the group's layers use, as far as kernels may refuse them. Arrays are abstract."""
-    config = spec.model.config
-    slopes: Any = jax.ShapeDtypeStruct((config.num_kv_heads_padded,), "float32") if config.alibi else None
-    return AttentionOptions(1.0, window=group.window, soft_cap=config.attention_soft_cap, slopes=slopes)
+    facts = _facts(group)
+    slopes: Any = jax.ShapeDtypeStruct((facts.heads,), "float32") if facts.slopes else None
+    return AttentionOptions(1.0, window=group.window, soft_cap=facts.soft_cap, slopes=slopes)
 
 
 def _pages(spec: ExecutionSpec, group: CacheGroup) -> tuple[Any, Any]:
@@ -109,11 +111,9 @@ def _own(pages: Any) -> Any:
 
 def _queries(spec: ExecutionSpec, group: CacheGroup, *shape: int) -> Any:
     """Queries [*shape, heads, head_dim] of one device, for the layers of a group."""
-    config = at(spec.model.config, group.layers[0])
-    if config.latent is not None:
-        return jax.ShapeDtypeStruct(
-            (*shape, config.padded(config.num_heads) // config.shards, config.latent.cached_dim),
-            spec.model.dtype,
-        )
-    heads = config.num_kv_heads_padded // config.shards * config.group_size_padded
-    return jax.ShapeDtypeStruct((*shape, heads, config.head_dim), spec.model.dtype)
+    return jax.ShapeDtypeStruct((*shape, _facts(group).heads, _facts(group).dim), spec.model.dtype)
+
+
+def _facts(group: CacheGroup) -> Queries:
+    assert group.queries is not None, "only the group of states has no queries"
+    return group.queries

@@ -17,8 +17,7 @@ from jengine.base.errors import OutOfMemory
 from jengine.core.config import EngineConfig, parse_bytes
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
-from jengine.models.by_layer import at
-from jengine.models.cache import paged
+from jengine.models.cache import CacheGroup, PageArray, paged
 from jengine.table.program_table import TrunkKey
 from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
@@ -211,75 +210,81 @@ def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
 
 def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     """Of a trunk: its token axis in the model's dtype where kernels attend on a GPU, in float32 elsewhere."""
-    model, table, on_cpu = spec.model.config, spec.table, spec.mesh.devices.flat[0].platform == "cpu"
-    tokens = table.tokens(key)
-    kinds = [at(model, group.layers[0]) for group in paged(spec.groups)]
-    kv_heads = max(kind.num_kv_heads_padded for kind in kinds) // model.shards
-    query_heads = max(kind.num_kv_heads_padded * kind.group_size_padded for kind in kinds) // model.shards
-    heads = (
-        max(kind.num_kv_heads_padded * (kind.group_size_padded + 2) * kind.head_dim for kind in kinds)
-        // model.shards
-    )
-    keys = max(kind.num_kv_heads_padded * kind.head_dim for kind in kinds) // model.shards
-    ffn = model.padded(model.intermediate_size) // model.shards * (1 + model.double_wide_mlp)
-    scores = 4 * 8 * query_heads * table.tile_size * max(spec.page_size, 128)
-    linear, states = model.linear, 0
-    # a token's float32 values before and after the recurrence, per head; and the states of rows processed at
-    # once
-    if linear is not None:
-        own = model.padded(linear.key_heads) // model.shards * linear.group
-        heads += own * (8 * (linear.key_dim + linear.value_dim) + 4 * chunk_size(table.tile_size)) // 6
-        each = 4 * own * linear.key_dim * linear.value_dim
-        states = 4 * (min(key.rows * each, ROWS_BYTES) + 2 * each)
-    width = key.pages * spec.page_size * keys * 4 * 4 * max(key.rows, 1)
-    if model.latent is not None:  # a block of pages for a few rows at a time, on any device
-        width = 8 * max(spec.page_size, 128) * model.latent.cached_dim * 4 * 4
-    # a token's rows in the experts' order, where each expert may start a tile of eight, and the counts for
-    # that order
-    expert_rows = (
-        8 * min(model.num_experts, tokens) + tokens * model.experts_per_token if model.num_experts else 0
-    )
-    experts = (
-        4
-        * expert_rows
-        * (
-            2 * model.hidden_size
-            + 3 * model.padded(model.expert_size) // model.shards
-            + 3 * model.num_experts
-        )
-    )
-    parts = 0
-    if key.rows and not on_cpu:  # results of what decode attention's work list cuts
-        slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads if table.batch_invariant else 0)
-        if model.latent is None:
-            parts = 4 * slots * max((kind.group_size_padded + 8) * kind.head_dim for kind in kinds)
-        else:  # of up to 64 heads, from one thread block per multiprocessor; and queries with padding
-            parts = (
-                4 * 2 * CORES * 64 * (model.latent.rank + 1)
-                + 4 * key.rows * (query_heads + 64) * model.latent.cached_dim
-            )
-    inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
-    streams = 1 if model.altup is None else model.altup.streams
+    model, tokens, on_cpu = spec.model, spec.table.tokens(key), spec.mesh.devices.flat[0].platform == "cpu"
+    beside, layer = model.working(tokens)
+    attending = max(entry.channels for entry in model.entries if entry.kind != "state")
+    recurrent = max((entry.channels for entry in model.entries if entry.kind == "state"), default=0)
+    mixing = attending + recurrent + _chunk_channels(spec)
     # with kernels for attention, XLA keeps the model's dtype between products; attention and MLP run together
     # only if both read the input
-    fused = not on_cpu and not key.pages and linear is None and model.latent is None
+    fused = not on_cpu and not key.pages and all(group.kind in ("full", "window") for group in spec.groups)
+    together = max(mixing, layer.channels) if fused and not model.parallel else mixing + layer.channels
+    channels = 8 * model.config.hidden_size + together + beside.channels
     each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
-    layer = max(6 * heads, 4 * ffn) if fused and not model.parallel_residual else 6 * heads + 4 * ffn
-    activations = each * tokens * (8 * streams * model.hidden_size + layer + inputs)
-    return _fixed(spec) + parts + activations + experts + 4 * scores + width + states + (1 << 20)
+    caches = max(_attention_bytes(spec, group, key, on_cpu) for group in paged(spec.groups))
+    working = each * tokens * channels + layer.bytes + beside.bytes
+    return _fixed(spec) + working + caches + _state_bytes(spec, key) + (1 << 20)
+
+
+def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_cpu: bool) -> int:
+    """Of attention over a group's pages: scores, pages that XLA gathers, and results of what the work list
+    cuts.
+    """
+    queries, array = group.queries, group.arrays[0]
+    assert queries is not None
+    block = max(spec.page_size, 128)
+    scores = 4 * 4 * 8 * queries.heads * spec.table.tile_size * block
+    kernels = key.rows and not on_cpu
+    if queries.rank is not None:  # a block of pages for a few rows at a time, on any device
+        gathered = 8 * block * queries.dim * 4 * 4
+        # of up to 64 heads, from one thread block per multiprocessor; and queries with padding
+        parts = 4 * 2 * CORES * 64 * (queries.rank + 1) + 4 * key.rows * (queries.heads + 64) * queries.dim
+        return scores + gathered + parts * bool(kernels)
+    kv_heads = array.shape[0] // spec.mesh.size
+    gathered = key.pages * spec.page_size * kv_heads * queries.dim * 4 * 4 * max(key.rows, 1)
+    slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads if spec.table.batch_invariant else 0)
+    parts = 4 * slots * (queries.heads // kv_heads + 8) * queries.dim
+    return scores + gathered + parts * bool(kernels)
+
+
+def _matrices(spec: ExecutionSpec) -> list[PageArray]:
+    """A recurrent state's matrices [heads, key_dim, value_dim], if it has any."""
+    return [
+        array
+        for group in spec.groups
+        if group.kind == "state"
+        for array in group.arrays
+        if len(array.shape) == 3
+    ]
+
+
+def _chunk_channels(spec: ExecutionSpec) -> int:
+    """Of a recurrence over a chunk of tokens, for each of them."""
+    return sum(
+        4 * array.shape[0] // spec.mesh.size * chunk_size(spec.table.tile_size) for array in _matrices(spec)
+    )
+
+
+def _state_bytes(spec: ExecutionSpec, key: TrunkKey) -> int:
+    """Of the states of rows that are processed at once."""
+    each = sum(4 * math.prod(array.shape) // spec.mesh.size for array in _matrices(spec))
+    return 4 * (min(key.rows * each, ROWS_BYTES) + 2 * each)
 
 
 def _fixed(spec: ExecutionSpec) -> int:
     """Of any program with products: one converted weight at a time, and the workspace of libraries."""
     parameters = jax.tree.leaves(spec.params, is_leaf=is_weight)
-    converted = max((_converted(spec, parameter) for parameter in parameters), default=0)
+    axes = jax.tree.leaves(spec.model.axes, is_leaf=lambda axes: isinstance(axes, tuple))
+    pairs = zip(parameters, axes, strict=True)
+    converted = max(
+        (_converted(spec, parameter, names[0] == "experts") for parameter, names in pairs), default=0
+    )
     return converted + (0 if spec.mesh.devices.flat[0].platform == "cpu" else WORKSPACE)
 
 
-def _converted(spec: ExecutionSpec, parameter: Any) -> int:
+def _converted(spec: ExecutionSpec, parameter: Any, experts: bool) -> int:
     """Bytes of temporaries of a product with one device's part of a parameter."""
     own = stored(jax.tree.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype), parameter))
-    experts = len(parameter.shape) > 2 and parameter.shape[0] == spec.model.config.num_experts
     return own.converted_bytes(spec.model.dtype, grouped=experts, device=spec.mesh.devices.flat[0])
 
 

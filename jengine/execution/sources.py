@@ -10,7 +10,7 @@ from pathlib import Path
 
 PACKAGES = Path(__file__).parents[2]  # the folder that contains jengine and pallas_kernels
 TRACED = "jengine.execution.programs"  # lowers every program
-FAMILIES = "jengine/models"  # whose __init__ imports its modules from a list of names
+FAMILIES = "jengine/models"  # whose __init__ imports all of its modules
 KERNELS = "pallas_kernels"
 
 # Import statements anywhere in a file. A regular expression, since parsing the files takes a fifth of a

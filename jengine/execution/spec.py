@@ -23,7 +23,7 @@ from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abst
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
 from jengine.models import Model, Params
-from jengine.models.cache import CacheGroup, cache_groups, paged
+from jengine.models.cache import CacheGroup, paged
 from jengine.parallel.mesh import with_shardings
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import ProgramTable, TrunkKey
@@ -81,9 +81,9 @@ class ExecutionSpec:
             for group in paged(self.groups)
         )
 
-    @functools.cached_property
+    @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        return cache_groups(self.model.config)
+        return self.model.groups
 
     @property
     def replicated(self) -> NamedSharding:
@@ -178,7 +178,7 @@ class ExecutionSpec:
         equal.
         """
         device = self.mesh.devices.flat[0]
-        model = dataclasses.asdict(self.model.config)
+        model = self.model.config.plain()
         del model["eos_token_ids"]  # slots use them, programs do not
         return {  # causes before their consequences, since only the first difference is reported
             "platform": device.platform,

@@ -14,7 +14,7 @@ from jengine.execution.kv_cache import Cache
 from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
-from jengine.models.cache import CacheGroup, cache_groups, homes, paged
+from jengine.models.cache import CacheGroup, homes, paged
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import Rotation
@@ -72,7 +72,7 @@ def make_pass(
     """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include
     the batch's updates.
     """
-    groups, key = cache_groups(model.config), layout.key
+    groups, key = model.groups, layout.key
 
     def run(
         params: Params, cache: Cache, slots: SlotState, batch: Batch
@@ -84,7 +84,7 @@ def make_pass(
             PagedAttention(group, table, batch, axis, key, page_size, device, backend, batch_invariant)
             for group, table in tables
         ]
-        recurrence = Recurrence(batch, axis, key) if model.config.linear is not None else None
+        recurrence = Recurrence(batch, axis, key) if any(group.kind == "state" for group in groups) else None
         hidden = model.bind(params).hidden(
             axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence)
         )

@@ -1,13 +1,14 @@
 """Model families: functions of arrays that take an `attend` function, with each weight declared once.
 
-A new family is one file here: its module, the reader of its config.json, and a dict FAMILIES that maps
-Hugging Face's model_type to a Family. The file is added to FILES.
+A new family is one file here: its module, the reader of its config.json, dataclasses of what only it has, and
+a dict FAMILIES that maps Hugging Face's model_type to a Family.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import pkgutil
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from flax import nnx
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.core.config import FOUR_BITS
+from jengine.models import facts
+from jengine.models.cache import CacheEntry, CacheGroup, cache_groups
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import StoredWeights
 from jengine.models.family import Decoder, Family, TextPart
@@ -45,53 +48,10 @@ VOCABULARY = dict.fromkeys((*FOUR_BITS, "fp8"), "int8")
 MIXED = "int8"  # with int4_mixed: weights for which `_loses_much`
 FORMS = 256  # abstract weights that are kept, more than one model has
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
-FILES = (
-    *(
-        "bloom",
-        "cohere",
-        "deepseek",
-        "ernie",
-        "exaone",
-        "falcon",
-        "gemma",
-        "gemma3n",
-        "gemma4",
-        "glm",
-        "glm_moe",
-        "gpt2",
-        "gpt_neox",
-    ),
-    *(
-        "gpt_oss",
-        "gptj",
-        "granite",
-        "granite_moe",
-        "lfm2",
-        "lightning",
-        "llama",
-        "llama4",
-        "minimax",
-        "mistral",
-        "moe",
-        "nemotron",
-    ),
-    *(
-        "olmo",
-        "olmoe",
-        "opt",
-        "phi",
-        "phi3",
-        "phi_moe",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_next",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    ),
+_MODULES = [importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
+FAMILIES: dict[str, Family] = dict(
+    sorted(item for module in _MODULES for item in getattr(module, "FAMILIES", {}).items())
 )
-_MODULES = [importlib.import_module(f"jengine.models.{file}") for file in FILES]
-FAMILIES: dict[str, Family] = dict(sorted(item for module in _MODULES for item in module.FAMILIES.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +68,10 @@ class Model:
         group_size, calibrated: as in `build`.
         prefix: as in Decoder.
         text_part, skipped, unread: as in Family.
+        entries: what each layer keeps in the cache.
+        groups: the cache's groups of layers.
+        elements: how many elements its matrices have.
+        module: declares all of this; its parameters are abstract.
     """
 
     config: ModelConfig
@@ -123,7 +87,11 @@ class Model:
     text_part: TextPart | None
     skipped: tuple[str, ...]
     unread: frozenset[str]
+    entries: tuple[CacheEntry, ...]
+    groups: tuple[CacheGroup, ...]
+    elements: facts.Elements
     graph: nnx.GraphDef[Any] = field(repr=False)
+    module: Decoder = field(repr=False, compare=False)
 
     @property
     def quantized(self) -> str:
@@ -148,6 +116,21 @@ class Model:
             return stored(parameter).with_forms(forms) if is_matrix else parameter
 
         return jax.tree.map(formed, params, self.matrices, is_leaf=is_weight) if forms else params
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and MLP of a layer may be computed at the same time."""
+        return facts.parallel(self.module)
+
+    def working(self, tokens: int) -> tuple[facts.Working, facts.Working]:
+        """What a step of so many tokens needs through all layers, beside the residual stream, and for a
+        layer's MLP.
+        """
+        return facts.working(self.module, tokens)
+
+    def batch_dependence(self, platform: str) -> str | None:
+        """What makes a row's result depend on other rows on "cpu" or "gpu", or None."""
+        return facts.batch_dependence(self.module, platform)
 
     def bind(self, params: Params) -> Decoder:
         """The module with these parameters. It works inside and outside of traced functions."""
@@ -206,6 +189,7 @@ def build(
     )
     module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
+    entries = facts.cache_entries(module)
 
     def tree(leaf: Any) -> Any:
         return nnx.to_pure_dict(nnx.map_state(lambda _, parameter: leaf(parameter), state))
@@ -252,7 +236,11 @@ def build(
         text_part=FAMILIES[config.family].text_part,
         skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
         unread=FAMILIES[config.family].unread(config),
+        entries=entries,
+        groups=cache_groups(entries),
+        elements=facts.elements(module, nnx.to_flat_state(state)),
         graph=graph,
+        module=module,
     )
 
 

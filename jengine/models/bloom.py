@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jengine.models.config import ModelConfig
+from jengine.models.config_parts import Rotary
 from jengine.models.family import Family, Fields
 from jengine.models.gpt_neox import GptNeoXAttention
 from jengine.models.layers import Attend, Layer, LayerNorm, Mlp
@@ -20,6 +21,10 @@ from jengine.parallel.collectives import shard_index
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import Rotation
+
+
+class BloomAttention(GptNeoXAttention):
+    slopes = True
 
 
 class Bloom(Llama):
@@ -36,7 +41,7 @@ class Bloom(Llama):
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         return Layer(
             LayerNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
-            GptNeoXAttention(config, dtype, f"{name}.self_attention"),
+            BloomAttention(config, dtype, f"{name}.self_attention"),
             LayerNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
             Mlp(config, dtype, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"),
         )
@@ -93,13 +98,11 @@ def read_bloom(hf: Fields) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": hidden // heads,
-        "alibi": True,
-        "unrotated_layers": tuple(range(layers)),
+        "rope": Rotary(unrotated=tuple(range(layers))),
         "max_position": int(hf.get("seq_length", 2048)),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
         "activation": "gelu_new",
         "tie_embeddings": bool(hf.get("tie_word_embeddings", True)),
-        "gated_mlp": False,
         **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
     }
 

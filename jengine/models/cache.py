@@ -1,19 +1,18 @@
-"""The layout of a model's cache: groups of layers, and the arrays of each group."""
+"""The layout of a model's cache: what each layer declares, and groups of layers that share a block table."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from jengine.models.by_layer import at, kv_layer
-from jengine.models.config import ModelConfig
-from jengine.models.config_parts import LinearAttention
-
 # if counts of layers differ by less, groups have the larger count: this wastes little and saves a block table
 SIMILAR = 1.25
 TOKENS = -1  # in a shape: the number of tokens per page
+Kind = Literal["full", "window", "latent", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,48 @@ class PageArray:
         return math.prod(size for size in self.shape if size != TOKENS)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """A token's queries in a layer, on one device.
+
+    Attributes:
+        heads, dim: number of query heads, and channels of each.
+        rank: number of a cached vector's channels that are its value, in latent attention.
+        soft_cap: see `Attend`.
+        slopes: whether heads have slopes (ALiBi).
+    """
+
+    heads: int
+    dim: int
+    rank: int | None = None
+    soft_cap: float | None = None
+    slopes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEntry:
+    """What a layer keeps in the cache, and what a token does with it; declared by its attention or
+    recurrence.
+
+    Attributes:
+        kind, window, arrays: as in CacheGroup.
+        operations: of a token for each cached token that it sees, or, with a state, of a token. Without
+            padding, on all devices together.
+        channels: numbers of a token that are live while the layer mixes tokens, on one device; a generous
+            count.
+        queries: None for a state.
+        reads: the layer whose entry this layer reads; it then has none of its own. None: its own.
+    """
+
+    kind: Kind
+    arrays: tuple[PageArray, ...]
+    operations: int
+    channels: int
+    window: int | None = None
+    queries: Queries | None = None
+    reads: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that share a block table: they store a token in the same page and free it at the same time.
@@ -60,14 +101,16 @@ class CacheGroup:
             has them.
         pool: index of the pool of its pages.
         parts: number of layers that share a place.
+        queries: of each layer.
     """
 
-    kind: Literal["full", "window", "latent", "state"]
+    kind: Kind
     layers: tuple[int, ...]
     window: int | None = None
     arrays: tuple[PageArray, ...] = ()
     pool: int = 0
     parts: int = 1
+    queries: Queries | None = None
 
     def token_bytes(self, itemsize: float, devices: int = 1) -> float:
         """Bytes per token on each device, for all layers of the group; 0 for a state, which does not grow
@@ -82,49 +125,31 @@ class CacheGroup:
         return len(self.layers) * sum(sizes) * itemsize
 
 
-def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The groups of a model, full attention first. Layers of a kind are split into groups about as large as
-    the rarest kind.
+def cache_groups(entries: Sequence[CacheEntry]) -> tuple[CacheGroup, ...]:
+    """The groups of a model's layers, full attention first, states last.
+
+    Layers of a kind are split into groups about as large as the rarest kind.
     """
-    if config.latent is not None:  # one vector per token, on each device
-        array = PageArray((1, TOKENS, config.latent.cached_dim), sharded=None)
-        return (CacheGroup("latent", tuple(range(config.num_layers)), arrays=(array,)),)
-    kinds: dict[int | None, list[int]] = {}
-    recurrent = () if config.linear is None else config.linear.layers
-    for layer in sorted({*range(config.num_layers)} - {*recurrent}):
-        if kv_layer(config, layer) == layer:
-            kinds.setdefault(config.window(layer), []).append(layer)
-    shapes = {window: at(config, layers[0]) for window, layers in kinds.items()}
-    heads = {
-        window: PageArray((shape.num_kv_heads_padded, TOKENS, shape.head_dim))
-        for window, shape in shapes.items()
-    }
-    page = math.lcm(*(array.elements for array in heads.values()))
-    parts = {window: page // array.elements for window, array in heads.items()}
-    counts = [-(-len(layers) // parts[window]) for window, layers in kinds.items()]  # places per kind
+    kinds: dict[tuple[Kind, int | None], list[int]] = {}
+    for layer, entry in enumerate(entries):
+        if entry.reads in (None, layer):
+            kinds.setdefault((entry.kind, entry.window), []).append(layer)
+    states = kinds.pop(("state", None), [])
+    first = {kind: entries[layers[0]] for kind, layers in kinds.items()}
+    page = math.lcm(*(entry.arrays[0].elements for entry in first.values()))
+    parts = {kind: page // entry.arrays[0].elements for kind, entry in first.items()}
+    counts = [-(-len(layers) // parts[kind]) for kind, layers in kinds.items()]  # places per kind
     size = max(counts) if max(counts) < SIMILAR * min(counts) else min(counts)
     groups = []
-    for window in sorted(kinds, key=lambda window: (window is not None, window)):
-        layers = kinds[window]
-        kind: Literal["full", "window"] = "full" if window is None else "window"
-        number = -(-len(layers) // (size * parts[window]))
+    for kind, window in sorted(kinds, key=lambda kind: (kind[1] is not None, kind)):
+        layers, entry, share = kinds[kind, window], first[kind, window], parts[kind, window]
+        number = -(-len(layers) // (size * share))
         cuts = [len(layers) * i // number for i in range(number + 1)]  # as even as possible
-        arrays = (heads[window], heads[window])
-        groups += [
-            CacheGroup(kind, tuple(layers[a:b]), window, arrays, parts=parts[window])
-            for a, b in pairwise(cuts)
-        ]
-    if config.linear is not None:
-        groups.append(CacheGroup("state", recurrent, arrays=_state(config, config.linear), pool=1))
+        one = CacheGroup(kind, (), window, entry.arrays, parts=share, queries=entry.queries)
+        groups += [dataclasses.replace(one, layers=tuple(layers[a:b])) for a, b in pairwise(cuts)]
+    if states:
+        groups.append(CacheGroup("state", tuple(states), arrays=entries[states[0]].arrays, pool=1))
     return tuple(groups)
-
-
-def _state(config: ModelConfig, linear: LinearAttention) -> tuple[PageArray, ...]:
-    """The arrays of a recurrent state: a convolution's previous inputs, and each head's matrix."""
-    laid = config.padded(linear.key_heads)
-    before = PageArray((linear.taps - 1, laid * linear.channels), sharded=1, dtype="float32")
-    matrices = PageArray((laid * linear.group, linear.key_dim, linear.value_dim), dtype="float32")
-    return (before,) * (linear.taps > 0) + (matrices,) * (linear.key_dim > 0)
 
 
 def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:

@@ -6,12 +6,14 @@ Adjacent channels rotate together. In cohere2, layers without a window do not ro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
+from jengine.models.config_parts import OutputHead
 from jengine.models.family import Family, Fields
 from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import attention_biases, decoder, full_attention_every, windows_by_layer_types
@@ -72,10 +74,8 @@ def read_cohere(hf: Fields) -> dict[str, Any]:
         **decoder(hf),
         **attention_biases(hf),
         "norm_eps": float(hf.get("layer_norm_eps", 1e-5)),
-        "logits_scaling": 1 / scale,
+        "head": OutputHead(divisor=1 / scale),
         "qk_norm": bool(hf.get("use_qk_norm", False)),
-        "parallel_residual": True,
-        "shared_norm": True,
     }
 
 
@@ -85,11 +85,9 @@ def read_cohere2(hf: Fields) -> dict[str, Any]:
     layers, pattern = int(hf["num_hidden_layers"]), int(hf.get("sliding_window_pattern") or 4)
     windows = windows_by_layer_types(hf, int(hf["sliding_window"]), full_attention_every(layers, pattern))
     seen = windows.get("windows", (None,) * layers)
-    return {
-        **read_cohere(hf),
-        **windows,
-        "unrotated_layers": tuple(i for i in range(layers) if seen[i] is None),
-    }
+    fields = read_cohere(hf)
+    unrotated = tuple(i for i in range(layers) if seen[i] is None)
+    return {**fields, **windows, "rope": replace(fields["rope"], unrotated=unrotated)}
 
 
 DEFAULTS = {"max_position_embeddings": 8192, "logit_scale": 0.0625, "tie_word_embeddings": True}

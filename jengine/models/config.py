@@ -1,78 +1,35 @@
-"""The architecture of a model, in fields that all families share."""
+"""The architecture of a model: fields that most families share, and parts that some have."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
 
-from jengine.models.config_parts import (
-    AltUp,
-    Converted,
-    FullAttention,
-    LatentAttention,
-    LayerInputs,
-    LinearAttention,
-    ResidualFactors,
-    RopeScaling,
-    StoredWeights,
-)
+from jengine.models.config_parts import Converted, OutputHead, Rotary, StoredWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The architecture of a decoder-only transformer, in fields that all families share.
+    """The architecture of a decoder-only transformer.
 
     Attributes:
+        intermediate_size: of MLPs without experts.
         max_position: the most tokens of a sequence; with learned positions, the length of their table.
-        rotary_dim: the number of a head's channels that rotate; None: all.
-        local_rope_theta: rope_theta of layers with a window, if it differs from that of the others. Their
-            frequencies are then not scaled.
-        unrotated_layers: layers without rotary embedding.
-        query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p //
-            rope_scaling.original_max_position); in Llama 4, in unrotated layers alone, by 1 + beta * log(1 +
-            (p + 1) // query_scaling_step).
+        norm_offset: added to the weight of every norm.
+        embedding_multiplier: a factor of embeddings.
         windows: for each layer, how many tokens a query sees, itself included; None: all. An empty tuple:
             all, in every layer.
-        linear: layers with a recurrent state in place of attention.
-        full_attention: heads of layers without a window, if they differ.
-        shared_kv_layers: so many layers at the end read the keys and values of the last one before them with
-            the same window.
-        double_wide_mlp: in these layers, MLPs are twice as wide.
-        layer_inputs, altup: embeddings of tokens for each layer; several residual streams.
-        attention_gate: what attention gives is multiplied by a gate for each channel.
         attention_scale: multiplies scores; None is head_dim ** -0.5.
-        alibi: scores decrease with the distance between query and key, by a slope for each head.
-        attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
-        norm_offset: added to the weight of every norm.
-        pre_norm: norms come before attention and MLP, and there is one at the end; otherwise they come after
-            each.
-        parallel_residual: attention and MLP of a layer read the same input, and both results are added to it.
-        shared_norm: with parallel_residual, they share one norm.
+        attention_soft_cap: a score x becomes cap * tanh(x / cap).
         qk_norm: queries and keys are normalized; for families whose checkpoints differ in this.
-        clip_qkv: the largest absolute value of queries, keys and values; None: no limit.
-        embedding_multiplier, residual_multiplier: factors of embeddings, and of what attention and MLP add.
-        residual_factors: factors of layers that norm the residual stream itself; None: layers do not.
-        logits_scaling: divides logits.
-        head_bias: the output head has a bias.
-        gated_mlp: an MLP has three matrices, gate, up and down; otherwise two.
-        embedding_size: size of token embeddings, which are projected to and from hidden_size; None:
-            hidden_size, without projections.
-        expert_layers: which layers route tokens to experts.
-        expert_size: an expert's intermediate size.
-        shared_expert_size: intermediate size of the expert that computes all tokens; 0: there is none.
-        shared_expert_gate: the result of this expert is multiplied by a gate.
-        normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
-        router: the function that turns a router's results into experts' scores.
-        router_jitter: experts whose scores are within a share of 2 router_jitter below the best one compete
-            with it (SparseMixer).
-        expert_groups, expert_groups_kept: experts form expert_groups groups; a token chooses among those of
-            its best expert_groups_kept.
-        routed_scaling: multiplies the experts' results.
-        swiglu_alpha, swiglu_limit: of gpt-oss's experts, with gate at most limit, and up within plus and
-            minus limit: gate * sigmoid(alpha * gate) * (up + 1).
-        latent: heads share keys and values in a compressed form; None: they have their own.
+        output_bias: of attention.
+        dtype: of the checkpoint.
+        parts: what only some families have, such as experts: dataclasses that models/ declares. `part` and
+            `find` look them up.
         stored: the format of quantized matrices; None: they are not quantized, or are to be converted to
             dtype.
+        converted: how `jengine convert` quantized the parameters, if it did.
         shards: the number of devices that the parameters are laid out for. Kv heads are repeated if there are
             fewer of them than devices; heads, intermediate sizes and the vocabulary are padded with zeros to
             a multiple. The other fields have the checkpoint's values.
@@ -89,62 +46,41 @@ class ModelConfig:
     max_position: int
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
-    pre_norm: bool = True
-    parallel_residual: bool = False
-    shared_norm: bool = False
-    qk_norm: bool = False
-    clip_qkv: float | None = None
+    activation: str = "silu"
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    residual_factors: ResidualFactors | None = None
-    logits_scaling: float = 1.0
-    head_bias: bool = False
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = None
-    local_rope_theta: float | None = None
-    unrotated_layers: tuple[int, ...] = ()
-    query_scaling_beta: float = 0.0
-    query_scaling_step: int = 0
+    rope: Rotary = field(default_factory=Rotary)
     windows: tuple[int | None, ...] = ()
     attention_scale: float | None = None
-    alibi: bool = False
     attention_soft_cap: float | None = None
-    logit_soft_cap: float | None = None
-    activation: str = "silu"
-    gated_mlp: bool = True
+    qk_norm: bool = False
     qkv_bias: bool = False
-    output_bias: bool = False  # of attention
+    output_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
-    embedding_size: int | None = None
-    expert_layers: tuple[int, ...] = ()
-    num_experts: int = 0
-    experts_per_token: int = 0
-    expert_size: int = 0
-    shared_expert_size: int = 0
-    shared_expert_gate: bool = False
-    normalize_experts: bool = False
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    router_jitter: float = 0.0
-    expert_groups: int = 1
-    expert_groups_kept: int = 1
-    routed_scaling: float = 1.0
-    swiglu_alpha: float = 1.0
-    swiglu_limit: float = 0.0
-    dtype: str = "float32"  # of the checkpoint
+    head: OutputHead = field(default_factory=OutputHead)
+    dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
-    latent: LatentAttention | None = None
-    linear: LinearAttention | None = None
-    full_attention: FullAttention | None = None
-    shared_kv_layers: int = 0
-    double_wide_mlp: bool = False
-    layer_inputs: LayerInputs | None = None
-    altup: AltUp | None = None
-    attention_gate: bool = False
+    parts: tuple[Any, ...] = ()
     stored: StoredWeights | None = None
-    converted: Converted | None = None  # how `jengine convert` quantized the parameters, if it did
+    converted: Converted | None = None
     shards: int = 1
+
+    def find[T](self, kind: type[T]) -> T | None:
+        """The part of this type, or None if the model has none."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    def part[T](self, kind: type[T]) -> T:
+        """The part of this type, which the model has."""
+        found = self.find(kind)
+        assert found is not None, f"{self.family} declares no {kind.__name__}"
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """Nested dicts of all fields. Parts have the names of their types."""
+        return {
+            **dataclasses.asdict(self),
+            "parts": {type(part).__name__: dataclasses.asdict(part) for part in self.parts},
+        }
 
     @property
     def group(self) -> int:

@@ -1,4 +1,4 @@
-"""Optional parts of a model's architecture: plain data, used as fields of `ModelConfig`."""
+"""Plain data in fields of `ModelConfig`: rotary embedding, the output head, and formats of weights."""
 
 from __future__ import annotations
 
@@ -26,6 +26,39 @@ class RopeScaling:
     short_mscale: float | None = None  # attention_factor within and beyond it, where they differ
     long_mscale: float | None = None
     share: float = 1.0  # proportional: the share of a head's channels that rotate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """Rotary embedding.
+
+    Attributes:
+        dim: the number of a head's channels that rotate; None: all.
+        local_theta: theta of layers with a window, if it differs from that of the others. Their frequencies
+            are then not scaled.
+        unrotated: layers that do not rotate.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    dim: int | None = None
+    local_theta: float | None = None
+    unrotated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputHead:
+    """What follows the product that computes logits.
+
+    Attributes:
+        bias: whether there is one.
+        divisor: divides logits.
+        soft_cap: a logit x becomes cap * tanh(x / cap).
+    """
+
+    bias: bool = False
+    divisor: float = 1.0
+    soft_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,129 +95,3 @@ class Converted:
     group_size: int = 128
     calibrated: bool = False
     revision: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullAttention:
-    """Heads of layers without a window, if they differ from those of layers with one.
-
-    Attributes:
-        keys_as_values: keys and values come from one matrix; their norms differ.
-    """
-
-    head_dim: int
-    kv_heads: int
-    keys_as_values: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputs:
-    """An embedding of each token for each layer, which the layer adds to the residual stream through a gate.
-
-    Attributes:
-        size: channels per layer.
-        vocab_size: rows of the embedding table, which holds the channels of all layers.
-    """
-
-    size: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AltUp:
-    """Several residual streams, of which layers compute one. Fields as in Hugging Face configs.
-
-    Attributes:
-        active: index of the stream that layers compute.
-        scaled: whether this stream is scaled per channel before the gate of the layer's own embedding.
-        laurel_rank: rank of the shortcut beside attention.
-        sparsity: share of the MLP's gates that each layer drops.
-    """
-
-    streams: int
-    active: int
-    scaled: bool
-    laurel_rank: int
-    sparsity: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidualFactors:
-    """Factors in layers whose residual stream is normed: of the stream, and of what is added to it.
-
-    Attributes:
-        full, linear: where attention is added, in layers with full and with linear attention.
-        mlp: where an MLP is added.
-    """
-
-    full: tuple[float, float]
-    linear: tuple[float, float]
-    mlp: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention:
-    """Multi-head latent attention: caches one vector per token, from which the keys and values of all heads
-    are computed.
-
-    Attributes:
-        rank: channels of that vector, without the rotating ones.
-        query_rank: channels of the corresponding vector for queries, which is not cached; None: queries are
-            computed from hidden states.
-        key_dim: non-rotating channels of a head's query and key.
-        rotary_dim: rotating channels. All heads share the key's, which are cached too.
-        value_dim: channels of a head's value.
-        interleaved: whether channels rotate with their neighbours in the checkpoint.
-    """
-
-    rank: int
-    query_rank: int | None
-    key_dim: int
-    rotary_dim: int
-    value_dim: int
-    interleaved: bool = True
-
-    @property
-    def query_dim(self) -> int:
-        """Channels of a head's query."""
-        return self.key_dim + self.rotary_dim
-
-    @property
-    def cached_dim(self) -> int:
-        """Channels cached for a token."""
-        return self.rank + self.rotary_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearAttention:
-    """Layers that keep a state instead of keys and values: gated delta nets, convolutions alone, or lightning
-    attention. Fields as in Hugging Face configs.
-
-    Attributes:
-        layers: indices of these layers.
-        key_heads: number of query heads and of key heads; each is shared by the same number of consecutive
-            value_heads.
-        key_dim, value_dim: channels of a head. If there is no recurrence, key_dim is 0, and only values are
-            convolved.
-        taps: width of the convolution over queries, keys and values, in tokens. Without a convolution: 0.
-        delta: whether the recurrence is the gated delta rule; otherwise it is linear attention with constant
-            decays.
-    """
-
-    layers: tuple[int, ...]
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-    delta: bool = True
-
-    @property
-    def group(self) -> int:
-        """Value heads that share a key head."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def channels(self) -> int:
-        """Channels of a key head's query, key and values together."""
-        return 2 * self.key_dim + self.group * self.value_dim

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,29 @@ from jax import lax
 
 from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import LatentAttention
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder, rope_fields
-from jengine.models.latent_attention import MultiHeadLatentAttention
+from jengine.models.latent_attention import LatentAttention, MultiHeadLatentAttention
 from jengine.models.layers import Block, GatedMlp, Layer, RMSNorm, dense, param
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts, has_experts
 from jengine.models.pieces import Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRouting:
+    """How a router's results become experts.
+
+    Attributes:
+        scores: the function that turns results into scores.
+        groups, groups_kept: experts form groups; a token chooses among those of its best groups_kept.
+        scaling: multiplies the experts' results.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    groups_kept: int = 1
+    scaling: float = 1.0
 
 
 class DeepseekExperts(Experts):
@@ -38,30 +54,31 @@ class DeepseekExperts(Experts):
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         super().declare(dtype, name)
-        config = self.config
-        if config.router == "sigmoid":
-            bias = Piece(f"{name}.{self.correction_name}", (config.num_experts,))
-            self.correction = param((config.num_experts,), jnp.float32, (None,), bias)
-        if config.shared_expert_size:
-            shared = dataclasses.replace(config, intermediate_size=config.shared_expert_size)
+        config, sizes = self.config, self.sizes
+        self.routing = config.find(GroupRouting) or GroupRouting()
+        if self.routing.scores == "sigmoid":
+            bias = Piece(f"{name}.{self.correction_name}", (sizes.count,))
+            self.correction = param((sizes.count,), jnp.float32, (None,), bias)
+        if sizes.shared_size:
+            shared = dataclasses.replace(config, intermediate_size=sizes.shared_size)
             self.shared = GatedMlp(shared, dtype, f"{name}.shared_experts")
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        config, scores = self.config, dense(x, self.router[...], dtype=jnp.float32)
-        weights = jax.nn.sigmoid(scores) if config.router == "sigmoid" else jax.nn.softmax(scores)
+        routing, scores = self.routing, dense(x, self.router[...], dtype=jnp.float32)
+        weights = jax.nn.sigmoid(scores) if routing.scores == "sigmoid" else jax.nn.softmax(scores)
         ranked = weights if self.correction is None else weights + self.correction[...]
-        if config.expert_groups > 1:
-            grouped = ranked.reshape(x.shape[0], config.expert_groups, -1)
+        if routing.groups > 1:
+            grouped = ranked.reshape(x.shape[0], routing.groups, -1)
             # a group's score is the sum of its best experts
             best = 1 if self.correction is None else min(2, grouped.shape[-1])
-            kept = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), config.expert_groups_kept)[1]
-            allowed = jax.nn.one_hot(kept, config.expert_groups, dtype=jnp.bool_).any(1)
+            kept = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), routing.groups_kept)[1]
+            allowed = jax.nn.one_hot(kept, routing.groups, dtype=jnp.bool_).any(1)
             ranked = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranked.shape)
-        chosen = lax.top_k(ranked, config.experts_per_token)[1]
+        chosen = lax.top_k(ranked, self.sizes.per_token)[1]
         weights = jnp.take_along_axis(weights, chosen, axis=-1)
-        if config.normalize_experts:
+        if self.sizes.normalize:
             weights /= weights.sum(-1, keepdims=True) + 1e-20
-        return weights * config.routed_scaling, chosen
+        return weights * routing.scaling, chosen
 
     def own_part(self, x: jax.Array) -> jax.Array:
         y = super().own_part(x)
@@ -78,13 +95,13 @@ class Deepseek(Llama):
         )
 
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        if index not in config.expert_layers:
+        if not has_experts(config, index):
             return super().mlp(config, dtype, name, index)
         return DeepseekExperts(config, dtype, f"{name}.mlp")
 
 
 def read_deepseek(hf: Fields) -> dict[str, Any]:
-    """The fields that all of these families share, without routing."""
+    """The fields that all of these families share, without experts."""
     rope, heads, rank = rope_fields(hf), int(hf["num_attention_heads"]), hf["q_lora_rank"]
     latent = LatentAttention(
         rank=int(hf["kv_lora_rank"]),
@@ -96,32 +113,34 @@ def read_deepseek(hf: Fields) -> dict[str, Any]:
     )
     if latent.rotary_dim % 2:
         raise ModelError(f"qk_rope_head_dim={latent.rotary_dim} must be even, for rotary embedding")
+    fields = decoder(hf, rope)
     return {
-        **decoder(hf, rope),
+        **fields,
         "num_kv_heads": heads,
         "head_dim": latent.query_dim,
-        "latent": latent,
-        "rotary_dim": latent.rotary_dim,
+        "rope": dataclasses.replace(fields["rope"], dim=latent.rotary_dim),
+        "parts": (latent,),
         "attention_scale": latent.query_dim**-0.5 * _magnitude(rope) ** 2,
-        **read_experts(hf),
     }
 
 
-def read_experts(hf: Fields) -> dict[str, Any]:
-    """The fields of experts: sizes, layers and groups."""
+def read_experts(
+    hf: Fields, scores: Literal["softmax", "sigmoid"], *, normalize: bool
+) -> tuple[MixtureOfExperts, GroupRouting]:
+    """Experts and their routing, by softmax or by sigmoids with a correction for the choice of experts."""
     experts, groups = int(hf["n_routed_experts"]), int(hf.get("n_group") or 1)
     if experts % groups:
         raise ModelError(f"n_routed_experts={experts} is not a multiple of n_group={groups}")
-    return {
-        "expert_layers": _expert_layers(hf, int(hf["num_hidden_layers"])),
-        "num_experts": experts,
-        "experts_per_token": int(hf["num_experts_per_tok"]),
-        "expert_size": int(hf["moe_intermediate_size"]),
-        "shared_expert_size": int(hf["moe_intermediate_size"]) * int(hf.get("n_shared_experts") or 0),
-        "expert_groups": groups,
-        "expert_groups_kept": int(hf.get("topk_group") or 1),
-        "routed_scaling": float(hf.get("routed_scaling_factor", 1.0)),
-    }
+    sizes = MixtureOfExperts(
+        layers=_expert_layers(hf, int(hf["num_hidden_layers"])),
+        count=experts,
+        per_token=int(hf["num_experts_per_tok"]),
+        size=int(hf["moe_intermediate_size"]),
+        shared_size=int(hf["moe_intermediate_size"]) * int(hf.get("n_shared_experts") or 0),
+        normalize=normalize,
+    )
+    kept, scaling = int(hf.get("topk_group") or 1), float(hf.get("routed_scaling_factor", 1.0))
+    return sizes, GroupRouting(scores=scores, groups=groups, groups_kept=kept, scaling=scaling)
 
 
 def _magnitude(rope: dict[str, Any]) -> float:
@@ -147,23 +166,26 @@ def read_v2(hf: Fields) -> dict[str, Any]:
         raise ModelError(f"scoring_func {hf['scoring_func']!r} is not supported; softmax is")
     if hf.get("norm_topk_prob"):
         raise ModelError("norm_topk_prob=true is not supported with model_type deepseek_v2")
+    experts, routing = read_experts(hf, "softmax", normalize=False)
     if method == "greedy":
-        fields |= {"expert_groups": 1, "expert_groups_kept": 1}
-    return {**fields, "router": "softmax"}
+        routing = dataclasses.replace(routing, groups=1, groups_kept=1)
+    return {**fields, "parts": (*fields["parts"], experts, routing)}
 
 
 def read_v3(hf: Fields) -> dict[str, Any]:
-    return {**read_deepseek(hf), **corrected_routing(hf)}
+    fields = read_deepseek(hf)
+    return {**fields, "parts": (*fields["parts"], *corrected_experts(hf))}
 
 
-def corrected_routing(hf: Fields) -> dict[str, Any]:
-    """The fields of routing by sigmoids, with a correction for the choice of experts."""
+def corrected_experts(hf: Fields) -> tuple[MixtureOfExperts, GroupRouting]:
+    """Experts chosen by sigmoids, with a correction."""
     for name, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if hf.get(name, value) != value:
             raise ModelError(f"{name} {hf[name]!r} is not supported; {value} is")
-    return {"router": "sigmoid", "normalize_experts": bool(hf.get("norm_topk_prob", True))}
+    return read_experts(hf, "sigmoid", normalize=bool(hf.get("norm_topk_prob", True)))
 
 
+PARTS = (LatentAttention, MixtureOfExperts, GroupRouting)
 AHEAD = ("model.layers.{num_layers}.",)  # multi-token prediction (MTP)
 V2 = {
     **{
@@ -194,8 +216,8 @@ GLM = {
     **{"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
 }
 FAMILIES = {
-    "deepseek_v2": Family("DeepSeek V2, V2.5, Coder V2", Deepseek, read_v2, V2),
-    "deepseek_v3": Family("DeepSeek V3, R1", Deepseek, read_v3, V3, skipped=AHEAD),
-    "glm4_moe_lite": Family("GLM-4.7-Flash", Deepseek, read_v3, GLM, skipped=AHEAD),
-    "kimi_k2": Family("Kimi K2", Deepseek, read_v3, V3, skipped=AHEAD),
+    "deepseek_v2": Family("DeepSeek V2, V2.5, Coder V2", Deepseek, read_v2, V2, parts=PARTS),
+    "deepseek_v3": Family("DeepSeek V3, R1", Deepseek, read_v3, V3, skipped=AHEAD, parts=PARTS),
+    "glm4_moe_lite": Family("GLM-4.7-Flash", Deepseek, read_v3, GLM, skipped=AHEAD, parts=PARTS),
+    "kimi_k2": Family("Kimi K2", Deepseek, read_v3, V3, skipped=AHEAD, parts=PARTS),
 }

@@ -17,13 +17,14 @@ from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import decoder
 from jengine.models.layers import Block, param
 from jengine.models.llama import Llama
+from jengine.models.moe import MixtureOfExperts, has_experts
 from jengine.models.pieces import Piece
 
 
 class ErnieExperts(DeepseekExperts):
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         super().declare(dtype, name)
-        experts = self.config.num_experts
+        experts = self.sizes.count
         correction = Piece(f"{name}.moe_statics.e_score_correction_bias", (1, experts))
         self.correction = param((experts,), jnp.float32, (None,), correction)
 
@@ -32,7 +33,7 @@ class Ernie(Llama):
     attention = GlmAttention
 
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        if index not in config.expert_layers:
+        if not has_experts(config, index):
             return super().mlp(config, dtype, name, index)
         return ErnieExperts(config, dtype, f"{name}.mlp")
 
@@ -50,17 +51,15 @@ def read_ernie_moe(hf: Fields) -> dict[str, Any]:
     last = fields["num_layers"] - 1 if last == -1 else last
     # has a default, so the other name comes first
     size, chosen = int(hf["moe_intermediate_size"]), int(hf["moe_k"])
-    return {
-        **fields,
-        "expert_layers": tuple(
-            i for i in range(fields["num_layers"]) if first <= i <= last and (i + 1) % every == 0
-        ),
-        "num_experts": int(hf["moe_num_experts"]),
-        "experts_per_token": int(hf.get("num_experts_per_tok") or chosen),
-        "expert_size": size,
-        "shared_expert_size": size * int(hf["moe_num_shared_experts"]),
-        "normalize_experts": True,
-    }
+    experts = MixtureOfExperts(
+        layers=tuple(i for i in range(fields["num_layers"]) if first <= i <= last and (i + 1) % every == 0),
+        count=int(hf["moe_num_experts"]),
+        per_token=int(hf.get("num_experts_per_tok") or chosen),
+        size=size,
+        shared_size=size * int(hf["moe_num_shared_experts"]),
+        normalize=True,
+    )
+    return {**fields, "parts": (experts,)}
 
 
 SHARED = {
@@ -83,5 +82,12 @@ MOE_DEFAULTS = {
 AHEAD = ("model.mtp_",)  # multi-token prediction (MTP)
 FAMILIES = {
     "ernie4_5": Family("ERNIE 4.5 (dense)", Ernie, read_ernie, DEFAULTS, skipped=AHEAD),
-    "ernie4_5_moe": Family("ERNIE 4.5 with experts", Ernie, read_ernie_moe, MOE_DEFAULTS, skipped=AHEAD),
+    "ernie4_5_moe": Family(
+        "ERNIE 4.5 with experts",
+        Ernie,
+        read_ernie_moe,
+        MOE_DEFAULTS,
+        skipped=AHEAD,
+        parts=(MixtureOfExperts,),
+    ),
 }

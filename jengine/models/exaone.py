@@ -5,6 +5,7 @@ If some layers have a sliding window, the others do not rotate.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jengine.models.family import Family, Fields
@@ -25,7 +26,8 @@ def read_exaone4(hf: Fields) -> dict[str, Any]:
         return fields
     windows = windows_by_layer_types(hf, window, full_attention_every(layers, every))
     seen = windows.get("windows", (None,) * layers)
-    return {**fields, **windows, "unrotated_layers": tuple(i for i in range(layers) if seen[i] is None)}
+    unrotated = tuple(i for i in range(layers) if seen[i] is None)
+    return {**fields, **windows, "rope": replace(fields["rope"], unrotated=unrotated)}
 
 
 FAMILIES = {

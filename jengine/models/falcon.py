@@ -15,7 +15,7 @@ from jengine.models.gpt_neox import GptNeoXAttention
 from jengine.models.hf_config import rope, rope_fields
 from jengine.models.layers import Layer, LayerNorm, Mlp
 from jengine.models.llama import Llama
-from jengine.models.residuals import ParallelLayer
+from jengine.models.residuals import ParallelLayer, ParallelResidual
 
 
 class Falcon(Llama):
@@ -29,9 +29,10 @@ class Falcon(Llama):
 
         attention = GptNeoXAttention(config, dtype, f"{name}.self_attention")
         mlp = Mlp(config, dtype, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h")
-        if not config.parallel_residual:
+        parallel = config.find(ParallelResidual)
+        if parallel is None:
             return Layer(norm("input_layernorm"), attention, norm("post_attention_layernorm"), mlp)
-        if not config.shared_norm:
+        if not parallel.shared_norm:
             return ParallelLayer(norm("ln_attn"), attention, norm("ln_mlp"), mlp)
         shared = norm("input_layernorm")
         return ParallelLayer(shared, attention, shared, mlp)
@@ -61,14 +62,14 @@ def read_falcon(hf: Fields) -> dict[str, Any]:
         "head_dim": hidden // heads,
         "max_position": int(hf.get("max_position_embeddings", 2048)),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
-        "parallel_residual": parallel,
-        "shared_norm": parallel and norms == 1,
+        "parts": (ParallelResidual(shared_norm=norms == 1),) if parallel else (),
         "activation": hf.get("activation", "gelu"),
-        "gated_mlp": False,
         "tie_embeddings": bool(hf["tie_word_embeddings"]),
         **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bias),
-        **rope(hf, rope_fields(hf)),
+        "rope": rope(hf, rope_fields(hf)),
     }
 
 
-FAMILIES = {"falcon": Family("Falcon", Falcon, read_falcon, {"tie_word_embeddings": True})}
+FAMILIES = {
+    "falcon": Family("Falcon", Falcon, read_falcon, {"tie_word_embeddings": True}, parts=(ParallelResidual,))
+}

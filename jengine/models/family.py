@@ -8,15 +8,20 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.models.config import ModelConfig
-from jengine.models.layers import Attend
+from jengine.models.layers import Attend, Matrix
 
 
 class Decoder(Protocol):
     """A decoder-only transformer on a flat token axis, as an nnx.Module."""
 
     prefix: str  # of all tensor names except the output head's; checkpoints of the bare decoder lack it
+    head: tuple[str, ...]  # attributes that only `logits` uses
+    layers: nnx.List[Any]  # each has an `attention`, which is a layers.Mixer
+    embed: Matrix  # a vector for each token
+    lm_head: Matrix | None  # None: `logits` uses embed
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
@@ -72,6 +77,7 @@ class Family:
         text_part: the text model of a model with several parts; None for a model that is only a text model.
         skipped: prefixes of the names of tensors that are not served, such as those of multi-token
             prediction; {num_layers} stands for the number of layers.
+        parts: types of ModelConfig.parts that `read` may give.
         unread: names of tensors that checkpoints may contain but this model never reads.
     """
 
@@ -81,4 +87,5 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_part: TextPart | None = None
     skipped: tuple[str, ...] = ()
+    parts: tuple[type[Any], ...] = ()
     unread: Callable[[ModelConfig], frozenset[str]] = field(default=lambda config: frozenset())

@@ -4,11 +4,13 @@ windows in most layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jengine.models.config import ModelConfig
+from jengine.models.config_parts import OutputHead
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import (
     attention_biases,
@@ -75,7 +77,7 @@ def _capped(hf: Fields) -> dict[str, Any]:
     return {
         "activation": hf["hidden_activation"],
         "attention_scale": float(hf["query_pre_attn_scalar"]) ** -0.5,
-        "logit_soft_cap": hf.get("final_logit_softcapping"),
+        "head": OutputHead(soft_cap=hf.get("final_logit_softcapping")),
     }
 
 
@@ -100,7 +102,8 @@ def read_gemma3(hf: Fields) -> dict[str, Any]:
     everywhere, local_theta = rope_by_layer_types(
         hf, theta=1e6, local_theta=hf.get("rope_local_base_freq") or 10000.0
     )
-    return {**_shared(hf, everywhere), **_capped(hf), **windows, "local_rope_theta": local_theta}
+    fields = _shared(hf, everywhere)
+    return {**fields, **_capped(hf), **windows, "rope": replace(fields["rope"], local_theta=local_theta)}
 
 
 FAMILIES = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.base.errors import ModelError
+from jengine.models.by_layer import LayerInputs, SharedKeysValues
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import AltUp, LayerInputs
+from jengine.models.config_parts import OutputHead
+from jengine.models.facts import Working
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.gemma4 import OTHER_PARTS, Gemma4, Gemma4Attention, LayerInput, unread
 from jengine.models.hf_config import (
@@ -32,6 +35,24 @@ from pallas_kernels.activations import gated
 from pallas_kernels.products import Weight
 from pallas_kernels.rows import Rows
 from pallas_kernels.xla import Rotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUp:
+    """Several residual streams, of which layers compute one. Fields as in Hugging Face configs.
+
+    Attributes:
+        active: index of the stream that layers compute.
+        scaled: whether this stream is scaled per channel before the gate of the layer's own embedding.
+        laurel_rank: rank of the shortcut beside attention.
+        sparsity: share of the MLP's gates that each layer drops.
+    """
+
+    streams: int
+    active: int
+    scaled: bool
+    laurel_rank: int
+    sparsity: tuple[float, ...]
 
 
 class SparseMlp(GatedMlp):
@@ -65,13 +86,13 @@ class Streams(nnx.Module):
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.router_norm")
 
         def small(tensor: str, *shape: int) -> Matrix:
-            return exact_matrix(shape, dtype, (None, None), Piece(f"{name}.{tensor}", shape))
+            return exact_matrix(shape, dtype, (None, None), Piece(f"{name}.{tensor}.weight", shape))
 
         self.router, self.mix = (
-            small("modality_router.weight", count, hidden),
-            small("prediction_coefs.weight", count**2, count),
+            small("modality_router", count, hidden),
+            small("prediction_coefs", count**2, count),
         )
-        self.share = small("correction_coefs.weight", count, count)
+        self.share = small("correction_coefs", count, count)
         self.scale = param((hidden,), dtype, (None,), Piece(f"{name}.correct_output_scale", (hidden,)))
 
     def kinds(self, x: jax.Array) -> jax.Array:
@@ -120,8 +141,7 @@ class Gemma3nLayer(nnx.Module):
         def norm(place: str) -> RMSNorm:
             return RMSNorm(config.hidden_size, config, dtype, f"{name}.{place}_layernorm")
 
-        parts, inputs = config.altup, config.layer_inputs
-        assert parts is not None and inputs is not None
+        parts, inputs = config.part(AltUp), config.part(LayerInputs)
         self.attention_norm, self.attention_result_norm = norm("input"), norm("post_attention")
         self.attention = Gemma4Attention(config, dtype, f"{name}.self_attn", index)
         self.mlp_norm, self.mlp_result_norm = norm("pre_feedforward"), norm("post_feedforward")
@@ -152,8 +172,7 @@ class Gemma3nLayer(nnx.Module):
 class Gemma3n(Gemma4):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         super().__init__(config, dtype, max_model_len)
-        altup, square = config.altup, (config.hidden_size, config.hidden_size)
-        assert altup is not None
+        altup, square = config.part(AltUp), (config.hidden_size, config.hidden_size)
 
         self.inactive = count = altup.streams - 1
 
@@ -185,6 +204,10 @@ class Gemma3n(Gemma4):
         together = sum((_as_large(dense(x, weight), first) for x, weight in others), start=first)
         return self.norm(together * jnp.asarray(1 / len(streams), first.dtype))
 
+    def working(self, tokens: int) -> Working:
+        others = self.config.part(AltUp).streams - 1
+        return Working(channels=super().working(tokens).channels + 8 * others * self.config.hidden_size)
+
 
 def _as_large(x: jax.Array, like: jax.Array) -> jax.Array:
     """x, scaled row by row to the root mean square of another array."""
@@ -215,26 +238,27 @@ def read_gemma3n(hf: Fields) -> dict[str, Any]:
     everywhere, local_theta = rope_by_layer_types(
         hf, theta=1e6, local_theta=hf.get("rope_local_base_freq") or 1e4
     )
+    fields = decoder(hf, everywhere)
+    inputs = LayerInputs(
+        size=int(hf["hidden_size_per_layer_input"]), vocab_size=int(hf["vocab_size_per_layer_input"])
+    )
+    altup = AltUp(
+        streams=int(hf["altup_num_inputs"]),
+        active=int(hf["altup_active_idx"]),
+        scaled=bool(hf["altup_correct_scale"]),
+        laurel_rank=int(hf["laurel_rank"]),
+        sparsity=tuple(float(share) for share in sparsity),
+    )
     return {
-        **decoder(hf, everywhere),
+        **fields,
         **attention_biases(hf),
         **windows_by_layer_types(hf, hf["sliding_window"], types),
         "activation": hf["hidden_activation"],
         "embedding_multiplier": float(hf["hidden_size"]) ** 0.5,
         "attention_scale": 1.0,
-        "logit_soft_cap": hf.get("final_logit_softcapping"),
-        "local_rope_theta": local_theta,
-        "shared_kv_layers": shared,
-        "layer_inputs": LayerInputs(
-            size=int(hf["hidden_size_per_layer_input"]), vocab_size=int(hf["vocab_size_per_layer_input"])
-        ),
-        "altup": AltUp(
-            streams=int(hf["altup_num_inputs"]),
-            active=int(hf["altup_active_idx"]),
-            scaled=bool(hf["altup_correct_scale"]),
-            laurel_rank=int(hf["laurel_rank"]),
-            sparsity=tuple(float(share) for share in sparsity),
-        ),
+        "head": OutputHead(soft_cap=hf.get("final_logit_softcapping")),
+        "rope": replace(fields["rope"], local_theta=local_theta),
+        "parts": (SharedKeysValues(layers=shared), inputs, altup),
     }
 
 
@@ -261,6 +285,7 @@ DEFAULTS = {
     **{"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "laurel_rank": 64},
     **{"altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True},
 }
+PARTS = (SharedKeysValues, LayerInputs, AltUp)
 TEXT = TextPart(("gemma3n_text",), OTHER_PARTS)
 FAMILIES = {
     "gemma3n": Family(
@@ -269,6 +294,7 @@ FAMILIES = {
         read_gemma3n,
         text_part=TEXT,
         unread=unread,
+        parts=PARTS,
     ),
-    "gemma3n_text": Family("Gemma 3n (text)", Gemma3n, read_gemma3n, DEFAULTS, unread=unread),
+    "gemma3n_text": Family("Gemma 3n (text)", Gemma3n, read_gemma3n, DEFAULTS, unread=unread, parts=PARTS),
 }

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.base.errors import ModelError
-from jengine.models.by_layer import at, key_value_rows, kv_layer
+from jengine.models.by_layer import FullAttention, LayerInputs, SharedKeysValues, at, key_value_rows, kv_layer
+from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import FullAttention, LayerInputs, RopeScaling
+from jengine.models.config_parts import OutputHead, RopeScaling
+from jengine.models.facts import Working
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import (
     attention_biases,
@@ -41,7 +43,7 @@ from jengine.models.layers import (
     vocabulary,
 )
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts, has_experts
 from jengine.models.pieces import EVERY, Part, Piece, apart, qkv_parts
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.activations import ACTIVATIONS
@@ -81,13 +83,16 @@ class Gemma4Attention(Attention):
         y = attend(self.reads, given, rotation, AttentionOptions(1.0, window=config.window(layer)))
         return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
+    def cache(self, layer: int) -> CacheEntry:
+        return dataclasses.replace(super().cache(layer), reads=self.reads)
+
 
 class Gemma4Experts(Experts):
     """Experts with norms of their own, before the router and before themselves; each has a factor."""
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        config = self.config
-        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
+        hidden = config.hidden_size
         laid, real, both = config.padded(ffn), slice(0, ffn), (experts, 2 * ffn, hidden)
         halves = (
             Piece(
@@ -102,8 +107,8 @@ class Gemma4Experts(Experts):
         self.router_scale = param((hidden,), dtype, (None,), Piece(f"{name}.router.scale", (hidden,)))
         self.scale = param((experts,), dtype, (None,), Piece(f"{name}.router.per_expert_scale", (experts,)))
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.pre_feedforward_layernorm_2")
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
-        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *halves)
+        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), down)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
@@ -150,14 +155,14 @@ class Gemma4Layer(nnx.Module):
             norm("post_feedforward_layernorm"),
         )
         self.mlp = GatedMlp(at(config, index), dtype, f"{name}.mlp")
-        self.experts = Gemma4Experts(config, dtype, name) if index in config.expert_layers else None
+        self.experts = Gemma4Experts(config, dtype, name) if has_experts(config, index) else None
         if self.experts is not None:
             self.mlp_part_norm, self.experts_part_norm = (
                 norm("post_feedforward_layernorm_1"),
                 norm("post_feedforward_layernorm_2"),
             )
         self.scale = param((1,), dtype, (None,), Piece(f"{name}.layer_scalar", (1,)))
-        inputs = config.layer_inputs
+        inputs = config.find(LayerInputs)
         self.input = None if inputs is None else LayerInput(config, inputs.size, dtype, name)
 
     def __call__(
@@ -180,7 +185,7 @@ class Gemma4(Llama):
             rope(at(config, config.num_layers - 1), max_model_len),
             local_rope(config, max_model_len),
         )
-        inputs = config.layer_inputs
+        inputs = config.find(LayerInputs)
         if inputs is not None:
             size, hidden, table = (
                 config.num_layers * inputs.size,
@@ -207,9 +212,13 @@ class Gemma4(Llama):
             x = layer(i, x, rotation, attend, None if own is None else own[:, i])
         return self.norm(x)
 
+    def working(self, tokens: int) -> Working:
+        inputs = self.config.find(LayerInputs)
+        return Working(channels=0 if inputs is None else 3 * self.config.num_layers * inputs.size)
+
     def layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
         """int32[N], and their embeddings [N, hidden] -> [N, layers, size]."""
-        inputs = self.config.layer_inputs
+        inputs = self.config.find(LayerInputs)
         if inputs is None:
             return None
         shape = len(tokens), self.config.num_layers, inputs.size
@@ -241,24 +250,25 @@ def read_gemma4(hf: Fields) -> dict[str, Any]:
         scaling = RopeScaling(
             kind="proportional", factor=factor, original_max_position=fields["max_position"], share=share
         )
-        fields |= {"rope_scaling": scaling}
-    size = int(hf.get("hidden_size_per_layer_input") or 0)
+        fields["rope"] = dataclasses.replace(fields["rope"], scaling=scaling)
+    parts: list[Any] = [
+        _full_attention(hf, types),
+        SharedKeysValues(layers=shared, wide_mlp=bool(hf.get("use_double_wide_mlp"))),
+    ]
+    if size := int(hf.get("hidden_size_per_layer_input") or 0):
+        parts.append(LayerInputs(size=size, vocab_size=int(hf["vocab_size_per_layer_input"])))
+    if hf.get("enable_moe_block"):
+        parts.append(_experts(hf, layers))
     return {
         **fields,
         **attention_biases(hf),
         **windows_by_layer_types(hf, hf["sliding_window"], types),
-        **(_experts(hf, layers) if hf.get("enable_moe_block") else {}),
         "activation": hf["hidden_activation"],
         "embedding_multiplier": float(hf["hidden_size"]) ** 0.5,
         "attention_scale": 1.0,
-        "logit_soft_cap": hf.get("final_logit_softcapping"),
-        "local_rope_theta": local_theta,
-        "full_attention": _full_attention(hf, types),
-        "shared_kv_layers": shared,
-        "double_wide_mlp": bool(hf.get("use_double_wide_mlp")),
-        "layer_inputs": (
-            LayerInputs(size=size, vocab_size=int(hf["vocab_size_per_layer_input"])) if size else None
-        ),
+        "head": OutputHead(soft_cap=hf.get("final_logit_softcapping")),
+        "rope": dataclasses.replace(fields["rope"], local_theta=local_theta),
+        "parts": tuple(parts),
     }
 
 
@@ -288,15 +298,14 @@ def _full_attention(hf: Fields, types: list[str]) -> FullAttention:
     )
 
 
-def _experts(hf: Fields, layers: int) -> dict[str, Any]:
-    return {
-        "expert_layers": tuple(range(layers)),
-        "num_experts": int(hf["num_experts"]),
-        "experts_per_token": int(hf["top_k_experts"]),
-        "expert_size": int(hf["moe_intermediate_size"]),
-        "shared_expert_size": int(hf["intermediate_size"]),
-        "normalize_experts": True,
-    }
+def _experts(hf: Fields, layers: int) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        layers=tuple(range(layers)),
+        count=int(hf["num_experts"]),
+        per_token=int(hf["top_k_experts"]),
+        size=int(hf["moe_intermediate_size"]),
+        normalize=True,
+    )
 
 
 def unread(config: ModelConfig) -> frozenset[str]:
@@ -327,11 +336,17 @@ DEFAULTS = {
     **{"max_position_embeddings": 131072, "sliding_window": 512, "tie_word_embeddings": True},
     **{"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
 }
+PARTS = (FullAttention, SharedKeysValues, LayerInputs, MixtureOfExperts)
 OTHER_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 TEXT = TextPart(("gemma4_text",), OTHER_PARTS)
 FAMILIES = {
     "gemma4": Family(
-        "Gemma 4 with images and sound (its text model)", Gemma4, read_gemma4, text_part=TEXT, unread=unread
+        "Gemma 4 with images and sound (its text model)",
+        Gemma4,
+        read_gemma4,
+        text_part=TEXT,
+        unread=unread,
+        parts=PARTS,
     ),
-    "gemma4_text": Family("Gemma 4 (text)", Gemma4, read_gemma4, DEFAULTS, unread=unread),
+    "gemma4_text": Family("Gemma 4 (text)", Gemma4, read_gemma4, DEFAULTS, unread=unread, parts=PARTS),
 }

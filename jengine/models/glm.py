@@ -22,7 +22,7 @@ from jengine.models.residuals import SandwichLayer
 class GlmAttention(Attention):
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         dim = self.config.head_dim
-        q, k = (interleaved(part, dim, self.config.rotary_dim or dim) for part in parts[:2])
+        q, k = (interleaved(part, dim, self.config.rope.dim or dim) for part in parts[:2])
         return apart([f"{name}.{p}_proj.{kind}" for p in "qkv"], (q, k, parts[2]), *inputs)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from jengine.models.config import ModelConfig
-from jengine.models.deepseek import AHEAD, DeepseekExperts, corrected_routing, read_experts
+from jengine.models.deepseek import AHEAD, DeepseekExperts, GroupRouting, corrected_experts
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
 from jengine.models.layers import Attention, Block, Layer, RMSNorm
 from jengine.models.llama import Llama
+from jengine.models.moe import MixtureOfExperts, has_experts
 from jengine.models.qwen3 import Qwen3Attention
 
 
@@ -25,7 +26,7 @@ class Glm4Moe(Llama):
         )
 
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        if index not in config.expert_layers:
+        if not has_experts(config, index):
             return super().mlp(config, dtype, name, index)
         return DeepseekExperts(config, dtype, f"{name}.mlp")
 
@@ -33,8 +34,7 @@ class Glm4Moe(Llama):
 def read_glm4_moe(hf: Fields) -> dict[str, Any]:
     return {
         **partly_rotated(hf, 0.5),
-        **read_experts(hf),
-        **corrected_routing(hf),
+        "parts": corrected_experts(hf),
         "qkv_bias": bool(hf.get("attention_bias", False)),
         "qk_norm": bool(hf.get("use_qk_norm", False)),
     }
@@ -49,4 +49,7 @@ DEFAULTS = {
     },
     **{"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 1408},
 }
-FAMILIES = {"glm4_moe": Family("GLM-4.5, 4.6, 4.7", Glm4Moe, read_glm4_moe, DEFAULTS, skipped=AHEAD)}
+PARTS = (MixtureOfExperts, GroupRouting)
+FAMILIES = {
+    "glm4_moe": Family("GLM-4.5, 4.6, 4.7", Glm4Moe, read_glm4_moe, DEFAULTS, skipped=AHEAD, parts=PARTS)
+}

@@ -37,12 +37,15 @@ class Gpt2Attention(Attention):
 
 class Gpt2(nnx.Module):
     prefix = "transformer."
+    head: tuple[str, ...] = ("lm_head",)
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         hidden = config.hidden_size
         places = (config.max_position, hidden)
         self.embed = vocabulary(config, hidden, dtype, "transformer.wte.weight")
-        self.positions = exact_matrix(places, dtype, (None, None), Piece("transformer.wpe.weight", places))
+        self.positions = exact_matrix(
+            places, dtype, ("positions", None), Piece("transformer.wpe.weight", places)
+        )
 
         def layer(name: str) -> Layer:
             return Layer(
@@ -78,7 +81,6 @@ def read_gpt2(hf: Fields) -> dict[str, Any]:
         "head_dim": hidden // heads,
         "max_position": int(hf["n_positions"]),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
-        "gated_mlp": False,
         "activation": hf.get("activation_function", "gelu_new"),
         "attention_scale": None if hf.get("scale_attn_weights", True) else 1.0,
         "tie_embeddings": bool(hf["tie_word_embeddings"]),

@@ -15,7 +15,7 @@ from jengine.models.hf_config import partly_rotated, rope_fields
 from jengine.models.layers import Attention, Layer, LayerNorm, Mlp
 from jengine.models.llama import Llama
 from jengine.models.pieces import Part, Piece, grouped
-from jengine.models.residuals import ParallelLayer
+from jengine.models.residuals import ParallelLayer, ParallelResidual
 
 
 class GptNeoXAttention(Attention):
@@ -32,7 +32,7 @@ class GptNeoX(Llama):
     norm_type = LayerNorm
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        return (ParallelLayer if config.parallel_residual else Layer)(
+        return (ParallelLayer if config.find(ParallelResidual) else Layer)(
             LayerNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
             GptNeoXAttention(config, dtype, f"{name}.attention"),
             LayerNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
@@ -46,12 +46,15 @@ def read_gpt_neox(hf: Fields) -> dict[str, Any]:
     return {
         **partly_rotated(hf, float(hf.get("rotary_pct", 0.25)), rope),
         "norm_eps": float(hf.get("layer_norm_eps", 1e-5)),
-        "parallel_residual": bool(hf.get("use_parallel_residual", True)),
-        "gated_mlp": False,
+        "parts": (ParallelResidual(shared_norm=False),) if hf.get("use_parallel_residual", True) else (),
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": True,
     }
 
 
-FAMILIES = {"gpt_neox": Family("GPT-NeoX, Pythia", GptNeoX, read_gpt_neox, {"hidden_act": "gelu"})}
+FAMILIES = {
+    "gpt_neox": Family(
+        "GPT-NeoX, Pythia", GptNeoX, read_gpt_neox, {"hidden_act": "gelu"}, parts=(ParallelResidual,)
+    )
+}

@@ -4,6 +4,7 @@ gates.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,10 +16,20 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
 from jengine.models.layers import Attention, Block, dense, exact_matrix, matrix, param
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.pieces import EVERY, Piece, heads, qkv_parts
 
 GROUP = 32  # inputs per scale in MXFP4; each device has whole groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGates:
+    """Experts compute gate * sigmoid(alpha * gate) * (up + 1), with gate at most limit, and up within plus
+    and minus it.
+    """
+
+    alpha: float
+    limit: float
 
 
 class GptOssAttention(Attention):
@@ -40,8 +51,8 @@ class GptOssExperts(Experts):
     """
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        config = self.config
-        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
+        hidden = config.hidden_size
         least = config.shards * (1 if config.stored is None else GROUP)
         laid, real = -(-ffn // least) * least, slice(0, ffn)
         gates = Piece(
@@ -54,8 +65,8 @@ class GptOssExperts(Experts):
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
         )
         self.router_bias = param((experts,), dtype, (None,), Piece(f"{name}.router.bias", (experts,)))
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), gates)
-        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), downs)
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), gates)
+        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), downs)
         gate_bias = Piece(f"{name}.experts.gate_up_proj_bias", (experts, 2 * ffn), (EVERY, real))
         self.gate_up_bias = param((experts, laid, 2), dtype, (None, "ffn", None), gate_bias)
         self.down_bias = param(
@@ -64,13 +75,16 @@ class GptOssExperts(Experts):
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = dense(x, self.router[...], self.router_bias[...], jnp.float32)
-        highest, chosen = lax.top_k(scores, self.config.experts_per_token)
+        highest, chosen = lax.top_k(scores, self.sizes.per_token)
         return jax.nn.softmax(highest), chosen
 
     def gate(self, gate_up: jax.Array) -> jax.Array:
-        wide, limit = gate_up.astype(jnp.float32), self.config.swiglu_limit
-        gate, up = jnp.minimum(wide[..., 0], limit), jnp.clip(wide[..., 1], -limit, limit)
-        return ((up + 1) * gate * jax.nn.sigmoid(gate * self.config.swiglu_alpha)).astype(gate_up.dtype)
+        wide, clamped = gate_up.astype(jnp.float32), self.config.part(ClampedGates)
+        gate, up = (
+            jnp.minimum(wide[..., 0], clamped.limit),
+            jnp.clip(wide[..., 1], -clamped.limit, clamped.limit),
+        )
+        return ((up + 1) * gate * jax.nn.sigmoid(gate * clamped.alpha)).astype(gate_up.dtype)
 
 
 class GptOss(Llama):
@@ -88,15 +102,16 @@ def read_gpt_oss(hf: Fields) -> dict[str, Any]:
         **attention_biases(hf),
         **windows_by_layer_types(hf, hf["sliding_window"], types),
     }
+    experts = MixtureOfExperts(
+        layers=tuple(range(layers)),
+        count=int(hf.get("num_local_experts") or hf.get("num_experts", 128)),
+        per_token=int(hf.get("num_experts_per_tok") or hf.get("experts_per_token", 4)),
+        size=fields["intermediate_size"],
+        normalize=True,
+    )
     return {
         **fields,
-        "expert_layers": tuple(range(layers)),
-        "num_experts": int(hf.get("num_local_experts") or hf.get("num_experts", 128)),
-        "experts_per_token": int(hf.get("num_experts_per_tok") or hf.get("experts_per_token", 4)),
-        "expert_size": fields["intermediate_size"],
-        "normalize_experts": True,
-        "swiglu_alpha": float(hf["swiglu_alpha"]),
-        "swiglu_limit": float(hf["swiglu_limit"]),
+        "parts": (experts, ClampedGates(alpha=float(hf["swiglu_alpha"]), limit=float(hf["swiglu_limit"]))),
     }
 
 
@@ -111,4 +126,6 @@ DEFAULTS = {
     # OpenAI's files name no dtype
     **{"sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "torch_dtype": "bfloat16"},
 }
-FAMILIES = {"gpt_oss": Family("gpt-oss", GptOss, read_gpt_oss, DEFAULTS)}
+FAMILIES = {
+    "gpt_oss": Family("gpt-oss", GptOss, read_gpt_oss, DEFAULTS, parts=(MixtureOfExperts, ClampedGates))
+}

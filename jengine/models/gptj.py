@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jengine.models.config import ModelConfig
+from jengine.models.config_parts import OutputHead, Rotary
 from jengine.models.family import Family, Fields
 from jengine.models.glm import GlmAttention
 from jengine.models.layers import Layer, LayerNorm, Mlp
@@ -42,16 +43,13 @@ def read_gptj(hf: Fields) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": hidden // heads,
-        "rotary_dim": int(hf["rotary_dim"] or hidden // heads),
+        "rope": Rotary(dim=int(hf["rotary_dim"] or hidden // heads)),
         "max_position": int(hf["n_positions"]),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
         "activation": hf.get("activation_function", "gelu_new"),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "parallel_residual": True,
-        "shared_norm": True,
-        "gated_mlp": False,
         "mlp_bias": True,
-        "head_bias": True,
+        "head": OutputHead(bias=True),
     }
 
 

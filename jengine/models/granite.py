@@ -4,16 +4,25 @@ stream.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jengine.models.config import ModelConfig
+from jengine.models.config_parts import OutputHead
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Block, Layer, Mixer
 from jengine.models.llama import Llama, read_llama
 from pallas_kernels.rows import Sum, array_of
 from pallas_kernels.xla import Rotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualMultiplier:
+    """A factor of what attention and MLP add to the residual stream."""
+
+    factor: float
 
 
 class GraniteLayer(Layer):
@@ -35,7 +44,11 @@ class Granite(Llama):
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         plain = super().layer(config, dtype, name, index)
         return GraniteLayer(
-            plain.attention_norm, plain.attention, plain.mlp_norm, plain.mlp, config.residual_multiplier
+            plain.attention_norm,
+            plain.attention,
+            plain.mlp_norm,
+            plain.mlp,
+            config.part(ResidualMultiplier).factor,
         )
 
 
@@ -44,9 +57,9 @@ def read_granite(hf: Fields) -> dict[str, Any]:
         **read_llama(hf),
         "attention_scale": float(hf.get("attention_multiplier", 1.0)),
         "embedding_multiplier": float(hf.get("embedding_multiplier", 1.0)),
-        "logits_scaling": float(hf.get("logits_scaling", 1.0)),
-        "residual_multiplier": float(hf.get("residual_multiplier", 1.0)),
+        "head": OutputHead(divisor=float(hf.get("logits_scaling", 1.0))),
+        "parts": (ResidualMultiplier(factor=float(hf.get("residual_multiplier", 1.0))),),
     }
 
 
-FAMILIES = {"granite": Family("Granite 3 (dense)", Granite, read_granite)}
+FAMILIES = {"granite": Family("Granite 3 (dense)", Granite, read_granite, parts=(ResidualMultiplier,))}

@@ -10,16 +10,16 @@ import jax
 
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.granite import Granite, read_granite
+from jengine.models.granite import Granite, ResidualMultiplier, read_granite
 from jengine.models.layers import Block, exact_matrix, matrix
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.pieces import EVERY, Piece
 
 
 class GraniteExperts(Experts):
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        config = self.config
-        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
+        hidden = config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
         both = Piece(f"{name}.input_linear.weight", (experts, 2 * ffn, hidden))
         halves = (
@@ -30,8 +30,8 @@ class GraniteExperts(Experts):
         self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.layer.weight", (experts, hidden))
         )
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
-        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *halves)
+        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), down)
 
 
 class GraniteMoe(Granite):
@@ -41,14 +41,18 @@ class GraniteMoe(Granite):
 
 def read_granite_moe(hf: Fields) -> dict[str, Any]:
     fields = read_granite(hf)
-    return {
-        **fields,
-        "expert_layers": tuple(range(fields["num_layers"])),
-        "num_experts": int(hf.get("num_local_experts", 8)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", 2)),
-        "expert_size": fields["intermediate_size"],
-        "normalize_experts": True,
-    }
+    experts = MixtureOfExperts(
+        layers=tuple(range(fields["num_layers"])),
+        count=int(hf.get("num_local_experts", 8)),
+        per_token=int(hf.get("num_experts_per_tok", 2)),
+        size=fields["intermediate_size"],
+        normalize=True,
+    )
+    return {**fields, "parts": (*fields["parts"], experts)}
 
 
-FAMILIES = {"granitemoe": Family("Granite 3 with experts", GraniteMoe, read_granite_moe)}
+FAMILIES = {
+    "granitemoe": Family(
+        "Granite 3 with experts", GraniteMoe, read_granite_moe, parts=(ResidualMultiplier, MixtureOfExperts)
+    )
+}

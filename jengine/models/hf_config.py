@@ -4,10 +4,12 @@ sliding windows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jengine.base.errors import ModelError
-from jengine.models.config_parts import RopeScaling
+from jengine.models.config import ModelConfig
+from jengine.models.config_parts import RopeScaling, Rotary
 from jengine.models.family import Fields
 
 ROPE_OPTIONS = (
@@ -32,6 +34,16 @@ ROPE_FIELDS = {  # other fields that rope scaling may have: read below, or witho
     *("short_factor", "long_factor", "finetuned"),
     *("mrope_section", "mrope_interleaved"),  # a text token has a single position
 }
+AT_LEAST_ONE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position",
+)
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -54,7 +66,7 @@ def decoder(hf: Fields, rope_parameters: dict[str, Any] | None = None) -> dict[s
         "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
         "activation": hf.get("hidden_act", "silu"),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        **rope(hf, rope_parameters),
+        "rope": rope(hf, rope_parameters),
     }
 
 
@@ -64,8 +76,8 @@ def rope_fields(hf: Fields) -> dict[str, Any]:
     return dict(newer or older or {})
 
 
-def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's fields of rotary embedding.
+def rope(hf: Fields, parameters: dict[str, Any]) -> Rotary:
+    """Rotary embedding of all channels in all layers.
 
     Raises:
         ModelError: a kind or a parameter is not supported.
@@ -76,7 +88,7 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
         raise ModelError("partial_rotary_factor is not supported")
     kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
-        return {"rope_theta": theta}
+        return Rotary(theta=theta)
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
     longest = int(hf.get("max_position_embeddings", 2048))
@@ -92,12 +104,10 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
     if kind == "longrope":
         given |= {name: tuple(float(x) for x in parameters[name]) for name in ("short_factor", "long_factor")}
         parameters = {"factor": longest / original, **parameters}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": RopeScaling(
-            kind=kind, factor=float(parameters["factor"]), original_max_position=original, **given
-        ),
-    }
+    scaling = RopeScaling(
+        kind=kind, factor=float(parameters["factor"]), original_max_position=original, **given
+    )
+    return Rotary(theta=theta, scaling=scaling)
 
 
 def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[dict[str, Any], float]:
@@ -124,7 +134,11 @@ def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None =
     parameters = rope_fields(hf) if parameters is None else dict(parameters)
     share = float(parameters.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or share)
     fields = decoder(hf, parameters)
-    return {**fields, "rotary_dim": None if share == 1.0 else int(fields["head_dim"] * share)}
+    return (
+        fields
+        if share == 1.0
+        else {**fields, "rope": replace(fields["rope"], dim=int(fields["head_dim"] * share))}
+    )
 
 
 def attention_biases(hf: Fields) -> dict[str, Any]:
@@ -167,3 +181,35 @@ def check_shared_layers(hf: Fields, types: list[str]) -> int:
 def full_attention_every(layers: int, pattern: int) -> list[str]:
     """Layer types with full attention in every pattern-th layer."""
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+
+
+def check(config: ModelConfig) -> None:
+    """
+    Raises:
+        ModelError: a size is not possible, or contradicts another.
+    """
+    for name in AT_LEAST_ONE:
+        if getattr(config, name) < 1:
+            raise ModelError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"num_attention_heads={config.num_heads} is not a multiple of"
+            f" num_key_value_heads={config.num_kv_heads}"
+        )
+    rotary, scaling = config.rope.dim or config.head_dim, config.rope.scaling
+    if rotary % 2:
+        raise ModelError(f"head_dim={rotary} must be even, for rotary embedding")
+    if scaling is not None and scaling.kind == "longrope":
+        for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+            if len(factors) != rotary // 2:
+                raise ModelError(
+                    f"{name} has {len(factors)} numbers; {rotary} channels rotate and need {rotary // 2}"
+                )
+    if any(window is not None and window < 1 for window in config.windows):
+        raise ModelError(
+            f"sliding_window={min(w for w in config.windows if w is not None)} must be at least 1"
+        )
+    if config.windows and len(config.windows) != config.num_layers:
+        raise ModelError(
+            f"layer_types has {len(config.windows)} layers, num_hidden_layers is {config.num_layers}"
+        )

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jengine.models.cache import TOKENS, CacheEntry, PageArray, Queries
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import LatentAttention
 from jengine.models.layers import Attend, Matrix, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.pieces import EVERY, Piece
 from pallas_kernels.options import AttentionOptions
@@ -27,15 +29,50 @@ from pallas_kernels.xla import Rotation, rotate
 NORM_EPS = 1e-6  # for compressed queries and cached vectors, independent of the model's eps
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention: caches one vector per token, from which the keys and values of all heads
+    are computed.
+
+    Attributes:
+        rank: channels of that vector, without the rotating ones.
+        query_rank: channels of the corresponding vector for queries, which is not cached; None: queries are
+            computed from hidden states.
+        key_dim: non-rotating channels of a head's query and key.
+        rotary_dim: rotating channels. All heads share the key's, which are cached too.
+        value_dim: channels of a head's value.
+        interleaved: whether channels rotate with their neighbours in the checkpoint.
+    """
+
+    rank: int
+    query_rank: int | None
+    key_dim: int
+    rotary_dim: int
+    value_dim: int
+    interleaved: bool = True
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a head's query."""
+        return self.key_dim + self.rotary_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Channels cached for a token."""
+        return self.rank + self.rotary_dim
+
+
 class MultiHeadLatentAttention(nnx.Module):
+    batch_dependent: ClassVar = {
+        "cpu": "latent attention: XLA's own products of each head may sum a row by its place"
+    }
     q_down: Matrix | None = None  # for compressed queries
     q_norm: RMSNorm | None = None
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
-        assert config.latent is not None
-        self.config, self.latent = config, config.latent
+        self.config, self.latent = config, config.part(LatentAttention)
         latent, heads, hidden, laid = (
-            config.latent,
+            self.latent,
             config.num_heads,
             config.hidden_size,
             config.padded(config.num_heads),
@@ -56,7 +93,9 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_norm = RMSNorm(latent.rank, eps, dtype, f"{name}.kv_a_layernorm")
         expanded = latent.key_dim + latent.value_dim
         source = Piece(f"{name}.kv_b_proj.weight", (heads * expanded, latent.rank), (slice(0, heads),))
-        self.kv_up = param((laid, expanded, latent.rank), dtype, ("heads", None, None), source)
+        self.kv_up = param(
+            (laid, expanded, latent.rank), dtype, ("heads", None, None), source, multiplies=True
+        )
         out = Piece(
             f"{name}.o_proj.weight",
             (hidden, heads * latent.value_dim),
@@ -79,6 +118,18 @@ class MultiHeadLatentAttention(nnx.Module):
         options = AttentionOptions(self.config.attention_scale)
         y = attend(layer, Qkv(q, k, k[..., : latent.rank]), None, options)
         return row_parallel_dense(_by_head("nhr,hvr->nhv", y, values).reshape(x.shape[0], -1), self.o[...])
+
+    def cache(self, layer: int) -> CacheEntry:
+        """One vector of each token, on each device."""
+        latent, config = self.latent, self.config
+        heads = config.padded(config.num_heads) // config.shards
+        return CacheEntry(
+            kind="latent",
+            arrays=(PageArray((1, TOKENS, latent.cached_dim), sharded=None),),
+            operations=2 * config.num_heads * (latent.cached_dim + latent.rank),
+            channels=6 * 3 * heads * latent.query_dim,
+            queries=Queries(heads=heads, dim=latent.cached_dim, rank=latent.rank),
+        )
 
 
 def _by_head(how: str, x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jengine.models.cache import TOKENS, CacheEntry, PageArray, Queries
 from jengine.models.config import ModelConfig
+from jengine.models.facts import Working
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.activations import ACTIVATIONS
@@ -72,12 +74,20 @@ class Mixer(Protocol):
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, hidden] -> [N, hidden]."""
 
+    def cache(self, layer: int) -> CacheEntry:
+        """What it keeps in the cache as a part of this layer."""
+
 
 def param(
-    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece, multiplies: bool = False
 ) -> nnx.Param[jax.Array]:
-    """Declares an array: its abstract value, its logical axes and its checkpoint tensors."""
-    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source)  # type: ignore[arg-type]
+    """Declares an array: its abstract value, its logical axes and its checkpoint tensors.
+
+    Args:
+        multiplies: whether a family's own code uses it as a matrix, so that it counts as one.
+    """
+    value: Any = jax.ShapeDtypeStruct(shape, dtype)
+    return nnx.Param(value, axes=axes, source=source, multiplies=multiplies)
 
 
 class Matrix(nnx.Param[Any]):
@@ -90,12 +100,12 @@ class Matrix(nnx.Param[Any]):
 
 def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Matrix:
     """Declares a weight [*out, in], or a table of vectors, that may be quantized."""
-    return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, exact=False)
+    return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, multiplies=True, exact=False)
 
 
 def exact_matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Matrix:
     """Declares a weight, or a table, that is never quantized, such as a router's."""
-    return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, exact=True)
+    return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, multiplies=True, exact=True)
 
 
 def dense(
@@ -181,6 +191,7 @@ class Attention(nnx.Module):
 
     sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
     takes_norm = True  # x may be a norm, which its product computes
+    slopes = False  # whether `attend` gets slopes
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
@@ -241,6 +252,20 @@ class Attention(nnx.Module):
             self.finish(y, rows[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias)
         )
 
+    def cache(self, layer: int) -> CacheEntry:
+        """Keys and values of each token, or of the last ones."""
+        config = self.config
+        dim, window, kv_heads = config.head_dim, config.window(layer), config.num_kv_heads_padded
+        heads = kv_heads // config.shards * config.group_size_padded
+        return CacheEntry(
+            kind="full" if window is None else "window",
+            arrays=(PageArray((kv_heads, TOKENS, dim)),) * 2,
+            operations=4 * config.num_heads * dim,
+            channels=6 * (heads + 2 * kv_heads // config.shards) * dim,
+            window=window,
+            queries=Queries(heads=heads, dim=dim, soft_cap=config.attention_soft_cap, slopes=self.slopes),
+        )
+
     def finish(self, y: jax.Array, rest: jax.Array) -> jax.Array:
         """A family's change to attention's result [N, heads, head_dim]. rest: the product's other rows, [N,
         kv_heads, n, head_dim].
@@ -269,6 +294,7 @@ class GatedMlp(nnx.Module):
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
+        self.own_size = laid // config.shards
         parts = [whole(ffn, real, 0), whole(ffn, real, 1)]
         self.gate_up = matrix(
             (laid, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden)
@@ -294,6 +320,9 @@ class GatedMlp(nnx.Module):
         y = all_reduce(self.own_part(x))
         return y if self.down_bias is None else y + self.down_bias[...].astype(y.dtype)
 
+    def working(self, tokens: int) -> Working:
+        return Working(channels=4 * self.own_size)
+
     def own_part(self, x: Rows) -> jax.Array:
         """The partial result of this device's rows, without the last bias. The sum over devices is the
         result.
@@ -318,6 +347,7 @@ class Mlp(nnx.Module):
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
+        self.own_size = laid // config.shards
 
         def weight(name: str, shape: tuple[int, int], *place: slice) -> Piece:
             return Piece(f"{name}.weight", shape[::-1] if transposed else shape, place, transposed=transposed)
@@ -334,6 +364,9 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = ACTIVATIONS[self.activation](dense(x, self.up[...], value(self.up_bias)))
         return row_parallel_dense(y, self.down[...], value(self.down_bias))
+
+    def working(self, tokens: int) -> Working:
+        return Working(channels=4 * self.own_size)
 
 
 class Layer(nnx.Module):

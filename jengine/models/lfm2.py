@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.base.errors import ModelError
+from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import LinearAttention
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder
 from jengine.models.layers import (
@@ -27,6 +27,7 @@ from jengine.models.layers import (
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece, apart
 from jengine.models.qwen3 import Qwen3Attention
+from jengine.models.recurrent import LinearAttention, state_entry
 from pallas_kernels.xla import Rotation
 
 
@@ -46,14 +47,16 @@ class ShortConvolution(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
-        assert config.linear is not None
-        linear, hidden = config.linear, config.hidden_size
+        self.config, self.linear = config, config.part(LinearAttention)
+        linear, hidden = self.linear, config.hidden_size
         laid, size, own = config.padded(linear.key_heads), linear.channels, slice(0, linear.key_heads)
         both = Piece(f"{name}.in_proj.weight", (3 * hidden, hidden))
         thirds = (both._replace(part=(own, i), rows=slice(i * hidden, (i + 1) * hidden)) for i in range(3))
         self.mixed = matrix((laid, 3, size, hidden), dtype, ("heads", None, None, None), *thirds)
         taps = Piece(f"{name}.conv.weight", (hidden, 1, linear.taps), (own,))
-        self.convolution = param((laid, size, linear.taps), dtype, ("heads", None, None), taps)
+        self.convolution = param(
+            (laid, size, linear.taps), dtype, ("heads", None, None), taps, multiplies=True
+        )
         out = Piece(f"{name}.out_proj.weight", (hidden, hidden), (EVERY, slice(0, hidden)))
         self.out = matrix((hidden, laid * size), dtype, (None, "heads"), out)
 
@@ -66,6 +69,9 @@ class ShortConvolution(nnx.Module):
         convolved = cast(Recur, attend).convolve(layer, before * values, weight.reshape(-1, weight.shape[-1]))
         return row_parallel_dense(after * convolved.astype(x.dtype), self.out[...])
 
+    def cache(self, layer: int) -> CacheEntry:
+        return state_entry(self.config, self.linear)
+
 
 class Lfm2Mlp(GatedMlp):
     def gate_up_source(self, name: str, kind: str, parts: Any, *inputs: int) -> tuple[Piece, ...]:
@@ -76,8 +82,7 @@ class Lfm2(Llama):
     norm_name = "embedding_norm"
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        assert config.linear is not None
-        convolved = index in config.linear.layers
+        convolved = index in config.part(LinearAttention).layers
         return Layer(
             RMSNorm(config.hidden_size, config, dtype, f"{name}.operator_norm"),
             (
@@ -128,7 +133,7 @@ def read_lfm2(hf: Fields) -> dict[str, Any]:
         "intermediate_size": _intermediate_size(hf),
         "norm_eps": float(hf.get("norm_eps", 1e-5)),
         "tie_embeddings": fields["tie_embeddings"] if tied is None else bool(tied),
-        "linear": linear,
+        "parts": (linear,),
     }
 
 
@@ -152,4 +157,4 @@ DEFAULTS = {
     },
     **{"intermediate_size": 12288},
 }
-FAMILIES = {"lfm2": Family("LFM2", Lfm2, read_lfm2, DEFAULTS)}
+FAMILIES = {"lfm2": Family("LFM2", Lfm2, read_lfm2, DEFAULTS, parts=(LinearAttention,))}

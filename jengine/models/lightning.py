@@ -5,6 +5,7 @@ attention, experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
@@ -13,8 +14,8 @@ from flax import nnx
 from jax import lax
 
 from jengine.base.errors import ModelError
+from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import LinearAttention, ResidualFactors
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
 from jengine.models.layers import (
@@ -31,8 +32,9 @@ from jengine.models.layers import (
     row_parallel_dense,
 )
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.pieces import EVERY, Piece
+from jengine.models.recurrent import LinearAttention, state_entry
 from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.rows import Sum, array_of
@@ -42,14 +44,28 @@ EPSILON = 1e-6  # of the norm over all heads
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualFactors:
+    """Factors in layers whose residual stream is normed: of the stream, and of what is added to it.
+
+    Attributes:
+        full, linear: where attention is added, in layers with full and with linear attention.
+        mlp: where an MLP is added.
+    """
+
+    full: tuple[float, float]
+    linear: tuple[float, float]
+    mlp: tuple[float, float]
+
+
 class LightningAttention(nnx.Module):
     """Linear attention, a norm over all heads, and a gate. One product computes a head's query, key, value
     and gate.
     """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
-        assert config.linear is not None
-        heads, dim, hidden = config.linear.key_heads, config.linear.key_dim, config.hidden_size
+        self.config, self.linear = config, config.part(LinearAttention)
+        heads, dim, hidden = self.linear.key_heads, self.linear.key_dim, config.hidden_size
         laid, own, inner = config.padded(heads), slice(0, heads), heads * dim
         self.activation, self.heads, self.inner = config.activation, heads, inner
         self.slope = 1 - index / (config.num_layers - 1 + 1e-5) + 1e-5  # later layers forget less
@@ -74,6 +90,10 @@ class LightningAttention(nnx.Module):
         y *= lax.rsqrt(mean + EPSILON)[:, None, None] * self.norm[...].astype(jnp.float32)
         y *= jax.nn.sigmoid(mixed[..., 3 * dim :])
         return row_parallel_dense(y.reshape(x.shape[0], -1).astype(x.dtype), self.out[...])
+
+    def cache(self, layer: int) -> CacheEntry:
+        """A token's update and its query each use every element of the state."""
+        return state_entry(self.config, self.linear, uses=4)
 
 
 class MiniMaxLayer(Layer):
@@ -102,8 +122,7 @@ class MiniMaxLayer(Layer):
 
 class MiniMax(Llama):
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        assert config.linear is not None and config.residual_factors is not None
-        linear, factors = index in config.linear.layers, config.residual_factors
+        linear, factors = index in config.part(LinearAttention).layers, config.part(ResidualFactors)
         own = f"{name}.self_attn"
         return MiniMaxLayer(
             RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
@@ -130,7 +149,10 @@ def read_published(hf: Fields) -> dict[str, Any]:
             raise ModelError(f"{name}={hf.get(name)!r} is not supported; {value!r} is")
     types = [FULL if kind else LINEAR for kind in hf["attn_type_list"]]
     names = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
-    return _read(hf, types, {part: f"layernorm_{name}_{{}}" for part, name in names.items()})
+    fields = _read(hf, types, {part: f"layernorm_{name}_{{}}" for part, name in names.items()})
+    if (hf.get("layer_types") or types) != types:
+        raise ModelError(f"layer_types contradicts attn_type_list: {types}")
+    return fields
 
 
 def _read(hf: Fields, types: Sequence[str], factors: Mapping[str, str]) -> dict[str, Any]:
@@ -159,32 +181,40 @@ def _read(hf: Fields, types: Sequence[str], factors: Mapping[str, str]) -> dict[
         part: (float(hf.get(name.format("alpha"), 1.0)), float(hf.get(name.format("beta"), 1.0)))
         for part, name in factors.items()
     }
+    experts = MixtureOfExperts(
+        layers=tuple(range(layers)),
+        count=int(hf.get("num_local_experts", 8)),
+        per_token=int(hf.get("num_experts_per_tok", 2)),
+        size=fields["intermediate_size"],
+        normalize=True,
+    )
     return {
         **fields,
-        "linear": LinearAttention(layers=lightning, **sizes, taps=0, delta=False),
-        "residual_factors": ResidualFactors(**pairs),
-        "expert_layers": tuple(range(layers)),
-        "num_experts": int(hf.get("num_local_experts", 8)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", 2)),
-        "expert_size": fields["intermediate_size"],
-        "normalize_experts": True,
+        "parts": (LinearAttention(layers=lightning, **sizes, taps=0), ResidualFactors(**pairs), experts),
     }
 
 
 def constants(config: ModelConfig) -> frozenset[str]:
     """Names of tensors that checkpoints may contain: decays, which follow from the layer and the head."""
-    assert config.linear is not None
     names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     return frozenset(
-        f"{MiniMax.prefix}layers.{layer}.self_attn.{name}" for layer in config.linear.layers for name in names
+        f"{MiniMax.prefix}layers.{layer}.self_attn.{name}"
+        for layer in config.part(LinearAttention).layers
+        for name in names
     )
 
 
+PARTS = (LinearAttention, ResidualFactors, MixtureOfExperts)
 DEFAULTS = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 FAMILIES = {
     "minimax": Family(
-        "MiniMax-Text-01 (converted for transformers)", MiniMax, read_minimax, DEFAULTS, unread=constants
+        "MiniMax-Text-01 (converted for transformers)",
+        MiniMax,
+        read_minimax,
+        DEFAULTS,
+        unread=constants,
+        parts=PARTS,
     ),
-    "minimax_m1": Family("MiniMax-M1", MiniMax, read_published, DEFAULTS),
-    "minimax_text_01": Family("MiniMax-Text-01", MiniMax, read_published, DEFAULTS),
+    "minimax_m1": Family("MiniMax-M1", MiniMax, read_published, DEFAULTS, parts=PARTS),
+    "minimax_text_01": Family("MiniMax-Text-01", MiniMax, read_published, DEFAULTS, parts=PARTS),
 }

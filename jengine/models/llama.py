@@ -38,6 +38,7 @@ class Llama(nnx.Module):
     """
 
     prefix = "model."
+    head: tuple[str, ...] = ("lm_head",)
     # names in the checkpoint
     embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"
     attention: type[Attention] = Attention
@@ -57,7 +58,7 @@ class Llama(nnx.Module):
         )
         size = config.vocab_size
         bias = Piece(f"{self.head_name}.bias", (size,), (slice(0, size),))
-        self.head_bias = param((config.padded(size),), dtype, ("vocab",), bias) if config.head_bias else None
+        self.head_bias = param((config.padded(size),), dtype, ("vocab",), bias) if config.head.bias else None
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         return Layer(
@@ -87,7 +88,7 @@ class Llama(nnx.Module):
             nearby = self.local_rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):
             rotation = everywhere if self.config.window(i) is None else nearby
-            x = layer(i, x, None if i in self.config.unrotated_layers else rotation, attend)
+            x = layer(i, x, None if i in self.config.rope.unrotated else rotation, attend)
         return self.norm(array_of(x))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -98,9 +99,9 @@ class Llama(nnx.Module):
             value(self.head_bias),
             jnp.float32,
         )
-        if self.config.logits_scaling != 1:
-            logits /= self.config.logits_scaling
-        cap = self.config.logit_soft_cap
+        if self.config.head.divisor != 1:
+            logits /= self.config.head.divisor
+        cap = self.config.head.soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

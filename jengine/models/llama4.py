@@ -5,6 +5,7 @@ shared one.
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,11 +19,21 @@ from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import attention_biases, decoder
 from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense, exact_matrix, matrix, unit
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts, has_experts
 from jengine.models.pieces import EVERY, Piece
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import Rotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScaling:
+    """In layers that do not rotate, a query at position p is multiplied by 1 + beta * log(1 + (p + 1) //
+    step).
+    """
+
+    beta: float
+    step: int
 
 
 class NormedAttention(GlmAttention):
@@ -39,8 +50,8 @@ class Llama4Experts(Experts):
     """
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        config = self.config
-        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
+        hidden = config.hidden_size
         laid, real, both = config.padded(ffn), slice(0, ffn), (experts, hidden, 2 * ffn)
         stacked = Piece(f"{name}.experts.gate_up_proj", both, transposed=True)
         halves = (
@@ -53,8 +64,8 @@ class Llama4Experts(Experts):
         self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
         )
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
-        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *halves)
+        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), down)
         self.shared = GatedMlp(
             dataclasses.replace(config, intermediate_size=ffn), dtype, f"{name}.shared_expert"
         )
@@ -76,7 +87,7 @@ class Llama4Experts(Experts):
 
 class Llama4(Llama):
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        normed = config.qk_norm and index not in config.unrotated_layers
+        normed = config.qk_norm and index not in config.rope.unrotated
         return Layer(
             RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
             (NormedAttention if normed else GlmAttention)(config, dtype, f"{name}.self_attn"),
@@ -85,16 +96,15 @@ class Llama4(Llama):
         )
 
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        kind = Llama4Experts if index in config.expert_layers else GatedMlp
+        kind = Llama4Experts if has_experts(config, index) else GatedMlp
         return kind(config, dtype, f"{name}.feed_forward")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         config = self.config
-        if not config.query_scaling_beta:
+        scaling = config.find(QueryScaling)
+        if scaling is None:
             return super().hidden(tokens, positions, attend)
-        scales = (1 + config.query_scaling_beta * jnp.log1p((positions + 1) // config.query_scaling_step))[
-            :, None, None
-        ]
+        scales = (1 + scaling.beta * jnp.log1p((positions + 1) // scaling.step))[:, None, None]
 
         def scaled(
             layer: int,
@@ -103,7 +113,7 @@ class Llama4(Llama):
             options: AttentionOptions,
         ) -> jax.Array:
             assert not isinstance(qkv, QueriesOnly)
-            if layer in config.unrotated_layers:
+            if layer in config.rope.unrotated:
                 q, k, v = qkv.split()
                 qkv = Qkv(q * scales.astype(q.dtype), k, v)
             return attend(layer, qkv, rotation, options)
@@ -133,21 +143,27 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
             " the others"
         )
     sparse = hf.get("moe_layers")
+    experts = MixtureOfExperts(
+        layers=tuple(range(step - 1, layers, step) if sparse is None else sparse),
+        count=int(hf["num_local_experts"]),
+        per_token=chosen,
+        size=int(hf["intermediate_size"]),
+        shared_size=int(hf["intermediate_size"]),
+    )
+    scaling = QueryScaling(
+        beta=float(hf["attn_scale"]) * bool(hf["attn_temperature_tuning"]), step=int(hf["floor_scale"])
+    )
     return {
         **fields,
         "intermediate_size": int(hf["intermediate_size_mlp"]),
         "max_position": min(
             fields["max_position"], int(hf.get("attention_chunk_size") or fields["max_position"])
         ),
-        "unrotated_layers": tuple(i for i, one in enumerate(rotated) if not one),
-        "query_scaling_beta": float(hf["attn_scale"]) * bool(hf["attn_temperature_tuning"]),
-        "query_scaling_step": int(hf["floor_scale"]),
+        "rope": dataclasses.replace(
+            fields["rope"], unrotated=tuple(i for i, one in enumerate(rotated) if not one)
+        ),
         "qk_norm": bool(hf["use_qk_norm"]),
-        "expert_layers": tuple(range(step - 1, layers, step) if sparse is None else sparse),
-        "num_experts": int(hf["num_local_experts"]),
-        "experts_per_token": chosen,
-        "expert_size": int(hf["intermediate_size"]),
-        "shared_expert_size": int(hf["intermediate_size"]),
+        "parts": (experts, scaling) if scaling.beta else (experts,),
     }
 
 
@@ -181,8 +197,11 @@ DEFAULTS = {
         "attn_scale": 0.1,
     },
 }
+PARTS = (MixtureOfExperts, QueryScaling)
 TEXT = TextPart(("llama4_text",), ("vision_model.", "multi_modal_projector."))
 FAMILIES = {
-    "llama4": Family("Llama 4 with images (its text model)", Llama4, read_llama4, text_part=TEXT),
-    "llama4_text": Family("Llama 4 (text)", Llama4, read_llama4, DEFAULTS),
+    "llama4": Family(
+        "Llama 4 with images (its text model)", Llama4, read_llama4, text_part=TEXT, parts=PARTS
+    ),
+    "llama4_text": Family("Llama 4 (text)", Llama4, read_llama4, DEFAULTS, parts=PARTS),
 }

@@ -10,11 +10,12 @@ import jax
 
 from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
-from jengine.models.deepseek import AHEAD, DeepseekExperts
+from jengine.models.deepseek import AHEAD, DeepseekExperts, GroupRouting
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
 from jengine.models.layers import Block
 from jengine.models.llama import Llama
+from jengine.models.moe import MixtureOfExperts
 from jengine.models.olmo import OlmoAttention
 
 
@@ -45,15 +46,14 @@ def read_minimax_m2(hf: Fields) -> dict[str, Any]:
         raise ModelError("attn_type_list has another number than 1: lightning attention is not supported")
     share = float(hf["rotary_dim"]) / float(hf["head_dim"]) if hf.get("rotary_dim") else 1.0
     fields = partly_rotated(hf, share)
-    return {
-        **fields,
-        "expert_layers": tuple(range(fields["num_layers"])),
-        "num_experts": int(hf["num_local_experts"]),
-        "experts_per_token": int(hf["num_experts_per_tok"]),
-        "expert_size": fields["intermediate_size"],
-        "router": "sigmoid",
-        "normalize_experts": True,
-    }
+    experts = MixtureOfExperts(
+        layers=tuple(range(fields["num_layers"])),
+        count=int(hf["num_local_experts"]),
+        per_token=int(hf["num_experts_per_tok"]),
+        size=fields["intermediate_size"],
+        normalize=True,
+    )
+    return {**fields, "parts": (experts, GroupRouting(scores="sigmoid"))}
 
 
 DEFAULTS = {
@@ -62,4 +62,7 @@ DEFAULTS = {
     "num_local_experts": 256,
     "num_experts_per_tok": 8,
 }
-FAMILIES = {"minimax_m2": Family("MiniMax-M2, M2.1", MiniMaxM2, read_minimax_m2, DEFAULTS, skipped=AHEAD)}
+PARTS = (MixtureOfExperts, GroupRouting)
+FAMILIES = {
+    "minimax_m2": Family("MiniMax-M2, M2.1", MiniMaxM2, read_minimax_m2, DEFAULTS, skipped=AHEAD, parts=PARTS)
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,12 +18,19 @@ from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import Rotation
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScaling:
+    """A query at position p is multiplied by 1 + beta * log(1 + p // the trained context)."""
+
+    beta: float
+
+
 class Ministral3(Llama):
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        beta, scaling = self.config.query_scaling_beta, self.config.rope_scaling
-        if not beta or scaling is None:
+        queries, scaling = self.config.find(QueryScaling), self.config.rope.scaling
+        if queries is None or scaling is None:
             return super().hidden(tokens, positions, attend)
-        scales = (1 + beta * jnp.log(1.0 + positions // scaling.original_max_position))[:, None, None]
+        scales = (1 + queries.beta * jnp.log(1.0 + positions // scaling.original_max_position))[:, None, None]
 
         def scaled(
             layer: int,
@@ -46,19 +54,23 @@ def read_ministral3(hf: Fields) -> dict[str, Any]:
     beta = float(rope.pop("llama_4_scaling_beta"))
     rope.pop("max_position_embeddings", None)  # duplicates the model's field
     fields = decoder(hf, rope)
-    if "rope_scaling" not in fields:
+    if fields["rope"].scaling is None:
         raise ModelError(f"llama_4_scaling_beta={beta} is not supported without rope scaling")
-    return {**fields, **window_everywhere(hf, hf.get("sliding_window")), "query_scaling_beta": beta}
+    return {
+        **fields,
+        **window_everywhere(hf, hf.get("sliding_window")),
+        "parts": (QueryScaling(beta=beta),) if beta else (),
+    }
 
 
 def read_mistral3(hf: Fields) -> dict[str, Any]:
     return (read_ministral3 if hf["model_type"] == "ministral3" else read_mistral)(hf)
 
 
+MINISTRAL = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5}
+TEXT = TextPart(("mistral", "ministral3"))
 FAMILIES = {
-    "ministral3": Family(
-        "Ministral 3", Ministral3, read_ministral3, {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5}
-    ),
+    "ministral3": Family("Ministral 3", Ministral3, read_ministral3, MINISTRAL, parts=(QueryScaling,)),
     "mistral": Family(
         "Mistral", Llama, read_mistral, {"max_position_embeddings": 131072, "sliding_window": 4096}
     ),
@@ -66,6 +78,7 @@ FAMILIES = {
         "Mistral 3 with images (its text model)",
         Ministral3,
         read_mistral3,
-        text_part=TextPart(("mistral", "ministral3")),
+        text_part=TEXT,
+        parts=(QueryScaling,),
     ),
 }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
+from jengine.models.facts import Working
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, window_everywhere
 from jengine.models.layers import Block, dense, exact_matrix, matrix, value
@@ -26,11 +29,46 @@ from pallas_kernels.products import Weight
 MAX_BLOCK = 64  # maximum rows per block
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOfExperts:
+    """Sizes of experts, and how many of them a token uses.
+
+    Attributes:
+        layers: which layers route tokens to experts.
+        count, per_token: number of experts in a layer, and how many of them a token uses.
+        size: an expert's intermediate size.
+        shared_size: intermediate size of the expert that computes all tokens; 0: there is none.
+        normalize: the chosen experts' probabilities are scaled to a sum of 1.
+    """
+
+    layers: tuple[int, ...]
+    count: int
+    per_token: int
+    size: int
+    shared_size: int = 0
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layers and not 1 <= self.per_token <= self.count:
+            raise ModelError(
+                f"num_experts_per_tok={self.per_token} must be from 1 to {self.count}, the experts"
+            )
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer routes tokens to experts."""
+    experts = config.find(MixtureOfExperts)
+    return experts is not None and layer in experts.layers
+
+
 class Experts(nnx.Module):
     """A weighted sum of the gated MLPs that a router picks for each token."""
 
     gate_up_bias: nnx.Param[jax.Array] | None = None
     down_bias: nnx.Param[jax.Array] | None = None
+    batch_dependent: ClassVar = {
+        "gpu": "experts: the kernel of an expert's product depends on its number of rows"
+    }
 
     def __init__(
         self,
@@ -40,13 +78,14 @@ class Experts(nnx.Module):
         parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         """`parts` are the checkpoint's names of gate, up and down."""
-        self.config, self.parts = config, parts
+        self.config, self.sizes, self.parts = config, config.part(MixtureOfExperts), parts
+        self.experts_per_token = self.sizes.per_token
         self.declare(dtype, name)
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         """Declares the parameters and their checkpoint tensors."""
-        config = self.config
-        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
+        hidden = config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
         gate_up, down = self.parts[:2], self.parts[2]
 
@@ -59,15 +98,15 @@ class Experts(nnx.Module):
         self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden))
         )
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *gates)
-        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), *downs)
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *gates)
+        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), *downs)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights of each token's experts, float32 [N, k], and the experts, int32 [N, k]."""
         weights, chosen = lax.top_k(
-            jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), self.config.experts_per_token
+            jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), self.sizes.per_token
         )
-        if self.config.normalize_experts:
+        if self.sizes.normalize:
             weights /= weights.sum(-1, keepdims=True)
         return weights, chosen
 
@@ -81,6 +120,17 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return all_reduce(self.own_part(x))
+
+    def working(self, tokens: int) -> Working:
+        """Rows in the experts' order, where each expert may start a tile of eight; counts for that order; and
+        as an MLP.
+        """
+        config, sizes = self.config, self.sizes
+        rows = 8 * min(sizes.count, tokens) + tokens * sizes.per_token
+        each = 2 * config.hidden_size + 3 * config.padded(sizes.size) // config.shards + 3 * sizes.count
+        return Working(
+            channels=4 * config.padded(config.intermediate_size) // config.shards, bytes=4 * rows * each
+        )
 
     def own_part(self, x: jax.Array) -> jax.Array:
         """The partial result of this device's part of each expert. The sum over devices is the result."""
@@ -100,7 +150,7 @@ class Experts(nnx.Module):
     ) -> jax.Array:
         """Applies experts chosen [rows, k] to x [rows, hidden] -> [rows, k, hidden]. Sorts rows by expert."""
         k, device = chosen.shape[1], traced_for()
-        groups = grouped(chosen.reshape(-1), self.config.num_experts)
+        groups = grouped(chosen.reshape(-1), self.sizes.count)
         y = grouped_product(x[groups.row // k], gate_up, groups, device=device)
         inner = self.gate(y if bias is None else y + bias[groups.owner].astype(y.dtype))
         return grouped_product(inner, down, groups, device=device)[groups.place].reshape(*chosen.shape, -1)
@@ -111,7 +161,7 @@ class Experts(nnx.Module):
         """The same in blocks of rows that share an expert. On a CPU, ragged_dot copies all weights and
         multiplies by all of them.
         """
-        experts, (rows, k), hidden = self.config.num_experts, chosen.shape, x.shape[1]
+        experts, (rows, k), hidden = self.sizes.count, chosen.shape, x.shape[1]
         rows *= k
         block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)
         sizes, rank = counted(chosen.reshape(-1), experts)
@@ -146,21 +196,21 @@ class Mixtral(Llama):
 
 class Qwen3Moe(Qwen3):
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        if index not in config.expert_layers:
+        if not has_experts(config, index):
             return super().mlp(config, dtype, name, index)
         return Experts(config, dtype, f"{name}.mlp")
 
 
 def read_mixtral(hf: Fields) -> dict[str, Any]:
     fields = {**decoder(hf), **window_everywhere(hf, hf.get("sliding_window"))}
-    return {
-        **fields,
-        "expert_layers": tuple(range(fields["num_layers"])),
-        "num_experts": int(hf.get("num_local_experts") or hf.get("num_experts", 8)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", 2)),
-        "expert_size": fields["intermediate_size"],
-        "normalize_experts": True,
-    }
+    experts = MixtureOfExperts(
+        layers=tuple(range(fields["num_layers"])),
+        count=int(hf.get("num_local_experts") or hf.get("num_experts", 8)),
+        per_token=int(hf.get("num_experts_per_tok", 2)),
+        size=fields["intermediate_size"],
+        normalize=True,
+    )
+    return {**fields, "parts": (experts,)}
 
 
 def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
@@ -170,14 +220,14 @@ def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
         **attention_biases(hf),
         **window_everywhere(hf, window if hf.get("use_sliding_window") else None),
     }
-    return {
-        **fields,
-        "expert_layers": sparse_layers(hf),
-        "num_experts": int(hf.get("num_experts") or hf.get("num_local_experts", 128)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", 8)),
-        "expert_size": int(hf.get("moe_intermediate_size", 768)),
-        "normalize_experts": bool(hf.get("norm_topk_prob", False)),
-    }
+    experts = MixtureOfExperts(
+        layers=sparse_layers(hf),
+        count=int(hf.get("num_experts") or hf.get("num_local_experts", 128)),
+        per_token=int(hf.get("num_experts_per_tok", 8)),
+        size=int(hf.get("moe_intermediate_size", 768)),
+        normalize=bool(hf.get("norm_topk_prob", False)),
+    )
+    return {**fields, "parts": (experts,)}
 
 
 def sparse_layers(hf: Fields) -> tuple[int, ...]:
@@ -186,12 +236,8 @@ def sparse_layers(hf: Fields) -> tuple[int, ...]:
     return tuple(i for i in range(int(hf["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0)
 
 
+MIXTRAL = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 FAMILIES = {
-    "mixtral": Family(
-        "Mixtral",
-        Mixtral,
-        read_mixtral,
-        {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    ),
-    "qwen3_moe": Family("Qwen3-MoE", Qwen3Moe, read_qwen3_moe),
+    "mixtral": Family("Mixtral", Mixtral, read_mixtral, MIXTRAL, parts=(MixtureOfExperts,)),
+    "qwen3_moe": Family("Qwen3-MoE", Qwen3Moe, read_qwen3_moe, parts=(MixtureOfExperts,)),
 }

@@ -29,7 +29,6 @@ def read_nemotron(hf: Fields) -> dict[str, Any]:
         "mlp_bias": bool(hf.get("mlp_bias", False)),
         "norm_eps": float(hf.get("norm_eps", 1e-5)),
         "norm_offset": 1.0,
-        "gated_mlp": False,
     }
 
 

@@ -4,6 +4,7 @@ over all heads together.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -76,7 +77,13 @@ def read_olmo3(hf: Fields) -> dict[str, Any]:
     )
     theta = float(hf["rope_theta"])
     everywhere, local_theta = rope_by_layer_types(hf, theta, theta)
-    return {**decoder(hf, everywhere), **attention_biases(hf), **windows, "local_rope_theta": local_theta}
+    fields = decoder(hf, everywhere)
+    return {
+        **fields,
+        **attention_biases(hf),
+        **windows,
+        "rope": replace(fields["rope"], local_theta=local_theta),
+    }
 
 
 FAMILIES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,15 +13,24 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder
 from jengine.models.layers import Block
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.olmo import OlmoAttention
 from pallas_kernels.qkv import Qkv, QkvProduct
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedQkv:
+    """The largest absolute value of queries, keys and values."""
+
+    limit: float
+
+
 class OlmoeAttention(OlmoAttention):
     def normalize(self, qkv: QkvProduct) -> Qkv:
-        normed, limit = super().normalize(qkv), self.config.clip_qkv
-        return normed if limit is None else Qkv(*(jnp.clip(x, -limit, limit) for x in normed))
+        normed, clipped = super().normalize(qkv), self.config.find(ClippedQkv)
+        return (
+            normed if clipped is None else Qkv(*(jnp.clip(x, -clipped.limit, clipped.limit) for x in normed))
+        )
 
 
 class Olmoe(Llama):
@@ -32,18 +42,16 @@ class Olmoe(Llama):
 
 def read_olmoe(hf: Fields) -> dict[str, Any]:
     fields, limit = decoder(hf), hf.get("clip_qkv")
-    return {
-        **fields,
-        **attention_biases(hf),
-        "clip_qkv": None if limit is None else float(limit),
-        "expert_layers": tuple(range(fields["num_layers"])),
-        "num_experts": int(hf.get("num_experts", 64)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", 8)),
-        "expert_size": fields["intermediate_size"],
-        "normalize_experts": bool(hf.get("norm_topk_prob", False)),
-    }
+    experts = MixtureOfExperts(
+        layers=tuple(range(fields["num_layers"])),
+        count=int(hf.get("num_experts", 64)),
+        per_token=int(hf.get("num_experts_per_tok", 8)),
+        size=fields["intermediate_size"],
+        normalize=bool(hf.get("norm_topk_prob", False)),
+    )
+    clipped = () if limit is None else (ClippedQkv(limit=float(limit)),)
+    return {**fields, **attention_biases(hf), "parts": (experts, *clipped)}
 
 
-FAMILIES = {
-    "olmoe": Family("OLMoE", Olmoe, read_olmoe, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5})
-}
+DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+FAMILIES = {"olmoe": Family("OLMoE", Olmoe, read_olmoe, DEFAULTS, parts=(MixtureOfExperts, ClippedQkv))}

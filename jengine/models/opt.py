@@ -4,6 +4,7 @@ embeddings with a projection.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,6 +33,19 @@ from pallas_kernels.xla import Rotation
 OFFSET = 2  # rows of the position table before position 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptLayers:
+    """What differs between sizes of OPT.
+
+    Attributes:
+        pre_norm: norms come before attention and MLP, and one at the end; otherwise they come after each.
+        embedding_size: size of token embeddings. If it is not hidden_size, they are projected to it and back.
+    """
+
+    pre_norm: bool
+    embedding_size: int
+
+
 class OptAttention(Attention):
     def output_source(self, name: str, kind: str, *shape: int) -> Piece:
         return Piece(f"{name}.out_proj.{kind}", shape)
@@ -48,9 +62,11 @@ class PostNormLayer(Layer):
 
 class Opt(nnx.Module):
     prefix = "model."
+    head: tuple[str, ...] = ("lm_head", "project_out")
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
-        hidden, size = config.hidden_size, config.embedding_size or config.hidden_size
+        own = config.part(OptLayers)
+        hidden, size = config.hidden_size, own.embedding_size
         places = (config.max_position + OFFSET, hidden)
 
         def project(name: str, *shape: int) -> Matrix | None:
@@ -61,7 +77,7 @@ class Opt(nnx.Module):
             )
 
         def layer(name: str) -> Layer:
-            return (Layer if config.pre_norm else PostNormLayer)(
+            return (Layer if own.pre_norm else PostNormLayer)(
                 LayerNorm(hidden, config, dtype, f"{name}.self_attn_layer_norm"),
                 OptAttention(config, dtype, f"{name}.self_attn"),
                 LayerNorm(hidden, config, dtype, f"{name}.final_layer_norm"),
@@ -70,7 +86,7 @@ class Opt(nnx.Module):
 
         self.embed = vocabulary(config, size, dtype, "model.decoder.embed_tokens.weight")
         self.positions = exact_matrix(
-            places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places)
+            places, dtype, ("positions", None), Piece("model.decoder.embed_positions.weight", places)
         )
         self.project_in, self.project_out = (
             project("project_in", hidden, size),
@@ -78,7 +94,7 @@ class Opt(nnx.Module):
         )
         self.layers = nnx.List([layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)])
         self.norm = (
-            LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if config.pre_norm else None
+            LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if own.pre_norm else None
         )
         self.lm_head = None if config.tie_embeddings else vocabulary(config, size, dtype, "lm_head.weight")
 
@@ -99,6 +115,10 @@ class Opt(nnx.Module):
 
 def read_opt(hf: Fields) -> dict[str, Any]:
     heads, hidden = int(hf["num_attention_heads"]), int(hf["hidden_size"])
+    layers = OptLayers(
+        pre_norm=bool(hf.get("do_layer_norm_before", True)),
+        embedding_size=int(hf.get("word_embed_proj_dim") or hidden),
+    )
     return {
         "vocab_size": int(hf["vocab_size"]),
         "hidden_size": hidden,
@@ -109,13 +129,11 @@ def read_opt(hf: Fields) -> dict[str, Any]:
         "head_dim": hidden // heads,
         "max_position": int(hf.get("max_position_embeddings", 2048)),
         "norm_eps": 1e-5,
-        "pre_norm": bool(hf.get("do_layer_norm_before", True)),
-        "gated_mlp": False,
         "activation": hf.get("activation_function", "relu"),
-        "embedding_size": int(hf.get("word_embed_proj_dim") or hidden),
+        "parts": (layers,),
         "tie_embeddings": bool(hf["tie_word_embeddings"]),
         **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(hf.get("enable_bias", True))),
     }
 
 
-FAMILIES = {"opt": Family("OPT", Opt, read_opt, {"tie_word_embeddings": True})}
+FAMILIES = {"opt": Family("OPT", Opt, read_opt, {"tie_word_embeddings": True}, parts=(OptLayers,))}

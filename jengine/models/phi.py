@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jengine.models.config import ModelConfig
+from jengine.models.config_parts import OutputHead
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import partly_rotated
 from jengine.models.layers import Attention, Layer, LayerNorm, Mlp
@@ -36,8 +37,8 @@ def read_phi(hf: Fields) -> dict[str, Any]:
     return {
         **partly_rotated(hf, 0.5),
         "norm_eps": float(hf.get("layer_norm_eps", 1e-5)),
-        "gated_mlp": False,
-        **dict.fromkeys(("parallel_residual", "qkv_bias", "output_bias", "mlp_bias", "head_bias"), True),
+        "head": OutputHead(bias=True),
+        **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
     }
 
 

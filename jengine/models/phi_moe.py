@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,11 +10,19 @@ import jax.numpy as jnp
 
 from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
+from jengine.models.config_parts import OutputHead
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, rope_fields, window_everywhere
 from jengine.models.layers import Block, LayerNorm, dense
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Competition:
+    """Experts whose scores are within a share of 2 jitter below the best one compete with it."""
+
+    jitter: float
 
 
 class SparseMixer(Experts):
@@ -26,7 +34,9 @@ class SparseMixer(Experts):
         rest, weights, chosen = scores, [], []
         for _ in range(2):
             best, expert = rest.max(-1, keepdims=True), rest.argmax(-1)
-            behind = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * self.config.router_jitter
+            behind = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * self.config.part(
+                Competition
+            ).jitter
             weights.append(jax.nn.softmax(jnp.where(behind, -jnp.inf, rest)).max(-1))
             chosen.append(expert)
             rest = jnp.where(jax.nn.one_hot(expert, scores.shape[-1], dtype=jnp.bool_), -jnp.inf, rest)
@@ -51,19 +61,21 @@ def read_phi_moe(hf: Fields) -> dict[str, Any]:
         for name, magnitude in magnitudes.items():
             if magnitude is None:
                 raise ModelError(f"rope scaling has no {name}")
-        fields["rope_scaling"] = replace(fields["rope_scaling"], **magnitudes)
+        fields["rope"] = replace(fields["rope"], scaling=replace(fields["rope"].scaling, **magnitudes))
     if int(hf["num_experts_per_tok"]) != 2:
         raise ModelError(f"num_experts_per_tok={hf['num_experts_per_tok']} is not supported; 2 is")
+    experts = MixtureOfExperts(
+        layers=tuple(range(fields["num_layers"])),
+        count=int(hf.get("num_local_experts", 16)),
+        per_token=2,
+        size=fields["intermediate_size"],
+    )
     return {
         **fields,
         **attention_biases(hf),
         **window_everywhere(hf, hf.get("sliding_window")),
-        "head_bias": bool(hf.get("lm_head_bias", False)),
-        "expert_layers": tuple(range(fields["num_layers"])),
-        "num_experts": int(hf.get("num_local_experts", 16)),
-        "experts_per_token": 2,
-        "expert_size": fields["intermediate_size"],
-        "router_jitter": float(hf.get("router_jitter_noise", 0.01)),
+        "head": OutputHead(bias=bool(hf.get("lm_head_bias", False))),
+        "parts": (experts, Competition(jitter=float(hf.get("router_jitter_noise", 0.01)))),
     }
 
 
@@ -73,4 +85,6 @@ DEFAULTS = {
     "rope_theta": 1e6,
     "num_experts_per_tok": 2,
 }
-FAMILIES = {"phimoe": Family("Phi-3.5-MoE", PhiMoe, read_phi_moe, DEFAULTS)}
+FAMILIES = {
+    "phimoe": Family("Phi-3.5-MoE", PhiMoe, read_phi_moe, DEFAULTS, parts=(MixtureOfExperts, Competition))
+}

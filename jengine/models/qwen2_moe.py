@@ -13,13 +13,13 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder, windows_by_layer_types
 from jengine.models.layers import Block
 from jengine.models.llama import Llama
-from jengine.models.moe import sparse_layers
+from jengine.models.moe import MixtureOfExperts, has_experts, sparse_layers
 from jengine.models.qwen3_next import SharedExperts
 
 
 class Qwen2Moe(Llama):
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        if index not in config.expert_layers:
+        if not has_experts(config, index):
             return super().mlp(config, dtype, name, index)
         return SharedExperts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
 
@@ -28,22 +28,28 @@ def read_qwen2_moe(hf: Fields) -> dict[str, Any]:
     layers, last = int(hf["num_hidden_layers"]), int(hf.get("max_window_layers", 28))
     window = hf.get("sliding_window", 4096)  # present in configurations that do not use it
     types = ["full_attention" if i % 2 or i >= last else "sliding_attention" for i in range(layers)]
+    experts = MixtureOfExperts(
+        layers=sparse_layers(hf),
+        count=int(hf.get("num_experts", 60)),
+        per_token=int(hf.get("num_experts_per_tok", 4)),
+        size=int(hf.get("moe_intermediate_size", 1408)),
+        shared_size=int(hf.get("shared_expert_intermediate_size", 5632)),
+        normalize=bool(hf.get("norm_topk_prob", False)),
+    )
     return {
         **decoder(hf),
         **windows_by_layer_types(hf, window if hf.get("use_sliding_window") else None, types),
         "qkv_bias": bool(hf.get("qkv_bias", True)),
-        "expert_layers": sparse_layers(hf),
-        "num_experts": int(hf.get("num_experts", 60)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", 4)),
-        "expert_size": int(hf.get("moe_intermediate_size", 1408)),
-        "shared_expert_size": int(hf.get("shared_expert_intermediate_size", 5632)),
-        "shared_expert_gate": True,
-        "normalize_experts": bool(hf.get("norm_topk_prob", False)),
+        "parts": (experts,),
     }
 
 
 FAMILIES = {
     "qwen2_moe": Family(
-        "Qwen1.5-MoE, Qwen2 with experts", Qwen2Moe, read_qwen2_moe, {"max_position_embeddings": 32768}
+        "Qwen1.5-MoE, Qwen2 with experts",
+        Qwen2Moe,
+        read_qwen2_moe,
+        {"max_position_embeddings": 32768},
+        parts=(MixtureOfExperts,),
     )
 }

@@ -14,8 +14,8 @@ from flax import nnx
 from jax import lax
 
 from jengine.base.errors import ModelError
+from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import LinearAttention
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, partly_rotated
 from jengine.models.layers import (
@@ -32,9 +32,10 @@ from jengine.models.layers import (
     row_parallel_dense,
 )
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts, sparse_layers
+from jengine.models.moe import Experts, MixtureOfExperts, has_experts, sparse_layers
 from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
 from jengine.models.qwen3 import Qwen3Attention
+from jengine.models.recurrent import LinearAttention, state_entry
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.xla import Rotation
 
@@ -70,9 +71,8 @@ class GatedDeltaNet(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
-        assert config.linear is not None
-        self.linear, self.eps = config.linear, config.norm_eps
-        linear, hidden = config.linear, config.hidden_size
+        self.config, self.linear, self.eps = config, config.part(LinearAttention), config.norm_eps
+        linear, hidden = self.linear, config.hidden_size
         own, laid, values = (
             slice(0, linear.key_heads),
             config.padded(linear.key_heads),
@@ -84,7 +84,9 @@ class GatedDeltaNet(nnx.Module):
             (laid, 2 * linear.group, hidden), dtype, by_head, *self.gates_source(linear, name, hidden)
         )
         convolved = by_kind(linear, f"{name}.conv1d.weight", 1, linear.taps)
-        self.convolution = param((laid, linear.channels, linear.taps), dtype, by_head, *convolved)
+        self.convolution = param(
+            (laid, linear.channels, linear.taps), dtype, by_head, *convolved, multiplies=True
+        )
         per_head = (laid, linear.group), jnp.float32, ("heads", None)
         self.decay = param(*per_head, Piece(f"{name}.A_log", (linear.value_heads,), (own,)))
         self.bias = param(*per_head, Piece(f"{name}.dt_bias", (linear.value_heads,), (own,)))
@@ -139,6 +141,10 @@ class GatedDeltaNet(nnx.Module):
         read *= jax.nn.silu(mixed[:, :, channels:].astype(jnp.float32)).reshape(read.shape)
         return row_parallel_dense(read.reshape(x.shape[0], -1).astype(x.dtype), self.out[...])
 
+    def cache(self, layer: int) -> CacheEntry:
+        """A token's key, its update and its query each use every element of the state."""
+        return state_entry(self.config, self.linear, uses=6)
+
 
 def _unit(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
@@ -182,7 +188,7 @@ class SharedExperts(Experts):
     ) -> None:
         super().__init__(config, dtype, name, parts)
         hidden = config.hidden_size
-        shared = dataclasses.replace(config, intermediate_size=config.shared_expert_size, mlp_bias=False)
+        shared = dataclasses.replace(config, intermediate_size=self.sizes.shared_size, mlp_bias=False)
         self.shared = GatedMlp(shared, dtype, f"{name}.shared_expert")
         self.shared_gate = exact_matrix(
             (1, hidden), dtype, (None, None), Piece(f"{name}.shared_expert_gate.weight", (1, hidden))
@@ -198,8 +204,7 @@ class Qwen3Next(Llama):
     delta_net: type[GatedDeltaNet] = GatedDeltaNet
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        assert config.linear is not None
-        linear = index in config.linear.layers
+        linear = index in config.part(LinearAttention).layers
         return Layer(
             RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
             (
@@ -212,7 +217,7 @@ class Qwen3Next(Llama):
         )
 
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        if index not in config.expert_layers:
+        if not has_experts(config, index):
             return super().mlp(config, dtype, name, index)
         return SharedExperts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
 
@@ -221,7 +226,7 @@ class Qwen35(Qwen3Next):
     delta_net = SeparateDeltaNet
 
 
-def read_linear_attention(hf: Fields) -> dict[str, Any]:
+def read_linear_attention(hf: Fields) -> LinearAttention:
     """The layers and sizes of the gated delta nets.
 
     Raises:
@@ -252,27 +257,20 @@ def read_linear_attention(hf: Fields) -> dict[str, Any]:
         raise ModelError(f"linear_num_value_heads={linear.value_heads} {limit}")
     if linear.taps < 2:
         raise ModelError(f"linear_conv_kernel_dim={linear.taps} must be at least 2")
-    return {"linear": linear}
+    return linear
 
 
 def read_qwen3_next(hf: Fields) -> dict[str, Any]:
-    fields = {
-        **partly_rotated(hf, 0.25),
-        **attention_biases(hf),
-        **read_linear_attention(hf),
-        "norm_offset": 1.0,
-        "attention_gate": True,
-    }
-    return {
-        **fields,
-        "expert_layers": sparse_layers(hf),
-        "num_experts": int(hf.get("num_experts", 512)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", 10)),
-        "expert_size": int(hf.get("moe_intermediate_size", 512)),
-        "shared_expert_size": int(hf.get("shared_expert_intermediate_size", 512)),
-        "shared_expert_gate": True,
-        "normalize_experts": bool(hf.get("norm_topk_prob", True)),
-    }
+    experts = MixtureOfExperts(
+        layers=sparse_layers(hf),
+        count=int(hf.get("num_experts", 512)),
+        per_token=int(hf.get("num_experts_per_tok", 10)),
+        size=int(hf.get("moe_intermediate_size", 512)),
+        shared_size=int(hf.get("shared_expert_intermediate_size", 512)),
+        normalize=bool(hf.get("norm_topk_prob", True)),
+    )
+    parts = read_linear_attention(hf), experts
+    return {**partly_rotated(hf, 0.25), **attention_biases(hf), "norm_offset": 1.0, "parts": parts}
 
 
 def read_qwen3_5(hf: Fields) -> dict[str, Any]:
@@ -281,48 +279,52 @@ def read_qwen3_5(hf: Fields) -> dict[str, Any]:
     return {
         **partly_rotated(hf, 0.25),
         **attention_biases(hf),
-        **read_linear_attention(hf),
         "norm_offset": 1.0,
-        "attention_gate": True,
+        "parts": (read_linear_attention(hf),),
     }
 
 
 def read_qwen3_5_moe(hf: Fields) -> dict[str, Any]:
     fields = read_qwen3_5(hf)
-    return {
-        **fields,
-        "expert_layers": tuple(range(fields["num_layers"])),
-        "num_experts": int(hf.get("num_experts", 256)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", 8)),
-        "expert_size": int(hf.get("moe_intermediate_size", 512)),
-        "shared_expert_size": int(hf.get("shared_expert_intermediate_size", 512)),
-        "shared_expert_gate": True,
-        "normalize_experts": True,
-    }
+    experts = MixtureOfExperts(
+        layers=tuple(range(fields["num_layers"])),
+        count=int(hf.get("num_experts", 256)),
+        per_token=int(hf.get("num_experts_per_tok", 8)),
+        size=int(hf.get("moe_intermediate_size", 512)),
+        shared_size=int(hf.get("shared_expert_intermediate_size", 512)),
+        normalize=True,
+    )
+    return {**fields, "parts": (*fields["parts"], experts)}
 
 
+PARTS = (LinearAttention, MixtureOfExperts)
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32768}
 MOE_DEFAULTS = {**DEFAULTS, "intermediate_size": 512}  # not used by any layer
 AHEAD, IMAGES = ("mtp.",), ("visual.", "mtp.")  # multi-token prediction (MTP); and vision
 
+DENSE, MOE = TextPart(("qwen3_5_text",), IMAGES), TextPart(("qwen3_5_moe_text",), IMAGES)
 FAMILIES = {
     "qwen3_5": Family(
-        "Qwen3.5, Qwen3.6 (the text model)",
-        Qwen35,
-        read_qwen3_5,
-        DEFAULTS,
-        TextPart(("qwen3_5_text",), IMAGES),
+        "Qwen3.5, Qwen3.6 (the text model)", Qwen35, read_qwen3_5, DEFAULTS, DENSE, parts=PARTS
     ),
     "qwen3_5_moe": Family(
         "Qwen3.5 and 3.6 with experts (the text model)",
         Qwen35,
         read_qwen3_5_moe,
         MOE_DEFAULTS,
-        TextPart(("qwen3_5_moe_text",), IMAGES),
+        MOE,
+        parts=PARTS,
     ),
     "qwen3_5_moe_text": Family(
-        "Qwen3.5 and 3.6 with experts (text)", Qwen35, read_qwen3_5_moe, MOE_DEFAULTS, skipped=AHEAD
+        "Qwen3.5 and 3.6 with experts (text)",
+        Qwen35,
+        read_qwen3_5_moe,
+        MOE_DEFAULTS,
+        skipped=AHEAD,
+        parts=PARTS,
     ),
-    "qwen3_5_text": Family("Qwen3.5, Qwen3.6 (text)", Qwen35, read_qwen3_5, DEFAULTS, skipped=AHEAD),
-    "qwen3_next": Family("Qwen3-Next", Qwen3Next, read_qwen3_next, DEFAULTS, skipped=AHEAD),
+    "qwen3_5_text": Family(
+        "Qwen3.5, Qwen3.6 (text)", Qwen35, read_qwen3_5, DEFAULTS, skipped=AHEAD, parts=PARTS
+    ),
+    "qwen3_next": Family("Qwen3-Next", Qwen3Next, read_qwen3_next, DEFAULTS, skipped=AHEAD, parts=PARTS),
 }

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 
 from jengine.models.layers import Attend, Attention, Block, Layer, normed
 from pallas_kernels.rows import Sum, array_of
 from pallas_kernels.xla import Rotation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelResidual:
+    """Attention and MLP of a layer read the same input, and both results are added to it.
+
+    Attributes:
+        shared_norm: they share one norm.
+    """
+
+    shared_norm: bool
 
 
 class SandwichLayer(Layer):
@@ -47,6 +60,8 @@ class ResultNormLayer(Layer):
 
 class ParallelLayer(Layer):
     """Attention and MLP read the same input; they may share one norm."""
+
+    parallel = True
 
     def __call__(
         self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend

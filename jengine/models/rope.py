@@ -35,7 +35,7 @@ def rope(config: ModelConfig, max_model_len: int) -> Rope:
     neither on the batch nor on the current length of its sequence. Within the trained context, dynamic
     scaling has no effect.
     """
-    dim, theta, scaling = config.rotary_dim or config.head_dim, config.rope_theta, config.rope_scaling
+    dim, theta, scaling = config.rope.dim or config.head_dim, config.rope.theta, config.rope.scaling
     if scaling is None:
         return Rope(_powers(theta, dim))
     if scaling.kind == "linear":
@@ -57,12 +57,12 @@ def rope(config: ModelConfig, max_model_len: int) -> Rope:
 
 
 def local_rope(config: ModelConfig, max_model_len: int) -> Rope:
-    """The frequencies of layers with a window: `local_rope_theta` without scaling if the model has it,
-    otherwise the model's.
+    """Frequencies of layers with a window: of `rope.local_theta`, without scaling, if there is one; else the
+    model's.
     """
-    if config.local_rope_theta is None:
+    if config.rope.local_theta is None:
         return rope(config, max_model_len)
-    return Rope(_powers(config.local_rope_theta, config.rotary_dim or config.head_dim))
+    return Rope(_powers(config.rope.local_theta, config.rope.dim or config.head_dim))
 
 
 def _powers(theta: float, dim: int) -> tuple[float, ...]:

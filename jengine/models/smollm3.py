@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jengine.base.errors import ModelError
@@ -18,10 +19,11 @@ def read_smollm3(hf: Fields) -> dict[str, Any]:
         raise ModelError(f"no_rope_layers has {len(rotated)} layers, num_hidden_layers is {layers}")
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     types = ["full_attention" if window is None or rotated[i] else "sliding_attention" for i in range(layers)]
+    fields, unrotated = read_llama(hf), tuple(i for i in range(layers) if not rotated[i])
     return {
-        **read_llama(hf),
+        **fields,
         **windows_by_layer_types(hf, window, types),
-        "unrotated_layers": tuple(i for i in range(layers) if not rotated[i]),
+        "rope": replace(fields["rope"], unrotated=unrotated),
     }
 
 

@@ -16,7 +16,7 @@ from jengine.models.hf_config import partly_rotated
 from jengine.models.layers import Attention, Layer, LayerNorm, param
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece, heads, qkv_parts
-from jengine.models.residuals import ParallelLayer
+from jengine.models.residuals import ParallelLayer, ParallelResidual
 from pallas_kernels.qkv import Qkv, QkvProduct
 
 
@@ -59,7 +59,7 @@ class StableLm(Llama):
     norm_type = LayerNorm
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        if not config.parallel_residual:
+        if config.find(ParallelResidual) is None:
             return super().layer(config, dtype, name, index)
         norm = LayerNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm")
         return ParallelLayer(
@@ -76,10 +76,16 @@ def read_stablelm(hf: Fields) -> dict[str, Any]:
         "norm_eps": float(hf.get("layer_norm_eps", 1e-5)),
         "qkv_bias": bool(hf.get("use_qkv_bias", False)),
         "qk_norm": bool(hf.get("qk_layernorm", False)),
-        "parallel_residual": bool(hf.get("use_parallel_residual", False)),
+        "parts": (ParallelResidual(shared_norm=True),) if hf.get("use_parallel_residual", False) else (),
     }
 
 
 FAMILIES = {
-    "stablelm": Family("StableLM, StableLM 2", StableLm, read_stablelm, {"max_position_embeddings": 4096})
+    "stablelm": Family(
+        "StableLM, StableLM 2",
+        StableLm,
+        read_stablelm,
+        {"max_position_embeddings": 4096},
+        parts=(ParallelResidual,),
+    )
 }

@@ -25,7 +25,6 @@ def read_starcoder2(hf: Fields) -> dict[str, Any]:
         **decoder(hf),
         **window_everywhere(hf, hf.get("sliding_window")),
         "norm_eps": float(hf.get("norm_epsilon", 1e-5)),
-        "gated_mlp": False,
         **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(hf.get("use_bias", True))),
     }
 

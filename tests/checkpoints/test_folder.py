@@ -125,7 +125,7 @@ def test_configuration(tmp_path: Path) -> None:
         112,
         2,
     )
-    assert (config.max_position, config.norm_eps, config.rope_theta, config.rope_scaling) == (
+    assert (config.max_position, config.norm_eps, config.rope.theta, config.rope.scaling) == (
         256,
         1e-5,
         10000.0,
@@ -138,7 +138,7 @@ def test_fields_that_may_be_left_out(tmp_path: Path) -> None:
     config = read_config(
         write(tmp_path, num_key_value_heads=..., rms_norm_eps=..., rope_theta=..., eos_token_id=...)
     )
-    assert (config.num_kv_heads, config.norm_eps, config.rope_theta, config.eos_token_ids) == (
+    assert (config.num_kv_heads, config.norm_eps, config.rope.theta, config.eos_token_ids) == (
         8,
         1e-6,
         10000.0,
@@ -154,7 +154,7 @@ def test_rope_scaling_old_and_new_spelling(tmp_path: Path) -> None:
         )
     )
     assert old == new
-    assert old.rope_scaling == RopeScaling(kind="linear", factor=2.0, original_max_position=256)
+    assert old.rope.scaling == RopeScaling(kind="linear", factor=2.0, original_max_position=256)
 
 
 @pytest.mark.parametrize(

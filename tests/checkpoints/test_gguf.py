@@ -57,7 +57,8 @@ def scaling(variant: str) -> dict[str, Any]:
 def test_frequencies_of_llama_3_1_are_a_tensor(tmp_path: Path) -> None:
     """Divisors of the unstretched frequencies."""
     config = model_config(VARIANTS["rope_llama3"])
-    plain, stretched = rope(dataclasses.replace(config, rope_scaling=None), 192), rope(config, 192)
+    unscaled = dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling=None))
+    plain, stretched = rope(unscaled, 192), rope(config, 192)
     factors = np.array(plain.frequencies) / np.array(stretched.frequencies)
     write_gguf(tmp_path / "m.gguf", "rope_llama3", tensors={"rope_freqs.weight": factors.astype(np.float32)})
     case = Golden.read("rope_llama3").cases[3]

@@ -11,7 +11,17 @@ from jengine.base.errors import ModelError
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models import FAMILIES, build
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import ResidualFactors
+from jengine.models.deepseek import GroupRouting
+from jengine.models.gemma3n import AltUp
+from jengine.models.granite import ResidualMultiplier
+from jengine.models.lightning import ResidualFactors
+from jengine.models.mistral import QueryScaling
+from jengine.models.moe import MixtureOfExperts
+from jengine.models.olmoe import ClippedQkv
+from jengine.models.opt import OptLayers
+from jengine.models.phi_moe import Competition
+from jengine.models.recurrent import LinearAttention
+from jengine.models.residuals import ParallelResidual
 from jengine.models.rope import rope
 from tests.golden.weights import VARIANTS
 
@@ -69,12 +79,12 @@ def test_qwen2_windows_are_used_when_asked_for() -> None:
 
 def test_phi3_rotates_a_share_of_a_head() -> None:
     config = read("phi3_longrope_beyond")
-    assert (config.head_dim, config.rotary_dim) == (16, 12)
-    assert config.rope_scaling is not None
+    assert (config.head_dim, config.rope.dim) == (16, 12)
+    assert config.rope.scaling is not None
     assert (
-        config.rope_scaling.kind,
-        config.rope_scaling.factor,
-        config.rope_scaling.original_max_position,
+        config.rope.scaling.kind,
+        config.rope.scaling.factor,
+        config.rope.scaling.original_max_position,
     ) == ("longrope", 4.0, 64)
     old = {**VARIANTS["phi3_longrope_beyond"]["rope_scaling"], "type": "su"}
     assert read("phi3_longrope_beyond", rope_scaling=old) == config
@@ -89,7 +99,7 @@ def test_gemma_takes_transformers_defaults() -> None:
         "tie_word_embeddings",
     )
     config = read("gemma2", **dict.fromkeys(absent, ...))
-    assert (config.attention_scale, config.attention_soft_cap, config.logit_soft_cap) == (1 / 16, 50.0, 30.0)
+    assert (config.attention_scale, config.attention_soft_cap, config.head.soft_cap) == (1 / 16, 50.0, 30.0)
     assert (config.windows, config.tie_embeddings, config.norm_offset) == ((4096, None, 4096), True, 1.0)
     config = read(
         "gemma3",
@@ -97,12 +107,12 @@ def test_gemma_takes_transformers_defaults() -> None:
             (*absent, "sliding_window_pattern", "rope_theta", "rope_local_base_freq", "rope_scaling"), ...
         ),
     )
-    assert (config.attention_soft_cap, config.logit_soft_cap, config.windows) == (
+    assert (config.attention_soft_cap, config.head.soft_cap, config.windows) == (
         None,
         None,
         (4096, 4096, 4096),
     )
-    assert (config.rope_theta, config.local_rope_theta, config.rope_scaling) == (1e6, 10000.0, None)
+    assert (config.rope.theta, config.rope.local_theta, config.rope.scaling) == (1e6, 10000.0, None)
 
 
 def test_gemma3_old_and_new_spelling_of_rope() -> None:
@@ -116,30 +126,32 @@ def test_gemma3_old_and_new_spelling_of_rope() -> None:
 
 def test_experts() -> None:
     config = read("mixtral")
-    assert (config.expert_layers, config.num_experts, config.experts_per_token, config.expert_size) == (
-        (0, 1),
-        4,
-        2,
-        48,
-    )
-    assert config.normalize_experts
-    assert read("qwen3_moe_mixed").expert_layers == (0, 2)
-    assert read("qwen3_moe_mixed", mlp_only_layers=[], decoder_sparse_step=2).expert_layers == (1,)
-    assert not read("qwen3_moe", norm_topk_prob=...).normalize_experts
+    assert (
+        config.part(MixtureOfExperts).layers,
+        config.part(MixtureOfExperts).count,
+        config.part(MixtureOfExperts).per_token,
+        config.part(MixtureOfExperts).size,
+    ) == ((0, 1), 4, 2, 48)
+    assert config.part(MixtureOfExperts).normalize
+    assert read("qwen3_moe_mixed").part(MixtureOfExperts).layers == (0, 2)
+    assert read("qwen3_moe_mixed", mlp_only_layers=[], decoder_sparse_step=2).part(
+        MixtureOfExperts
+    ).layers == (1,)
+    assert not read("qwen3_moe", norm_topk_prob=...).part(MixtureOfExperts).normalize
 
 
 def test_smollm3_has_layers_without_rotation() -> None:
-    assert read("smollm3").unrotated_layers == (1,)
+    assert read("smollm3").rope.unrotated == (1,)
     config = read("smollm3", no_rope_layers=..., num_hidden_layers=8)
-    assert (config.unrotated_layers, config.windows) == ((3, 7), ())
+    assert (config.rope.unrotated, config.windows) == ((3, 7), ())
     assert read("smollm3_window").windows == (None, 30, None), "only layers without rotation have windows"
 
 
 def test_olmo3_stretches_only_layers_without_a_window() -> None:
     config = read("olmo3")
     assert config.windows == (30, 30, 30, None)
-    assert (config.rope_theta, config.local_rope_theta) == (5e5, 5e5)
-    assert config.rope_scaling is not None and config.rope_scaling.attention_factor == 1.1
+    assert (config.rope.theta, config.rope.local_theta) == (5e5, 5e5)
+    assert config.rope.scaling is not None and config.rope.scaling.attention_factor == 1.1
     new = {
         "full_attention": {**VARIANTS["olmo3"]["rope_scaling"], "rope_theta": 5e5},
         "sliding_attention": {"rope_theta": 5e5},
@@ -152,13 +164,18 @@ def test_granites_multipliers() -> None:
     assert (
         config.attention_scale,
         config.embedding_multiplier,
-        config.residual_multiplier,
-        config.logits_scaling,
-    ) == (0.3, 3.0, 0.6, 2.5)
+        config.part(ResidualMultiplier).factor,
+        config.head.divisor,
+    ) == (
+        0.3,
+        3.0,
+        0.6,
+        2.5,
+    )
     absent = read(
         "granite", **dict.fromkeys([f"{x}_multiplier" for x in ("attention", "embedding", "residual")], ...)
     )
-    assert (absent.attention_scale, absent.embedding_multiplier, absent.residual_multiplier) == (
+    assert (absent.attention_scale, absent.embedding_multiplier, absent.part(ResidualMultiplier).factor) == (
         1.0,
         1.0,
         1.0,
@@ -167,64 +184,60 @@ def test_granites_multipliers() -> None:
 
 def test_families_with_routed_experts() -> None:
     config = read("glm4_moe")
-    assert (config.rotary_dim, config.qkv_bias, config.output_bias, config.qk_norm, config.expert_layers) == (
+    experts, routing = config.part(MixtureOfExperts), config.part(GroupRouting)
+    assert (config.rope.dim, config.qkv_bias, config.output_bias, config.qk_norm, experts.layers) == (
         10,
         True,
         False,
         True,
         (1, 2),
     )
-    assert (config.expert_groups, config.expert_groups_kept, config.shared_expert_size, config.router) == (
-        4,
-        2,
-        24,
-        "sigmoid",
-    )
-    assert read("ernie4_5_moe").expert_layers == (1, 2) and read(
-        "ernie4_5_moe", moe_layer_interval=2
-    ).expert_layers == (1,)
-    assert (read("minimax_m2").rotary_dim, read("minimax_m2", rotary_dim=...).rotary_dim) == (8, None)
+    assert (routing.groups, routing.groups_kept, experts.shared_size, routing.scores) == (4, 2, 24, "sigmoid")
+    assert read("ernie4_5_moe").part(MixtureOfExperts).layers == (1, 2)
+    assert read("ernie4_5_moe", moe_layer_interval=2).part(MixtureOfExperts).layers == (1,)
+    assert (read("minimax_m2").rope.dim, read("minimax_m2", rotary_dim=...).rope.dim) == (8, None)
 
 
 def test_llama4_ends_with_a_chunk() -> None:
     config = read("llama4_text", attention_chunk_size=128)
-    assert (config.max_position, config.unrotated_layers, config.expert_layers) == (128, (1,), (1,))
-    assert read("llama4_text", no_rope_layers=..., num_hidden_layers=8).unrotated_layers == (3, 7)
+    assert (config.max_position, config.rope.unrotated, config.part(MixtureOfExperts).layers) == (
+        128,
+        (1,),
+        (1,),
+    )
+    assert read("llama4_text", no_rope_layers=..., num_hidden_layers=8).rope.unrotated == (3, 7)
 
 
 def test_lfm2_adjusts_its_intermediate_size() -> None:
     config = read("lfm2")
-    assert config.linear is not None and config.linear.layers == (0, 2)
+    linear = config.part(LinearAttention)
+    assert linear.layers == (0, 2)
     assert (config.intermediate_size, read("lfm2", block_auto_adjust_ff_dim=False).intermediate_size) == (
         96,
         112,
     )
-    assert read("lfm2", layer_types=..., full_attn_idxs=[1, 2]).linear == dataclasses.replace(
-        config.linear, layers=(0, 3)
+    assert read("lfm2", layer_types=..., full_attn_idxs=[1, 2]).part(LinearAttention) == dataclasses.replace(
+        linear, layers=(0, 3)
     )
     assert not read("lfm2", tie_embedding=False).tie_embeddings
 
 
 def test_exaone4_rotates_layers_with_a_window_if_there_are_any() -> None:
-    assert (read("exaone4").windows, read("exaone4").unrotated_layers) == ((30, 30, 30, None), (3,))
+    assert (read("exaone4").windows, read("exaone4").rope.unrotated) == ((30, 30, 30, None), (3,))
     assert read("exaone4", sliding_window_pattern="LLLG") == read("exaone4")
-    assert (read("exaone4_full").windows, read("exaone4_full").unrotated_layers) == ((), ())
+    assert (read("exaone4_full").windows, read("exaone4_full").rope.unrotated) == ((), ())
 
 
 def test_cohere2_rotates_only_layers_with_a_window() -> None:
     config = read("cohere2")
-    assert (config.windows, config.unrotated_layers, config.logits_scaling) == (
-        (30, 30, 30, None),
-        (3,),
-        1 / 0.3,
-    )
+    assert (config.windows, config.rope.unrotated, config.head.divisor) == ((30, 30, 30, None), (3,), 1 / 0.3)
     assert read("cohere2", sliding_window_pattern=...) == config
     wide = read("cohere2_wide")
-    assert (wide.windows, wide.unrotated_layers) == ((None, 250), (0,))
+    assert (wide.windows, wide.rope.unrotated) == ((None, 250), (0,))
     absent = read(
         "cohere", **dict.fromkeys(("logit_scale", "layer_norm_eps", "rope_theta", "tie_word_embeddings"), ...)
     )
-    assert (absent.logits_scaling, absent.norm_eps, absent.rope_theta, absent.tie_embeddings) == (
+    assert (absent.head.divisor, absent.norm_eps, absent.rope.theta, absent.tie_embeddings) == (
         16.0,
         1e-5,
         5e5,
@@ -234,43 +247,52 @@ def test_cohere2_rotates_only_layers_with_a_window() -> None:
 
 def test_minimax_has_two_spellings() -> None:
     config = read("minimax_m1")
-    assert config.linear is not None and (config.linear.layers, config.linear.taps, config.linear.delta) == (
-        (0,),
-        0,
-        False,
-    )
-    assert config.residual_factors == ResidualFactors(full=(2.0, 0.7), linear=(0.8, 1.5), mlp=(1.3, 0.6))
+    linear = config.part(LinearAttention)
+    assert (linear.layers, linear.taps) == ((0,), 0)
+    assert config.part(ResidualFactors) == ResidualFactors(full=(2.0, 0.7), linear=(0.8, 1.5), mlp=(1.3, 0.6))
     assert dataclasses.replace(read("minimax_m1", model_type="minimax"), family="minimax_m1") == config
     unscaled = ResidualFactors(full=(1.0, 1.0), linear=(1.0, 1.0), mlp=(1.0, 1.0))
-    assert read("minimax_text_01").residual_factors == unscaled
-    alternating = read("minimax").linear
+    assert read("minimax_text_01").part(ResidualFactors) == unscaled
+    alternating = read("minimax").part(LinearAttention)
     assert alternating is not None and alternating.layers == (1, 3)
-    assert read("minimax", rotary_dim=12).rotary_dim == 12 and read("minimax").rotary_dim is None
+    assert read("minimax", rotary_dim=12).rope.dim == 12 and read("minimax").rope.dim is None
 
 
 def test_experts_of_families_that_came_later() -> None:
     config = read("qwen2_moe")
-    assert (config.expert_layers, config.qkv_bias, config.output_bias, config.windows) == (
+    assert (config.part(MixtureOfExperts).layers, config.qkv_bias, config.output_bias, config.windows) == (
         (0, 2),
         True,
         False,
         (),
     )
-    assert (config.shared_expert_size, config.shared_expert_gate, config.normalize_experts) == (
-        40,
-        True,
-        False,
-    )
+    assert (config.part(MixtureOfExperts).shared_size, config.part(MixtureOfExperts).normalize) == (40, False)
     config = read("qwen2_moe_ties")
-    assert (config.expert_layers, config.qkv_bias, config.windows) == ((1,), False, (30, None, None))
-    assert (read("olmoe_ties").clip_qkv, read("olmoe").clip_qkv, read("olmoe").normalize_experts) == (
-        0.8,
+    assert (config.part(MixtureOfExperts).layers, config.qkv_bias, config.windows) == (
+        (1,),
+        False,
+        (30, None, None),
+    )
+    assert (
+        read("olmoe_ties").find(ClippedQkv),
+        read("olmoe").find(ClippedQkv),
+        read("olmoe").part(MixtureOfExperts).normalize,
+    ) == (
+        ClippedQkv(limit=0.8),
         None,
         False,
     )
-    assert (read("granitemoe").attention_scale, read("granitemoe").residual_multiplier) == (0.3, 0.6)
+    assert (read("granitemoe").attention_scale, read("granitemoe").part(ResidualMultiplier).factor) == (
+        0.3,
+        0.6,
+    )
     config = read("phimoe", router_jitter_noise=..., num_local_experts=...)
-    assert (config.router_jitter, config.num_experts, config.head_bias, config.windows) == (
+    assert (
+        config.part(Competition).jitter,
+        config.part(MixtureOfExperts).count,
+        config.head.bias,
+        config.windows,
+    ) == (
         0.01,
         16,
         True,
@@ -293,7 +315,7 @@ def test_gemma3n_has_defaults_for_sparsity_and_windows() -> None:
         layer_types=...,
         activation_sparsity_pattern=...,
     )
-    assert config.altup is not None and config.altup.sparsity == (0.95,) * 10 + (0.0,) * 2
+    assert config.part(AltUp).sparsity == (0.95,) * 10 + (0.0,) * 2
     assert [i for i in range(12) if config.window(i) is None] == [4, 9]
 
 
@@ -384,17 +406,17 @@ def test_settings_that_later_families_reject(variant: str, changes: dict[str, An
 def test_shares_of_a_head_that_rotate() -> None:
     assert (
         read("glm4").head_dim,
-        read("glm4").rotary_dim,
-        read("glm4", partial_rotary_factor=...).rotary_dim,
+        read("glm4").rope.dim,
+        read("glm4", partial_rotary_factor=...).rope.dim,
     ) == (20, 10, 10)
     assert (read("glm4").qkv_bias, read("glm4").output_bias) == (True, False)
-    assert read("stablelm", partial_rotary_factor=...).rotary_dim == 4
-    assert read("phi", partial_rotary_factor=0.25).rotary_dim == 4
-    assert read("gpt_neox", rotary_pct=0.5).rotary_dim == 8
-    assert read("gpt_neox_serial").rotary_dim is None
+    assert read("stablelm", partial_rotary_factor=...).rope.dim == 4
+    assert read("phi", partial_rotary_factor=0.25).rope.dim == 4
+    assert read("gpt_neox", rotary_pct=0.5).rope.dim == 8
+    assert read("gpt_neox_serial").rope.dim is None
     new = {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_type": "default"}
     config = read("gpt_neox", rope_parameters=new)
-    assert (config.rope_theta, config.rotary_dim) == (500.0, 8)
+    assert (config.rope.theta, config.rope.dim) == (500.0, 8)
 
 
 def test_the_first_gemmas_mean_the_approximation() -> None:
@@ -405,11 +427,11 @@ def test_the_first_gemmas_mean_the_approximation() -> None:
 
 def test_falcons_layouts() -> None:
     layouts = {name: read(f"falcon_{name}") for name in ("7b", "11b", "40b", "serial")}
-    assert {name: (c.num_kv_heads, c.parallel_residual, c.shared_norm) for name, c in layouts.items()} == {
-        "7b": (1, True, True),
-        "11b": (2, True, True),
-        "40b": (2, True, False),
-        "serial": (8, False, False),
+    assert {name: (c.num_kv_heads, c.find(ParallelResidual)) for name, c in layouts.items()} == {
+        "7b": (1, ParallelResidual(shared_norm=True)),
+        "11b": (2, ParallelResidual(shared_norm=True)),
+        "40b": (2, ParallelResidual(shared_norm=False)),
+        "serial": (8, None),
     }
 
 
@@ -430,7 +452,7 @@ def test_text_models_of_models_with_images() -> None:
     assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262208, 8, 4, 256)
     text = {"rope_parameters": VARIANTS["ministral3"]["rope_parameters"], **VARIANTS["ministral3"]}
     config = read("mistral3", text_config=text, tie_word_embeddings=True)
-    assert (config.query_scaling_beta, config.tie_embeddings) == (0.4, False), (
+    assert (config.part(QueryScaling).beta, config.tie_embeddings) == (0.4, False), (
         "the text model's own fields come first"
     )
     assert read(
@@ -440,8 +462,8 @@ def test_text_models_of_models_with_images() -> None:
 
 def test_opt_350m_is_the_odd_one() -> None:
     config = read("opt_350m")
-    assert (config.pre_norm, config.embedding_size, config.hidden_size) == (False, 32, 64)
-    assert (read("opt_125m").pre_norm, read("opt_125m").embedding_size) == (True, 64)
+    assert (config.part(OptLayers), config.hidden_size) == (OptLayers(pre_norm=False, embedding_size=32), 64)
+    assert read("opt_125m").part(OptLayers) == OptLayers(pre_norm=True, embedding_size=64)
 
 
 @pytest.mark.parametrize(
@@ -570,5 +592,5 @@ def test_only_the_text_models_fields_count() -> None:
 
 
 def test_both_names_of_ernies_experts() -> None:
-    assert read("ernie4_5_moe", moe_k=..., num_experts_per_tok=2).experts_per_token == 2
-    assert read("ernie4_5_moe", moe_k=2, num_experts_per_tok=...).experts_per_token == 2
+    assert read("ernie4_5_moe", moe_k=..., num_experts_per_tok=2).part(MixtureOfExperts).per_token == 2
+    assert read("ernie4_5_moe", moe_k=2, num_experts_per_tok=...).part(MixtureOfExperts).per_token == 2

@@ -20,10 +20,11 @@ import pytest
 
 from jengine.base.errors import InvalidArgument, ModelError, OutOfMemory
 from jengine.checkpoints import conversion, convert, load, orbax, read_config
-from jengine.checkpoints.converted import MARK, PARAMS, stored_config
+from jengine.checkpoints.converted import FORMAT, MARK, PARAMS, stored_config
+from jengine.checkpoints.hugging_face import model_config
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
-from tests.golden.weights import write_model
+from tests.golden.weights import VARIANTS, write_model
 
 KILLED = """
 import os, signal, sys
@@ -267,8 +268,8 @@ def test_too_little_memory_on_the_device(converted: Path, monkeypatch: pytest.Mo
     ("edit", "match"),
     [
         (
-            lambda content: content.update(format=2),
-            "format=2 is not the one that this version reads, 1; convert the model again",
+            lambda content: content.update(format=1),
+            "format=1 is not the one that this version reads, 2; convert the model again",
         ),
         (lambda content: content.clear(), "format=None is not the one"),
         (lambda content: content.update(model=[]), r"model=\[\] must be an object"),
@@ -284,14 +285,19 @@ def test_too_little_memory_on_the_device(converted: Path, monkeypatch: pytest.Mo
         (lambda content: content["model"].update(windows=[3, "all"]), "windows='all' must be int"),
         (lambda content: content["model"].update(eos_token_ids=1), "eos_token_ids=1 must be a list"),
         (
-            lambda content: content["model"].update(rope_scaling={"kind": "ntk"}),
-            "rope_scaling lacks the field 'factor'",
+            lambda content: content["model"]["rope"].update(scaling={"kind": "ntk"}),
+            "scaling lacks the field 'factor'",
         ),
         (
-            lambda content: content["model"].update(
-                rope_scaling={"kind": "ntk", "factor": 2, "original_max_position": 8}
+            lambda content: content["model"]["rope"].update(
+                scaling={"kind": "ntk", "factor": 2, "original_max_position": 8}
             ),
             "kind='ntk' must be one of linear, dynamic",
+        ),
+        (lambda content: content["model"].update(parts=[]), r"parts=\[\] must be an object"),
+        (
+            lambda content: content["model"].update(parts={"Experts": {}}),
+            "parts has an unknown part 'Experts': a newer version wrote it",
         ),
     ],
 )
@@ -313,6 +319,19 @@ def test_fields_that_are_younger_than_the_file(converted: Path) -> None:
     content = json.loads((converted / MARK).read_text())
     before = stored_config(content)
     del content["model"]["norm_offset"]
-    content["model"]["rope_theta"] = int(content["model"]["rope_theta"])
+    content["model"]["rope"]["theta"] = int(content["model"]["rope"]["theta"])
     after = stored_config(content)
-    assert after == before and type(after.rope_theta) is float
+    assert after == before and type(after.rope.theta) is float
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_familys_configuration_is_read_as_it_was_written(variant: str) -> None:
+    config = model_config(VARIANTS[variant])
+    assert stored_config(json.loads(json.dumps({"format": FORMAT, "model": config.plain()}))) == config
+
+
+def test_parts_are_read_strictly() -> None:
+    content = {"format": FORMAT, "model": model_config(VARIANTS["mixtral"]).plain()}
+    del content["model"]["parts"]["MixtureOfExperts"]["count"]
+    with pytest.raises(ModelError, match="MixtureOfExperts lacks the field 'count'"):
+        stored_config(content)

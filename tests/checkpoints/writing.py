@@ -26,7 +26,7 @@ from tests.checkpoints.quantized_models import (
     packed_tensors,
     write_safetensors,
 )
-from tests.golden.shapes import tensor_shapes
+from tests.golden.variants import tensor_shapes
 from tests.text import test_tekken
 from tests.text.conftest import byte_fallback, byte_level
 

@@ -39,7 +39,7 @@ def make_spec(
         max_slots=16,
         page_size=16,
         num_pages=num_pages,
-        num_states=num_states if model.config.linear is not None else 0,
+        num_states=num_states if any(group.kind == "state" for group in model.groups) else 0,
         kv_cache_dtype=kv_cache_dtype,
         host_pages=host_pages,
     )

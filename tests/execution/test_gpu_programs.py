@@ -23,6 +23,7 @@ from jengine.engine.shapes import describe
 from jengine.execution.kernels import decode_refused, kernels_refused
 from jengine.execution.programs import UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
+from jengine.models.moe import MixtureOfExperts
 from jengine.parallel.mesh import make_mesh
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
@@ -139,6 +140,7 @@ def check_experts_on_hopper(quantization: str | None) -> None:
     options = {"max_num_batched_tokens": 136} | ({"quantization": quantization} if quantization else {})
     spec = described("h200", model=QWEN3_30B_A3B, **options)
     config, most = spec.model.config, spec.table.trunks()[-1]
+    experts = config.part(MixtureOfExperts)
     assert most.tiles == 2
     for key in (TrunkKey(8, 0), most):
         compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
@@ -147,9 +149,9 @@ def check_experts_on_hopper(quantization: str | None) -> None:
         dense = 2 if quantization == "int8" else 0  # attention's weights, which are read as stored too
         assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (5 if key.tiles else 4) + dense
         # few rows: each alone in its expert
-        rows = spec.table.tokens(key) * config.experts_per_token * (1 if key.tiles else GRID)
+        rows = spec.table.tokens(key) * experts.per_token * (1 if key.tiles else GRID)
         # bytes: what goes into both products and comes out
-        activations = rows * 2 * (2 * config.hidden_size + 3 * config.expert_size)
+        activations = rows * 2 * (2 * config.hidden_size + 3 * experts.size)
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
         # XLA converts eight-bit weights that all tokens share
         assert quantization or memory.temp_size_in_bytes <= 2 * activations
@@ -177,7 +179,8 @@ def check_four_bit_experts_on_hopper() -> None:
     model |= {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
     spec = described("h200", model=model, max_num_batched_tokens=136)
     config = spec.model.config
-    dequantized = 2 * config.num_experts * 2 * config.expert_size * config.hidden_size  # bytes of gate and up
+    experts = config.part(MixtureOfExperts)
+    dequantized = 2 * experts.count * 2 * experts.size * config.hidden_size  # bytes of gate and up
     for key in (TrunkKey(8, 0), spec.table.trunks()[-1]):
         compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
         text, memory = compiled.as_text(), compiled.memory_analysis()

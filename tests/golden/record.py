@@ -19,15 +19,12 @@ import numpy as np
 import torch
 import transformers
 
-from tests.golden.expert_variants import EXPERT_VARIANTS
-from tests.golden.further_variants import FURTHER_VARIANTS
-from tests.golden.later_variants import LATER_VARIANTS
-from tests.golden.more_variants import MORE_VARIANTS
+from tests.golden.variants import ALL_LENGTHS
 from tests.golden.weights import VARIANTS, max_model_len, uniform, write_model
 
 NEW_TOKENS = 24
 LENGTHS = (1, 5, 16, 17, 63, 65, 130)  # around pages of 16 and tiles of 64
-FEWER = (1, 17, 65, 130)  # of variants outside of variants.py; EVERYWHERE then for the first alone
+FEWER = (1, 17, 65, 130)  # of variants that are not in ALL_LENGTHS; EVERYWHERE then for the first alone
 EVERYWHERE = (17, 65)
 SAME = {
     "kimi_k2": "deepseek_v3",
@@ -85,9 +82,9 @@ def record(variant: str) -> dict[str, np.ndarray]:
     config, wide = VARIANTS[variant], variant in IN_FLOAT64
     oracle = Oracle(variant, torch.float64 if wide else torch.float32)
     narrow = Oracle(variant, torch.float32) if wide else None
-    more = variant in {**MORE_VARIANTS, **EXPERT_VARIANTS, **FURTHER_VARIANTS, **LATER_VARIANTS}
-    lengths = [n for n in (FEWER if more else LENGTHS) if n + NEW_TOKENS <= oracle.length]
-    everywhere = EVERYWHERE[: 1 if more else None]
+    every = variant in ALL_LENGTHS
+    lengths = [n for n in (LENGTHS if every else FEWER) if n + NEW_TOKENS <= oracle.length]
+    everywhere = EVERYWHERE[: None if every else 1]
     vocab = config.get("text_config", config)["vocab_size"]
     out: dict[str, np.ndarray] = {
         "config": np.array(json.dumps(config)),

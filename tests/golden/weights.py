@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.golden.shapes import tensor_shapes
-from tests.golden.variants import VARIANTS
+from tests.golden.variants import VARIANTS, tensor_shapes
 
 REPEATING = ("gpt2", "opt", "granite_biases", "starcoder2", "falcon_7b", "falcon_serial", "qwen3_5_text")
 # in names of tensors of all experts

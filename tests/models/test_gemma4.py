@@ -13,8 +13,9 @@ import pytest
 from jengine.base.errors import ModelError
 from jengine.checkpoints.hugging_face import model_config
 from jengine.execution.kv_cache import abstract_cache, page_bytes, views
+from jengine.models import build
 from jengine.models.by_layer import at, kv_layer
-from jengine.models.cache import TOKENS, cache_groups, homes, places
+from jengine.models.cache import TOKENS, CacheGroup, homes, places
 from jengine.models.config import ModelConfig
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.quantized import dequantize, quantize
@@ -49,11 +50,15 @@ def read(variant: str, **changes: Any) -> ModelConfig:
     )
 
 
+def groups_of(config: ModelConfig) -> tuple[CacheGroup, ...]:
+    return build(config, "bfloat16", 64).groups
+
+
 def test_pages_have_no_gaps() -> None:
     """50 layers with a window keep 2 x 16 x 256 numbers of a token, the other ten half as many: two of those
     have one place.
     """
-    groups = cache_groups(model_config(LARGE))
+    groups = groups_of(model_config(LARGE))
     assert [(group.kind, len(group.layers), group.parts) for group in groups] == [("full", 10, 2)] + [
         ("window", 5, 1)
     ] * 10
@@ -67,7 +72,7 @@ def test_pages_have_no_gaps() -> None:
 
 
 def test_a_part_of_a_place_is_its_layer_s_alone() -> None:
-    groups = cache_groups(read("gemma4"))
+    groups = groups_of(read("gemma4"))
     (keys, _), tokens = places(groups, 0)[0], 4
     pool = np.arange(3 * np.prod(keys.page(tokens))).reshape(3, *keys.page(tokens))
     for group in groups:
@@ -82,7 +87,7 @@ def test_parts_of_a_page_keep_their_own_scales(kind: str) -> None:
     """Each group has a page, whose parts are written one after the other. Heads of 16 have twice as many
     scales as those of 32.
     """
-    groups, tokens, rng = cache_groups(read("gemma4")), 4, np.random.default_rng(0)
+    groups, tokens, rng = groups_of(read("gemma4")), 4, np.random.default_rng(0)
     declared = abstract_cache(groups, (len(groups) + 1,), tokens, np.dtype(kind), make_mesh(1))[0][0]
     place = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), declared)
     written = {}
@@ -104,7 +109,7 @@ def test_parts_of_a_page_keep_their_own_scales(kind: str) -> None:
 
 
 def test_an_eight_bit_page_holds_a_scale_for_each_of_the_smaller_heads() -> None:
-    groups, tokens = cache_groups(model_config(LARGE)), 16
+    groups, tokens = groups_of(model_config(LARGE)), 16
     assert page_bytes(groups, 0, tokens, np.dtype("int8"), 1) == 5 * 2 * tokens * 16 * (256 + 4)
     assert page_bytes(groups, 0, tokens, np.dtype("int8"), 4) == 5 * 2 * tokens * 4 * (256 + 4)
 
@@ -112,7 +117,7 @@ def test_an_eight_bit_page_holds_a_scale_for_each_of_the_smaller_heads() -> None
 def test_layers_that_share_keys_and_values() -> None:
     config = read("gemma4")
     assert [kv_layer(config, i) for i in range(7)] == [0, 1, 2, 3, 3, 3, 1]
-    assert {layer for group in cache_groups(config) for layer in group.layers} == {0, 1, 2, 3}
+    assert {layer for group in groups_of(config) for layer in group.layers} == {0, 1, 2, 3}
     assert [at(config, i).intermediate_size for i in range(7)] == [48] * 4 + [96] * 3
 
 
@@ -128,10 +133,10 @@ def test_heads_by_kind_of_layer() -> None:
     )
     defaults = read("gemma4_text", rope_parameters=..., layer_types=..., num_hidden_layers=8)
     assert [i for i in range(8) if defaults.window(i) is None] == [5, 7]
-    assert (defaults.rope_theta, defaults.local_rope_theta) == (1e6, 1e4)
-    assert defaults.rope_scaling is not None and (
-        defaults.rope_scaling.kind,
-        defaults.rope_scaling.share,
+    assert (defaults.rope.theta, defaults.rope.local_theta) == (1e6, 1e4)
+    assert defaults.rope.scaling is not None and (
+        defaults.rope.scaling.kind,
+        defaults.rope.scaling.share,
     ) == ("proportional", 0.25)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import warnings
@@ -10,11 +11,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jengine.capacity.planning.roofline import attention_elements, state_operations
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
-from jengine.models import build
-from jengine.models.cache import cache_groups
+from jengine.models import Model, build
 from jengine.parallel.mesh import make_mesh
 from tests.golden.weights import write_model
 
@@ -23,9 +22,13 @@ M1 = json.loads((Path(__file__).parent.parent / "data" / "published_models.json"
 ]["config"]
 
 
+@functools.cache
+def minimax_m1() -> Model:
+    return build(model_config(M1), "bfloat16", 4096)
+
+
 def test_a_state_is_a_matrix_for_each_head() -> None:
-    config = model_config(M1)
-    full, state = cache_groups(config)
+    full, state = minimax_m1().groups
     assert (full.kind, full.layers, full.token_bytes(2)) == (
         "full",
         tuple(range(7, 80, 8)),
@@ -41,10 +44,12 @@ def test_operations_of_a_token_by_hand() -> None:
     """A token's key and value change each element of a state, and its query reads it: a multiplication and an
     addition each.
     """
-    config = model_config(M1)
-    assert state_operations(config) == 70 * 4 * 64 * 128 * 128
-    assert attention_elements(config, 0) == 5 * 64 * 128 * 6144, "queries, keys, values, gates and output"
-    assert attention_elements(config, 7) == 2 * (64 + 8) * 128 * 6144
+    model = minimax_m1()
+    operations = [entry.operations for entry in model.entries if entry.kind == "state"]
+    assert operations == [4 * 64 * 128 * 128] * 70
+    # linear: queries, keys, values, gates and output
+    linear, full = 5 * 64 * 128 * 6144, 2 * (64 + 8) * 128 * 6144
+    assert model.elements.layers == 70 * linear + 10 * full + 80 * 32 * 6144, "and routers"
 
 
 def test_decays_in_a_checkpoint_are_not_read(tmp_path: Path) -> None:

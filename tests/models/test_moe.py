@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jengine.checkpoints.hugging_face import model_config
-from jengine.models.moe import Experts
+from jengine.models.moe import Experts, MixtureOfExperts
 from pallas_kernels.weights import weight_of
 from tests.compiling import QUICK
 from tests.golden.weights import VARIANTS
@@ -22,9 +22,8 @@ HIDDEN, FFN = 16, 24
 
 
 def experts(count: int) -> Experts:
-    config = dataclasses.replace(
-        model_config(VARIANTS["mixtral"]), num_experts=count, hidden_size=HIDDEN, expert_size=FFN
-    )
+    sizes = MixtureOfExperts(layers=(0,), count=count, per_token=min(count, 2), size=FFN)
+    config = dataclasses.replace(model_config(VARIANTS["mixtral"]), hidden_size=HIDDEN, parts=(sizes,))
     return Experts(config, jnp.float32, "mlp", ("w1", "w3", "w2"))
 
 

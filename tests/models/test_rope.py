@@ -27,7 +27,7 @@ def test_default_frequencies() -> None:
 
 def test_dynamic_is_the_default_within_the_trained_context_and_stretched_beyond() -> None:
     dynamic = config("rope_dynamic_beyond")  # trained on 64 tokens
-    default = dataclasses.replace(dynamic, rope_scaling=None)
+    default = dataclasses.replace(dynamic, rope=dataclasses.replace(dynamic.rope, scaling=None))
     assert rope(dynamic, 10) == rope(dynamic, 64) == rope(default, 64)
     assert (
         rope(dynamic, 192).frequencies[-1]
@@ -46,10 +46,11 @@ def test_yarn_magnitudes() -> None:
 
 def test_longrope_has_factors_for_short_and_for_long_sequences() -> None:
     found = config("phi3_longrope_beyond")  # trained on 64 tokens, stretched to 256; 12 of 16 channels rotate
-    assert found.rope_scaling is not None
-    default = np.array(rope(dataclasses.replace(found, rope_scaling=None), 64).frequencies)
-    assert rope(found, 64).frequencies == pytest.approx(default / found.rope_scaling.short_factor)
-    assert rope(found, 65).frequencies == pytest.approx(default / found.rope_scaling.long_factor)
+    assert found.rope.scaling is not None
+    plain = dataclasses.replace(found, rope=dataclasses.replace(found.rope, scaling=None))
+    default = np.array(rope(plain, 64).frequencies)
+    assert rope(found, 64).frequencies == pytest.approx(default / found.rope.scaling.short_factor)
+    assert rope(found, 65).frequencies == pytest.approx(default / found.rope.scaling.long_factor)
     assert (
         rope(found, 64).magnitude
         == rope(found, 65).magnitude
@@ -61,7 +62,10 @@ def test_layers_with_a_window_have_frequencies_of_their_own_where_the_model_says
     gemma3 = config("gemma3")
     assert local_rope(gemma3, 256).frequencies == pytest.approx([10000 ** (-i / 24) for i in range(0, 24, 2)])
     assert rope(gemma3, 256).frequencies == pytest.approx([1000000 ** (-i / 24) / 8 for i in range(0, 24, 2)])
-    stretched = dataclasses.replace(config("gemma2"), rope_scaling=gemma3.rope_scaling)
+    stretched = config("gemma2")
+    stretched = dataclasses.replace(
+        stretched, rope=dataclasses.replace(stretched.rope, scaling=gemma3.rope.scaling)
+    )
     assert local_rope(stretched, 256) == rope(stretched, 256) != rope(config("gemma2"), 256)
 
 

@@ -18,10 +18,7 @@ from jengine.capacity.planning.roofline import (
     bound,
     decode,
     experts_met,
-    head_elements,
     kv_token_bytes,
-    layers_elements,
-    matrix_elements,
     mean_seen,
     prefill,
     seen,
@@ -29,7 +26,7 @@ from jengine.capacity.planning.roofline import (
 from jengine.checkpoints import read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.devices.device_spec import DeviceSpec, device_spec
-from jengine.models import build
+from jengine.models import Model, build
 from jengine.models.config import ModelConfig
 from pallas_kernels.ahead_of_time import targets
 from tests.golden.weights import VARIANTS
@@ -38,8 +35,8 @@ DATA = Path(__file__).parent.parent / "data"
 BF16 = Formats(weight_bytes=2, product="bfloat16", dtype="bfloat16", activation_bytes=2, kv_bytes=131_072)
 
 
-def llama(size: str) -> ModelConfig:
-    return read_config(DATA / f"llama-3.1-{size}")
+def llama(size: str, devices: int = 1) -> Model:
+    return build(read_config(DATA / f"llama-3.1-{size}"), "bfloat16", 8192, shards=devices)
 
 
 @pytest.mark.parametrize(
@@ -50,30 +47,36 @@ def llama(size: str) -> ModelConfig:
     ],
 )
 def test_llamas_parameters(size: str, parameters: int, layers: int, head: int, norms: int) -> None:
-    config = llama(size)
-    declared = build(config, "bfloat16", 8192).params
-    assert sum(math.prod(x.shape) for x in jax.tree.leaves(declared)) == parameters
-    assert (layers_elements(config, 0), head_elements(config)) == (layers, head)
-    assert matrix_elements(config) + norms == layers + 2 * head + norms == parameters
+    model = llama(size)
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(model.params)) == parameters
+    assert (model.elements.layers, model.elements.head) == (layers, head)
+    assert model.elements.total + norms == layers + 2 * head + norms == parameters
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_familys_matrices_are_counted(variant: str) -> None:
-    """Counts the declared parameters with two or more axes as matrices, except position embeddings, which are
-    looked up.
+    """Counts the checkpoint's tensors with two or more axes as matrices, except positions, biases and norms.
+    On two devices, padding and copies do not count.
     """
     config = model_config(VARIANTS[variant])
-    model = build(config, "float32", 64)
-    leaves = jax.tree_util.tree_leaves_with_path(model.params)
-    others = [
-        leaf
-        for path, leaf in leaves
-        if any(kind in jax.tree_util.keystr(path) for kind in ("bias", "norm", "position", "sinks"))
-    ]
+    one, two = (build(config, "float32", 64, shards=shards) for shards in (1, 2))
+    tensors = {
+        piece.name: piece.shape
+        for sources in jax.tree.leaves(one.sources, is_leaf=is_source)
+        for piece in sources
+    }
+    others = "bias", "norm", "wpe", "embed_positions"
     matrices = [
-        leaf for _, leaf in leaves if len(leaf.shape) > 1 and not any(leaf is other for other in others)
+        shape
+        for name, shape in tensors.items()
+        if len(shape) > 1 and not any(other in name for other in others)
     ]
-    assert sum(math.prod(x.shape) for x in matrices) == matrix_elements(config)
+    assert one.elements.total == sum(map(math.prod, matrices))
+    assert one.elements == two.elements
+
+
+def is_source(leaf: object) -> bool:
+    return isinstance(leaf, tuple)
 
 
 def test_a_tokens_keys_and_values() -> None:
@@ -82,8 +85,8 @@ def test_a_tokens_keys_and_values() -> None:
     """
     assert kv_token_bytes(llama("8b"), 2) == 131_072
     assert kv_token_bytes(llama("70b"), 2) == 327_680
-    assert kv_token_bytes(llama("70b"), 2, devices=8) == 40_960
-    assert kv_token_bytes(llama("70b"), 2, devices=16) == 40_960, "a head is not divided"
+    assert kv_token_bytes(llama("70b", devices=8), 2) == 40_960
+    assert kv_token_bytes(llama("70b", devices=16), 2) == 40_960, "a head is not divided"
 
 
 def test_a_decode_step_of_8b_by_hand() -> None:
@@ -150,17 +153,19 @@ def test_windows_bound_what_is_seen() -> None:
         num_kv_heads=1, head_dim=8,
         max_position=99, windows=(4, None),
     )  # fmt: skip
-    assert seen(config, 3) == {0: 3, 1: 3} and seen(config, 10) == {0: 4, 1: 10}
-    assert mean_seen(config, 4) == {0: 2, 1: 2} and mean_seen(config, 8) == {0: 4 - 16 / 16, 1: 4}
+    model = build(config, "float32", 8)
+    assert seen(model, 3) == {0: 3, 1: 3} and seen(model, 10) == {0: 4, 1: 10}
+    assert mean_seen(model, 4) == {0: 2, 1: 2} and mean_seen(model, 8) == {0: 4 - 16 / 16, 1: 4}
 
 
 def test_experts_that_are_met() -> None:
     """Two of eight: one token meets two, two tokens 8 x (1 - 9/16), and many meet all."""
-    config = model_config(VARIANTS["mixtral"])
-    experts, each = config.num_experts, config.experts_per_token
-    assert experts_met(config, 1) == pytest.approx(each)
-    assert experts_met(config, 2) == pytest.approx(experts * (1 - (1 - each / experts) ** 2))
-    assert experts_met(config, 10_000) == pytest.approx(experts)
+    model = build(model_config(VARIANTS["mixtral"]), "float32", 8)
+    experts, each = model.elements.experts, model.elements.experts_per_token
+    assert (experts, each) == (4, 2)
+    assert experts_met(model, 1) == pytest.approx(each)
+    assert experts_met(model, 2) == pytest.approx(experts * (1 - (1 - each / experts) ** 2))
+    assert experts_met(model, 10_000) == pytest.approx(experts)
     assert experts_met(llama("8b"), 5) == 0
 
 

@@ -48,7 +48,7 @@ class Compiled:
             if isinstance(self.key, TrunkKey)
             else 0
         )
-        met = experts_met(spec.model.config, tokens)
+        met = experts_met(spec.model, tokens)
         return estimate(self.program, step, device, launches=self.launches, met=met, devices=spec.mesh.size)
 
 

@@ -31,10 +31,12 @@ from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.kinds import Key, kind_of
+from jengine.execution.kv_cache import SHARED
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
 from jengine.execution.programs import program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
+from jengine.models.cache import places
 from jengine.parallel.collectives import AXIS
 from pallas_kernels.weights import is_weight
 
@@ -80,7 +82,7 @@ def make_plan(
     programs = {one.key: one.memory for one in built} or _estimated(spec)
     memory, pages = _room(config, spec, device, programs)
     formats = formats_of(spec)
-    model = spec.model.config
+    model = spec.model
     batches = sorted({min(batch, spec.max_slots) for batch in (*BATCHES, spec.max_slots)})
     steps = sorted({table.tile_size * tiles for tiles in (1, table.max_tiles, max(1, table.max_tiles // 4))})
     return Plan(
@@ -170,14 +172,14 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     # formats vary between weights, and scales count
     if model.quantization in FOUR_BITS or model.config.stored is not None:
         width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
-    row = model.config.head_dim if model.config.latent is None else model.config.latent.cached_dim
+    row = places(spec.groups, SHARED)[0][0].shape[-1]
     scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head
     return Formats(
         weight_bytes=width,
         product=kind if inputs else str(dtype),
         dtype=str(dtype),
         activation_bytes=dtype.itemsize,
-        kv_bytes=kv_token_bytes(model.config, spec.cache_dtype.itemsize + scale, devices),
+        kv_bytes=kv_token_bytes(model, spec.cache_dtype.itemsize + scale),
         devices=devices,
         state_bytes=spec.state_bytes,
     )

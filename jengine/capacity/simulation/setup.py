@@ -74,7 +74,7 @@ class Setup:
         config = dataclasses.replace(self.config, **changes)
         platform = self.spec.mesh.devices.flat[0].platform
         chosen, buckets = sizes(config, platform), self.spec.table.page_buckets
-        states = num_states(self.spec.model.config, chosen.max_num_seqs)
+        states = num_states(self.spec.model, chosen.max_num_seqs)
         spec = dataclasses.replace(
             self.spec, max_slots=chosen.max_num_seqs, page_size=chosen.page_size, num_states=states
         )
