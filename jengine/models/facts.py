@@ -4,9 +4,10 @@ A module, such as attention or an MLP, declares what others must know of it:
 
 - `cache(layer)`, of each layer's `attention`: its CacheEntry.
 - `working(tokens)`: arrays that are live at once while it computes so many tokens. The model itself may have
-it, too. - `batch_dependent`: for a platform, what in a row's result depends on the other rows of a program. -
-`experts_per_token`: how many of the entries of axes named "experts" each token uses. - `parallel`, of a
-layer: its attention and MLP read the same input.
+  it, too.
+- `batch_dependent`: for a platform, what in a row's result depends on the other rows of a program.
+- `experts_per_token`: how many of the entries of axes named "experts" each token uses.
+- `parallel`, of a layer: its attention and MLP read the same input.
 """
 
 from __future__ import annotations

@@ -121,9 +121,9 @@ class Client(_Connection):
     - `request_id`: for `abort`. By default the server makes one.
     - `priority`: lower runs first, if the server's policy is "priority".
     - `ttft_ms`, `tpot_ms`: latency targets in milliseconds for the first token and for each further one,
-    instead of the server's. - `timeout`: seconds after which the request ends, with finish_reason "abort" and
-    stop_reason "timeout". - `cache_salt`: the request shares cached pages only with requests that have the
-    same salt.
+      instead of the server's.
+    - `timeout`: seconds after which the request ends, with finish_reason "abort" and stop_reason "timeout".
+    - `cache_salt`: the request shares cached pages only with requests that have the same salt.
 
     A request that the server cannot take, because it is full or starting, is retried while nothing of its
     answer has come.

@@ -105,7 +105,9 @@ def test_the_host_packs_as_devices_do(
         numbers = np.array([*E2M1, *(-n for n in E2M1)], np.int8)[numbers + 8]
     scale = rng.normal(size=(*leading, size // group)).astype(np.float32)
     how: dict[str, Any] = {"group": group, "parts": parts, "kind": kind}
-    expected = pack(jnp.asarray(numbers), jnp.asarray(scale), jnp.asarray(-scale) if offset else None, **how)
+    expected = packing(
+        jnp.asarray(numbers), jnp.asarray(scale), jnp.asarray(-scale) if offset else None, **how
+    )
     found = pack_on_host(numbers, scale, -scale if offset else None, **how)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
