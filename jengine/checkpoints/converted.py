@@ -23,7 +23,7 @@ PARAMS = "params"
 # Changes if ModelConfig's fields are renamed, or if parameters with the same names and shapes get another
 # meaning.
 FORMAT = 2
-REVISION = 2  # of fp8: see model_parts.Converted
+REVISION = 2  # of fp8: see Converted
 ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 
 
