@@ -25,7 +25,7 @@ from pallas_kernels.feed import ring
 from pallas_kernels.hopper import ROWS, tiled
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.prefill_form import form_of
-from pallas_kernels.prefill_kernel import Call, Inputs, Outputs, Scratch, run
+from pallas_kernels.prefill_kernel import Inputs, Outputs, PrefillCall, Scratch, run
 from pallas_kernels.quantized import Pages, Quantized, numbers
 from pallas_kernels.refs import body
 from pallas_kernels.softmax import LOG2_E
@@ -104,7 +104,7 @@ def paged_attention_prefill(
         values = jnp.repeat(options.sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
         by_row = jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
     out: jax.Array = plgpu.kernel(
-        body(run, Outputs, Call(walk, form, options.static)),
+        body(run, Outputs, PrefillCall(walk, form, options.static)),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=[scratch],
         grid=(walk.blocks,),

@@ -30,7 +30,7 @@ from pallas_kernels.work_list import TILE
 STAGE_BYTES = 1 << 16
 
 
-class Item(NamedTuple):
+class WorkItem(NamedTuple):
     """An item of a work list, as int32 scalars; see `WorkList.items`."""
 
     row: jax.Array
@@ -42,8 +42,8 @@ class Item(NamedTuple):
     join: jax.Array
 
     @staticmethod
-    def read(ref: Any, index: Any) -> Item:
-        return Item(*(ref[index, field] for field in range(len(Item._fields))))
+    def read(ref: Any, index: Any) -> WorkItem:
+        return WorkItem(*(ref[index, field] for field in range(len(WorkItem._fields))))
 
 
 class Slots(NamedTuple):
@@ -64,7 +64,7 @@ class Slots(NamedTuple):
     smem: Any
 
 
-class Ring(NamedTuple):
+class PagesInFlight(NamedTuple):
     """Keys and values in flight in shared memory; `arrived`: see `Feed`."""
 
     arrived: Any
@@ -72,7 +72,7 @@ class Ring(NamedTuple):
     v: Slots
 
 
-def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> Ring:
+def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> PagesInFlight:
     """Types of shared memory and barriers for keys and values in flight."""
     page_size, head_dim = pages.shape[2:]
     copies = TILE // min(page_size, TILE)
@@ -96,7 +96,7 @@ def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int)
         scale=scale,
         smem=tiled((*of_pairs, stages, TILE, head_dim), dtype),
     )
-    return Ring(arrived, slots, slots)
+    return PagesInFlight(arrived, slots, slots)
 
 
 class Side(NamedTuple):
@@ -176,7 +176,7 @@ class Feed:
         """Offsets in a tile at which pieces of pages begin."""
         return range(0, TILE, min(self._page_size, TILE))
 
-    def _page_ids(self, item: Item, tile: jax.Array) -> list[jax.Array]:
+    def _page_ids(self, item: WorkItem, tile: jax.Array) -> list[jax.Array]:
         token, last = (item.start + tile) * TILE, lax.div(item.length - 1, self._page_size)
         return [
             self.tables[item.row, jnp.minimum(lax.div(token + at, self._page_size), last)]
@@ -184,7 +184,7 @@ class Feed:
         ]
 
     def _copy(
-        self, ref: Any, smem: Any, arrived: Any, item: Item, tile: jax.Array, pages: list[jax.Array]
+        self, ref: Any, smem: Any, arrived: Any, item: WorkItem, tile: jax.Array, pages: list[jax.Array]
     ) -> None:
         piece, token = self._places.step, (item.start + tile) * TILE
         for at, page in zip(self._places, pages, strict=True):
@@ -193,11 +193,11 @@ class Feed:
                 part, smem.at[pl.ds(at, piece)], arrived, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
             )
 
-    def _is_whole(self, item: Item, tile: jax.Array) -> jax.Array:
+    def _is_whole(self, item: WorkItem, tile: jax.Array) -> jax.Array:
         token = (item.start + tile) * TILE
         return (token >= first_seen(item, self.window)) & (token + TILE <= item.length)
 
-    def _cleared(self, item: Item, tile: jax.Array, values: jax.Array, layout: Any) -> jax.Array:
+    def _cleared(self, item: WorkItem, tile: jax.Array, values: jax.Array, layout: Any) -> jax.Array:
         return jnp.where(
             seen(item, tile, self.window, values.shape, 0, layout), values, jnp.zeros_like(values)
         )
@@ -206,7 +206,7 @@ class Feed:
         k, v, (stages, _, head_dim) = self.k, self.v, self.k.smem.shape
 
         def one_item(index: jax.Array, done: jax.Array) -> jax.Array:
-            item = Item.read(self.items, index)
+            item = WorkItem.read(self.items, index)
 
             @pl.loop(0, item.tiles)
             def one_tile(tile: jax.Array) -> None:
@@ -250,11 +250,13 @@ class Feed:
             """The next tile. After the last tile, an arbitrary but defined one."""
             ends = cursor.tile + 1 == cursor.item.tiles
             place = cursor.place + ends.astype(jnp.int32)
-            item = lax.cond(ends & (place < end), lambda: Item.read(self.items, place), lambda: cursor.item)
+            item = lax.cond(
+                ends & (place < end), lambda: WorkItem.read(self.items, place), lambda: cursor.item
+            )
             tile = jnp.where(ends, 0, cursor.tile + 1)
             return _Cursor(place, item, tile, cursor.number + 1, self._page_ids(item, tile))
 
-        def step(item: Item, done: jax.Array, tile: jax.Array, cursor: _Cursor) -> _Cursor:
+        def step(item: WorkItem, done: jax.Array, tile: jax.Array, cursor: _Cursor) -> _Cursor:
             number = done + tile
             slot, into, stage = lax.rem(number, ahead), lax.rem(number, stages), self.stage(number)
             following = after(cursor)  # loads its page ids while this tile is converted
@@ -274,12 +276,12 @@ class Feed:
             return following
 
         def one_item(index: jax.Array, carry: tuple[jax.Array, _Cursor]) -> tuple[jax.Array, _Cursor]:
-            (done, cursor), item = carry, Item.read(self.items, index)
+            (done, cursor), item = carry, WorkItem.read(self.items, index)
             cursor = lax.fori_loop(0, item.tiles, partial(step, item, done), cursor)
             return done + item.tiles, cursor
 
         def begin() -> jax.Array:
-            item, zero = Item.read(self.items, first), jnp.int32(0)
+            item, zero = WorkItem.read(self.items, first), jnp.int32(0)
             cursor = _Cursor(first, item, zero, zero, self._page_ids(item, zero))
             for _ in range(ahead):
                 pl.when(cursor.place < end)(partial(fetch, cursor))
@@ -297,19 +299,19 @@ class _Cursor(NamedTuple):
     """
 
     place: jax.Array
-    item: Item
+    item: WorkItem
     tile: jax.Array
     number: jax.Array
     pages: list[jax.Array]
 
 
-def first_seen(item: Item, window: int | None) -> jax.Array:
+def first_seen(item: WorkItem, window: int | None) -> jax.Array:
     """The first token that the query sees."""
     return jnp.int32(0) if window is None else jnp.maximum(item.length - window, 0)
 
 
 def seen(
-    item: Item, tile: jax.Array, window: int | None, shape: tuple[int, ...], axis: int, layout: Any
+    item: WorkItem, tile: jax.Array, window: int | None, shape: tuple[int, ...], axis: int, layout: Any
 ) -> jax.Array:
     """Mask of this shape: whether the query sees each token of an item's tile. Tokens are along `axis`."""
     tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + (item.start + tile) * TILE

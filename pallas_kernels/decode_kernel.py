@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_join import Join, join
-from pallas_kernels.decode_feed import Feed, Item, Ring, Side, seen
+from pallas_kernels.decode_feed import Feed, PagesInFlight, Side, WorkItem, seen
 from pallas_kernels.hopper import COLUMNS, ROWS, accumulate, copy_rows_out, per_row, product, rows_by_warp
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.refs import Refs
@@ -87,7 +87,7 @@ class Scratch(NamedTuple):
     part: Any
     q_full: Any
     q: Any
-    ring: Ring
+    ring: PagesInFlight
 
     def of_pair(self, pair: jax.Array) -> Scratch:
         """A pair's part, and the whole ring."""
@@ -165,18 +165,18 @@ class Compute:
 
     def attend(self, index: jax.Array, done: jax.Array) -> jax.Array:
         """Processes an item, given the number of tiles before it in the block, and returns that after it."""
-        item = Item.read(self.inputs.items, index)
+        item = WorkItem.read(self.inputs.items, index)
         self._load_queries(item)
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
         start = per_row(MASKED), per_row(0.0), [zeros for _ in self._columns]
         m, total, accs = lax.fori_loop(0, item.tiles, partial(self._fold, item, done), start)
         # read again: keeping it during the loop would take registers
-        item = Item.read(self.inputs.items, index)
+        item = WorkItem.read(self.inputs.items, index)
         pl.when(item.slot < 0)(partial(self._put, item, m, total, accs))
         pl.when(item.slot >= 0)(partial(self._put_part, item, m, total, accs))
         return done + item.tiles
 
-    def _fold(self, item: Item, done: jax.Array, tile: jax.Array, carry: Any) -> Any:
+    def _fold(self, item: WorkItem, done: jax.Array, tile: jax.Array, carry: Any) -> Any:
         """Folds a tile into the softmax: the rows' maxima, their sums, and the sums of weighted values."""
         m, total, accs = carry
         k, v, q, options = self.feed.k, self.feed.v, self.scratch.q, self.form.options
@@ -219,10 +219,10 @@ class Compute:
         plgpu.commit_smem()
         return self.scratch.p
 
-    def _first_query(self, item: Item | Join) -> Any:
+    def _first_query(self, item: WorkItem | Join) -> Any:
         return item.row * self._heads + item.kv_head * self.form.group
 
-    def _load_queries(self, item: Item) -> None:
+    def _load_queries(self, item: WorkItem) -> None:
         """Loads the item's queries through shared memory for results: a TMA copy to tiled memory must start
         at a multiple of 8 rows.
         """
@@ -239,7 +239,7 @@ class Compute:
             store(q.at[some, part], plgpu.load(o.at[i, some], layout=rows_by_warp()))
         plgpu.commit_smem()
 
-    def _put(self, item: Item, m: jax.Array, total: jax.Array, accs: Accumulators) -> None:
+    def _put(self, item: WorkItem, m: jax.Array, total: jax.Array, accs: Accumulators) -> None:
         """Writes the result of a whole pair."""
         o, group, sinks = self.scratch.o, self.form.group, self.inputs.sinks
         if sinks is not None:
@@ -254,7 +254,7 @@ class Compute:
         plgpu.commit_smem()
         copy_rows_out(o, self.outputs.out.at[pl.ds(self._first_query(item), group)])
 
-    def _put_part(self, item: Item, m: jax.Array, total: jax.Array, accs: Accumulators) -> None:
+    def _put_part(self, item: WorkItem, m: jax.Array, total: jax.Array, accs: Accumulators) -> None:
         """Stores the result of a part of a pair, and signals it."""
         parts, staged = self.outputs.parts, self.scratch.part
         total = jnp.maximum(total, SMALLEST)

@@ -98,13 +98,13 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     first_out, first = part * warpgroups * ROWS, split * form.each
     chunks = jnp.minimum(form.each, inputs.x.shape[1] // (SCALES * form.group) - first)
     own = pl.ds(warpgroup * ROWS, ROWS)
-    place = Place(group, start, length, first_out, first, chunks, split, warpgroup)
-    block = Block(refs, form, place, own)
+    place = WarpgroupPlace(group, start, length, first_out, first, chunks, split, warpgroup)
+    block = ThreadBlock(refs, form, place, own)
     pl.when((length > 0) & (warpgroup < warpgroups))(block.compute)
     pl.when((length > 0) & (warpgroup == warpgroups))(block.memory)
 
 
-class Place(NamedTuple):
+class WarpgroupPlace(NamedTuple):
     """What a warpgroup computes, as int32 scalars.
 
     Attributes:
@@ -127,12 +127,12 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class ThreadBlock:
     """A thread block; own: the outputs of the block that a compute warpgroup computes."""
 
     refs: Refs[Inputs, Outputs, Scratch]
     form: Form
-    place: Place
+    place: WarpgroupPlace
     own: Any
 
     @property

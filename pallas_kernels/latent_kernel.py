@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_join import Join, join
-from pallas_kernels.decode_feed import Item
+from pallas_kernels.decode_feed import WorkItem
 from pallas_kernels.hopper import COLUMNS, ROWS, per_row, product
 from pallas_kernels.refs import Refs
 from pallas_kernels.semaphores import signal
@@ -105,7 +105,7 @@ class Form:
 
 def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    mine = Block(refs.inputs, refs.outputs, refs.scratch, form, block)
+    mine = ComputeGroups(refs.inputs, refs.outputs, refs.scratch, form, block)
 
     @pl.when(warpgroup == HALVES)
     def memory() -> None:
@@ -127,7 +127,7 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
 
 
 @dataclass(frozen=True)
-class Block:
+class ComputeGroups:
     """The compute warpgroups of a thread block. The first leads: it computes scores and weights, and half of
     each result; the second follows with the other half.
     """
@@ -146,7 +146,7 @@ class Block:
         """The first warpgroup's part of an item, given the number of tiles before it in the block; returns
         that after it.
         """
-        item = Item.read(self.inputs.items, index)
+        item = WorkItem.read(self.inputs.items, index)
         queries, *_ = self.scratch.shared
         source = self.inputs.q.at[item.row, self._heads_of(item)]
         plgpu.copy_gmem_to_smem(source, queries.at[pl.ds(0, self.form.group)], self.scratch.q_full)
@@ -158,7 +158,7 @@ class Block:
         inverse = 1.0 / total
         self._give(item.tiles, inverse)
         # read again: keeping it during the loop would take registers
-        item = Item.read(self.inputs.items, index)
+        item = WorkItem.read(self.inputs.items, index)
         pl.when(item.slot >= 0)(lambda: store(self.outputs.sums.at[item.slot], m + jnp.log2(total)))
         self._put(0, item, _scaled(acc, inverse))
         plgpu.barrier_wait(self.scratch.taken)  # the second warpgroup's results have left the queries' memory
@@ -198,7 +198,7 @@ class Block:
 
     def follow(self, index: jax.Array, done: jax.Array) -> jax.Array:
         """The second warpgroup's part of an item; see `lead`."""
-        item, scratch = Item.read(self.inputs.items, index), self.scratch
+        item, scratch = WorkItem.read(self.inputs.items, index), self.scratch
 
         def fold(tile: jax.Array, acc: jax.Array) -> jax.Array:
             slot = lax.rem(done + tile, STAGES)
@@ -240,10 +240,10 @@ class Block:
         """Columns of a half of the result."""
         return pl.ds(which * self._half + at, self._half if count is None else count)
 
-    def _heads_of(self, item: Item | Join) -> Any:
+    def _heads_of(self, item: WorkItem | Join) -> Any:
         return pl.ds(item.kv_head * self.form.group, self.form.group)
 
-    def _put(self, which: int, item: Item, acc: jax.Array) -> None:
+    def _put(self, which: int, item: WorkItem, acc: jax.Array) -> None:
         """Stores a warpgroup's half of normalized results."""
         (_, results, part_results, _), some, half = self.scratch.shared, pl.ds(0, self.form.group), self._half
 
@@ -307,7 +307,7 @@ def _feed(inputs: Inputs, scratch: Scratch, first: jax.Array, end: jax.Array, ra
     piece = min(page_size, TILE)  # tokens per copy
 
     def one_item(index: jax.Array, done: jax.Array) -> jax.Array:
-        item = Item.read(inputs.items, index)
+        item = WorkItem.read(inputs.items, index)
         last = lax.div(item.length - 1, page_size)
 
         @pl.loop(0, item.tiles)

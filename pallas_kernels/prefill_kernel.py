@@ -31,7 +31,7 @@ from pallas_kernels.walk import Walk
 
 
 @dataclass(frozen=True)
-class Item:
+class WarpgroupItem:
     """A warpgroup's part of an item: rows of a tile and a kv head, and the blocks of keys that they attend
     to.
 
@@ -101,7 +101,7 @@ class Scratch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class PrefillCall:
     """What is fixed when the kernel is compiled.
 
     Attributes:
@@ -115,7 +115,7 @@ class Call:
     options: AttentionOptions
 
 
-def run(refs: Refs[Inputs, Outputs, Scratch], call: Call) -> None:
+def run(refs: Refs[Inputs, Outputs, Scratch], call: PrefillCall) -> None:
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     mine = Warpgroup(refs.inputs, refs.outputs.out, refs.scratch, call, block, warpgroup)
     pl.when(warpgroup < call.form.warpgroups)(mine.compute)
@@ -129,7 +129,7 @@ class Warpgroup:
     inputs: Inputs
     out: Any
     scratch: Scratch
-    call: Call
+    call: PrefillCall
     block: jax.Array
     warpgroup: jax.Array
 
@@ -191,7 +191,7 @@ class Warpgroup:
         pages = inputs.k, inputs.v, inputs.k_scale, inputs.v_scale
         feed(call.walk.rounds(self.block), blocks_at, self.scratch.k, self.scratch.v, *pages)
 
-    def _item_at(self, number: jax.Array) -> Item:
+    def _item_at(self, number: jax.Array) -> WarpgroupItem:
         """The n-th item of the block."""
         form, window, kv_heads = self.call.form, self.call.options.window, self.inputs.k.shape[1]
         item = self.call.walk.item(self.block, number)
@@ -204,7 +204,7 @@ class Warpgroup:
         start = lax.div(first, form.block_k)
         count = jnp.where(length > 0, lax.div(end + form.block_k - 1, form.block_k) - start, 0)
         row = (lax.rem(item, form.shares) * form.warpgroups + self.warpgroup) * ROWS
-        return Item(index, head, row, position, end, first, start, count)
+        return WarpgroupItem(index, head, row, position, end, first, start, count)
 
     def _slot_of(self, number: jax.Array) -> jax.Array:
         """The stage of a block of keys, given its number in the thread block."""
@@ -217,7 +217,7 @@ class Warpgroup:
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-    def _place(self, ref: Any, item: Item, at: int) -> Any:
+    def _place(self, ref: Any, item: WarpgroupItem, at: int) -> Any:
         """The part of queries or results that begins `at` rows after the item's first."""
         tile, piece = self._tile, self._piece
         # rows beyond the last read a valid place, and are not written
@@ -240,7 +240,7 @@ class Warpgroup:
                     source = self._place(self.inputs.q, item, at)
                     plgpu.copy_gmem_to_smem(source, mine.at[pl.ds(at, piece)], full.at[self.warpgroup])
 
-    def _attend(self, number: jax.Array, item: Item, done: jax.Array) -> None:
+    def _attend(self, number: jax.Array, item: WarpgroupItem, done: jax.Array) -> None:
         """Processes an item, given the number of blocks of keys before it, and fetches the next item's
         queries.
         """
@@ -264,7 +264,7 @@ class Warpgroup:
                 )
         pl.when(item.count > 0)(self._take_turn)
 
-    def _result(self, number: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+    def _result(self, number: jax.Array, item: WarpgroupItem, done: jax.Array) -> jax.Array:
         """An item's result [ROWS, head_dim]."""
         scratch, dtype = self.scratch, self.inputs.q.dtype
         k, v = scratch.k, scratch.v
@@ -292,7 +292,7 @@ class Warpgroup:
         result: jax.Array = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(dtype)
         return result
 
-    def _fold(self, item: Item, done: jax.Array, i: jax.Array, carry: Any) -> Any:
+    def _fold(self, item: WarpgroupItem, done: jax.Array, i: jax.Array, carry: Any) -> Any:
         """Adds the values of the block of keys before the i-th, and folds the scores of the i-th into the
         softmax.
         """
@@ -316,7 +316,7 @@ class Warpgroup:
         return m, total, new, acc
 
     def _weigh(
-        self, item: Item, done: jax.Array, i: jax.Array, m: jax.Array, total: jax.Array, s: jax.Array
+        self, item: WarpgroupItem, done: jax.Array, i: jax.Array, m: jax.Array, total: jax.Array, s: jax.Array
     ) -> Any:
         """Folds a block of scores into the softmax. Returns its new state, the block's weights, and the
         factor of earlier sums.
@@ -340,7 +340,7 @@ class Warpgroup:
         weights = p if v.scale is None else p * _along_columns(v.scale.at[slot])
         return m_new, total, weights.astype(self.inputs.q.dtype), alpha
 
-    def _masked(self, item: Item, token: jax.Array, s: jax.Array) -> jax.Array:
+    def _masked(self, item: WarpgroupItem, token: jax.Array, s: jax.Array) -> jax.Array:
         """Scores of the block of keys that begins at a token, without those that a row does not see."""
         window = self.call.options.window
         at = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + item.row
@@ -357,7 +357,7 @@ class Warpgroup:
         plgpu.commit_smem()
         return self.scratch.p.at[self.warpgroup]
 
-    def _idle(self, number: jax.Array, item: Item, done: jax.Array) -> None:
+    def _idle(self, number: jax.Array, item: WarpgroupItem, done: jax.Array) -> None:
         """Keeps the barriers going for the other warpgroup, if this one has no rows: in the last of an odd
         number of 64-row units.
         """

@@ -27,7 +27,7 @@ from pallas_kernels.xla import Rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueryScaling:
+class UnrotatedQueryScaling:
     """In layers that do not rotate, a query at position p is multiplied by 1 + beta * log(1 + (p + 1) //
     step).
     """
@@ -101,7 +101,7 @@ class Llama4(Llama):
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         config = self.config
-        scaling = config.find(QueryScaling)
+        scaling = config.find(UnrotatedQueryScaling)
         if scaling is None:
             return super().hidden(tokens, positions, attend)
         scales = (1 + scaling.beta * jnp.log1p((positions + 1) // scaling.step))[:, None, None]
@@ -150,7 +150,7 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
         size=int(hf["intermediate_size"]),
         shared_size=int(hf["intermediate_size"]),
     )
-    scaling = QueryScaling(
+    scaling = UnrotatedQueryScaling(
         beta=float(hf["attn_scale"]) * bool(hf["attn_temperature_tuning"]), step=int(hf["floor_scale"])
     )
     return {
@@ -197,7 +197,7 @@ DEFAULTS = {
         "attn_scale": 0.1,
     },
 }
-PARTS = (MixtureOfExperts, QueryScaling)
+PARTS = (MixtureOfExperts, UnrotatedQueryScaling)
 TEXT = TextPart(("llama4_text",), ("vision_model.", "multi_modal_projector."))
 FAMILIES = {
     "llama4": Family(

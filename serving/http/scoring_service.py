@@ -48,7 +48,7 @@ class Scored(NamedTuple):
     usage: CompletionUsage
 
 
-class Kind(NamedTuple):
+class ScoringPath(NamedTuple):
     """What differs between the paths.
 
     Attributes:
@@ -65,7 +65,7 @@ class Kind(NamedTuple):
 class ScoringService(HttpService):
     """Scores pairs of texts with an embedding model or a reranker."""
 
-    def __init__(self, shared: Shared, most_bytes: int, kind: Kind) -> None:
+    def __init__(self, shared: Shared, most_bytes: int, kind: ScoringPath) -> None:
         super().__init__(shared, most_bytes)
         self.PATH, self._kind = kind.path, kind
 
@@ -201,5 +201,5 @@ def _used(usage: CompletionUsage) -> dict[str, Any]:
     return usage.model_dump(exclude_none=True)
 
 
-SCORES = Kind("/v1/score", SCORE, _pairs, _scores)
-RANKS = Kind("/v1/rerank", RERANK, _ranking, _ranked)
+SCORES = ScoringPath("/v1/score", SCORE, _pairs, _scores)
+RANKS = ScoringPath("/v1/rerank", RERANK, _ranking, _ranked)

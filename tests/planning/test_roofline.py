@@ -14,7 +14,7 @@ import pytest
 from jengine.capacity.planning.roofline import (
     Bound,
     Formats,
-    Work,
+    StepWork,
     bound,
     decode,
     experts_met,
@@ -92,7 +92,7 @@ def test_a_tokens_keys_and_values() -> None:
 def test_a_decode_step_of_8b_by_hand() -> None:
     """64 sequences of 1000 tokens on an H200: 7,504,658,432 elements are multiplied and read."""
     work = decode(llama("8b"), BF16, 64, 1000)
-    assert work == Work(
+    assert work == StepWork(
         products=2 * 64 * 7_504_658_432,
         attention=4 * 64 * 32 * 128 * 1000 * 32,
         read=2 * 7_504_658_432 + 64 * 1000 * 131_072,
@@ -108,7 +108,7 @@ def test_a_decode_step_of_8b_by_hand() -> None:
 def test_a_prefill_step_of_8b_by_hand() -> None:
     """8192 tokens of prompts of 2048: 4 rows of logits, and a token sees 1024 tokens on average."""
     work = prefill(llama("8b"), BF16, 8192, 2048)
-    assert work == Work(
+    assert work == StepWork(
         products=2 * (8192 * 6_979_321_856 + 4 * 525_336_576),
         attention=4 * 8192 * 32 * 128 * 1024 * 32,
         read=2 * 7_504_658_432 + 4 * 1024 * 131_072,
@@ -139,7 +139,7 @@ def test_eight_devices_share_70b() -> None:
 
 def test_eight_bit_products_take_their_own_rate() -> None:
     device = DeviceSpec("D", "9.0", 1, 1e12, {"bfloat16": 100.0, "int8": 200.0}, 1.0, "link", 1)
-    work = Work(products=400.0, attention=100.0, read=0, sent=0)
+    work = StepWork(products=400.0, attention=100.0, read=0, sent=0)
     w8a8, fp8 = (Formats(1, kind, "bfloat16", 2, 1) for kind in ("int8", "float8_e4m3fn"))
     assert bound(work, BF16, device).seconds == 5.0
     assert bound(work, w8a8, device).seconds == 3.0

@@ -40,7 +40,7 @@ class Formats:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """Work of a step, on each device.
 
     Attributes:
@@ -98,14 +98,14 @@ def _read(model: Model, formats: Formats, attended: dict[int, float]) -> float:
     return formats.kv_bytes * sum(tokens * sizes[layer] for layer, tokens in attended.items()) / kept
 
 
-def decode(model: Model, formats: Formats, batch: int, context: int) -> Work:
+def decode(model: Model, formats: Formats, batch: int, context: int) -> StepWork:
     """One token for each of `batch` sequences of `context` tokens."""
     elements, attended = model.elements, seen(model, context)
     layers, met = (
         elements.used(elements.experts_per_token),
         elements.used(experts_met(model, batch)) + elements.head,
     )
-    return Work(
+    return StepWork(
         products=2 * batch * (layers + elements.head) / formats.devices,
         attention=batch * _operations(model, attended) / formats.devices,
         read=met * formats.weight_bytes / formats.devices
@@ -114,7 +114,7 @@ def decode(model: Model, formats: Formats, batch: int, context: int) -> Work:
     )
 
 
-def prefill(model: Model, formats: Formats, tokens: int, prompt: int) -> Work:
+def prefill(model: Model, formats: Formats, tokens: int, prompt: int) -> StepWork:
     """An average step with `tokens` tokens of prompts of `prompt` tokens each: part of one prompt, or several
     prompts.
 
@@ -126,7 +126,7 @@ def prefill(model: Model, formats: Formats, tokens: int, prompt: int) -> Work:
         elements.used(elements.experts_per_token),
         elements.used(experts_met(model, tokens)) + elements.head,
     )
-    return Work(
+    return StepWork(
         products=2 * (tokens * layers + tokens / prompt * elements.head) / formats.devices,
         attention=tokens * _operations(model, attended) / formats.devices,
         read=met * formats.weight_bytes / formats.devices
@@ -143,7 +143,7 @@ def _sent(model: Model, formats: Formats, tokens: int) -> float:
     return ALL_REDUCES * model.config.num_layers * 2 * size * (formats.devices - 1) / formats.devices
 
 
-def bound(work: Work, formats: Formats, device: DeviceSpec) -> Bound:
+def bound(work: StepWork, formats: Formats, device: DeviceSpec) -> Bound:
     """Minimum time on a device."""
     rate = device.rates[formats.dtype]
     seconds: dict[Resource, float] = {
