@@ -197,7 +197,7 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
             how: Ways = {"window": options.window, "batch_invariant": invariant}
             work = dispatch.decode_work(paged.k, where[1], tokens=tokens, **how)
         attend = jax.jit(partial(dispatch.paged_attention_decode, options=options, work=work, impl=impl))
-        truth = _truth(reference.paged_attention_decode, options)
+        truth = _truth(reference.paged_attention_decode, options=options)
         return _attention(
             case,
             attend(q, paged.k, paged.v, *where),
@@ -225,7 +225,7 @@ def _latent(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
                 latent_dispatch.latent_attention_decode, rank=rank, options=AttentionOptions(0.1), impl=impl
             )
         )
-        want = _truth(reference.paged_attention_decode, AttentionOptions(0.1))(
+        want = _truth(reference.paged_attention_decode, options=AttentionOptions(0.1))(
             _wide(q), _wide(paged.k), _wide(paged.k), *where
         )
         return _attention(case, attend(q, paged.k, *where), want[..., :rank], paged._replace(v=paged.k))
@@ -267,7 +267,7 @@ def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         got = attend(q, paged.k, paged.v, *where)
         # other results are undefined, but must be finite
         got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)
-        truth = _truth(reference.paged_attention_prefill, _options(case))
+        truth = _truth(reference.paged_attention_prefill, options=_options(case))
         return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
     return dispatch.why_prefill_unsupported(q, paged.k, paged.v), run
@@ -316,7 +316,7 @@ def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     def run() -> Comparison:
         rows = {"rows": case.size // 2}
         got_q, got = jax.jit(partial(dispatch.kv_write, impl=impl, **rows))(*args, rotation=rotation)
-        want_q, want = _truth(reference.kv_write, rows)(*args, rotation=rotation)
+        want_q, want = _truth(reference.kv_write, **rows)(*args, rotation=rotation)
         q, wanted = (np.concatenate(parts).astype(np.float32)[real] for parts in (got_q, want_q))
         turned = compare(q, wanted, 1.01 * np.abs(wanted) * float(jnp.finfo(case.dtype).eps) + 1e-6)
         written = (
@@ -375,10 +375,12 @@ CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {
 }
 
 
-def _truth(function: Callable[..., Any], options: AttentionOptions) -> Callable[..., Any]:
+def _truth(function: Callable[..., Any], **fixed: Any) -> Callable[..., Any]:
+    """The reference, with these arguments, in float32."""
+
     def run(*args: Any, **more: Any) -> Any:
         with jax.default_matmul_precision("highest"):
-            return jax.jit(partial(function, options=options), compiler_options=UNTUNED)(*args, **more)
+            return jax.jit(partial(function, **fixed), compiler_options=UNTUNED)(*args, **more)
 
     return run
 

@@ -145,6 +145,6 @@ def test_the_digest_and_the_version_are_part_of_the_fingerprint(monkeypatch: pyt
     fingerprints = {spec.fingerprint()}
     monkeypatch.setattr("jengine.execution.spec.source_digest", lambda: "other sources")
     fingerprints.add(spec.fingerprint())
-    monkeypatch.setattr("jengine.__version__", "0.0.0")
+    monkeypatch.setattr("jengine.execution.spec.__version__", "0.0.0")
     fingerprints.add(spec.fingerprint())
     assert len(fingerprints) == 3
