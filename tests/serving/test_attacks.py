@@ -73,7 +73,7 @@ def test_an_attack_costs_its_own_request(name: str, server: ServerProcess) -> No
         [engine] = [
             pid
             for pid in server.children()
-            if "jengine.serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()
+            if "jengine.serving.processes.engine_" in Path(f"/proc/{pid}/cmdline").read_text()
         ]
         asked = attacks.ATTACKS[name](7)
         with Beside(stub) as beside:

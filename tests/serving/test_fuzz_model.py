@@ -164,7 +164,7 @@ def test_random_requests_against_a_model(requests: int, tmp_path: Path) -> None:
         [engine] = [
             pid
             for pid in server.children()
-            if "jengine.serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()
+            if "jengine.serving.processes.engine_" in Path(f"/proc/{pid}/cmdline").read_text()
         ]
         probe = asyncio.run(fuzz(server, 0, requests, seen))
         with Client(server.address, api_key=KEYS["root"]) as client:
