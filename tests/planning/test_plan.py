@@ -291,5 +291,5 @@ def test_llamas_programs(size: str, devices: int, tmp_path: Path) -> None:
     )
     done = compile_table(config, tmp_path, target="h200", progress=False)
     print(f"{len(done.file_bytes)} programs, {done.elapsed:.0f} s, {done.spec.num_pages} pages")
-    assert len(done.file_bytes) == 63
+    assert done.file_bytes.keys() == {str(key) for key in program_keys(done.spec)}
     assert PrebuiltPrograms(tmp_path).manifest().identity["num_pages"] == done.spec.num_pages
