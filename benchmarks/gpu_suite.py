@@ -51,30 +51,16 @@ from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
 PARTS = (
-    "correctness",
-    "decode",
-    "prefill",
-    "experts",
-    "products",
-    "programs",
-    "engine",
-    "transformers",
-    "tune",
-)
+    "correctness", "decode", "prefill", "experts", "products", "programs", "engine", "transformers", "tune",
+)  # fmt: skip
 SHARING = ("programs", "prefill", "transformers")  # parts in which JAX must leave GPU memory to others
 # seconds: maximum duration of a part; time after which no further case is started
 LIMIT, LAST_START = 480, 420
 ENDED = "the part was ended from outside"
 PACKAGES = (
-    "jax-cuda13-pjrt",
-    "jax-cuda12-pjrt",
-    "nvidia-cudnn-cu13",
-    "flax",
-    "torch",
-    "transformers",
-    "tokamax",
+    "jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "torch", "transformers", "tokamax",
     "flashinfer-python",
-)
+)  # fmt: skip
 
 
 def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:

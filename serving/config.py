@@ -22,23 +22,12 @@ from jengine.vllm.translate import SERVE_SETTINGS, suggestion, translated, value
 
 PREFIX = "JENGINE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-TOOL_CALL_PARSERS = (
-    *(
-        "auto",
-        "none",
-        "deepseek",
-        "glm45",
-        "harmony",
-        "hermes",
-        "kimi_k2",
-        "llama3_json",
-        "minimax_m2",
-        "mistral",
-        "pythonic",
-    ),
-    "qwen3_coder",
-)
-REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
+ToolCallParser = Literal[
+    "auto", "none", "deepseek", "glm45", "harmony", "hermes", "kimi_k2", "llama3_json", "minimax_m2",
+    "mistral", "pythonic", "qwen3_coder",
+]  # fmt: skip
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
+TOOL_CALL_PARSERS, REASONING_PARSERS = get_args(ToolCallParser), get_args(ReasoningParser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +104,8 @@ class ServerConfig:
     metrics_port: int | None = None
     http_port: int | None = None
     page: bool = False
-    tool_call_parser: Literal[
-        "auto",
-        "none",
-        "deepseek",
-        "glm45",
-        "harmony",
-        "hermes",
-        "kimi_k2",
-        "llama3_json",
-        "minimax_m2",
-        "mistral",
-        "pythonic",
-        "qwen3_coder",
-    ] = "auto"
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
     served_model_name: str | None = None
     max_waiting: int = 256
     max_streams_per_client: int = 256

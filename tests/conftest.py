@@ -39,33 +39,17 @@ settings.load_profile("jengine")
 # Files that take about 20 seconds of processor time or more, the longest first. They come first, so that no
 # process of a parallel run is left with one of them at the end.
 LONGEST = (
-    "tests/models/test_golden.py",
-    "tests/execution/test_gpu_programs.py",
-    "tests/kernels/test_ahead_of_time.py",
-    "tests/parallel/test_processes.py",
-    "tests/planning/test_plan.py",
-    "tests/test_package.py",
-    "tests/parallel/test_many_devices.py",
-    "tests/kernels/test_attention_decode.py",
-    "tests/engine/test_independence.py",
-    "tests/engine/test_beams.py",
-    "tests/test_vllm_scripts.py",
-    "tests/checkpoints/test_calibration.py",
-    "tests/engine/test_golden.py",
-    "tests/kernels/test_int4.py",
-    "tests/engine/test_progressive.py",
-    "tests/engine/test_start.py",
-    "tests/kernels/test_ampere.py",
-    "tests/kernels/test_cpu_attention.py",
-    "tests/engine/test_costs.py",
-    "tests/docs/test_docs.py",
-    "tests/execution/test_prebuilt_programs.py",
-    "tests/kernels/test_masked.py",
-    "tests/kernels/test_attention_prefill.py",
-    "tests/serving/test_serve_demo.py",
-    "tests/test_notebook.py",
+    "tests/models/test_golden.py", "tests/execution/test_gpu_programs.py",
+    "tests/kernels/test_ahead_of_time.py", "tests/parallel/test_processes.py", "tests/planning/test_plan.py",
+    "tests/test_package.py", "tests/parallel/test_many_devices.py", "tests/kernels/test_attention_decode.py",
+    "tests/engine/test_independence.py", "tests/engine/test_beams.py", "tests/test_vllm_scripts.py",
+    "tests/checkpoints/test_calibration.py", "tests/engine/test_golden.py", "tests/kernels/test_int4.py",
+    "tests/engine/test_progressive.py", "tests/engine/test_start.py", "tests/kernels/test_ampere.py",
+    "tests/kernels/test_cpu_attention.py", "tests/engine/test_costs.py", "tests/docs/test_docs.py",
+    "tests/execution/test_prebuilt_programs.py", "tests/kernels/test_masked.py",
+    "tests/kernels/test_attention_prefill.py", "tests/serving/test_serve_demo.py", "tests/test_notebook.py",
     "tests/test_paged_attention.py",
-)
+)  # fmt: skip
 # What `make test-quick` leaves out besides: folders whose tests compile most.
 COMPILING = tuple(
     f"tests/{name}" for name in ("checkpoints", "execution", "kernels", "models", "parallel", "planning")

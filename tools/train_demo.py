@@ -56,17 +56,9 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 SKIP = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "lib2to3",
-    "pydoc_data",
-    "encodings",
-    "ensurepip",
-    "turtledemo",
-    "__pycache__",
-}
+    "test", "tests", "idle_test", "site-packages", "lib2to3", "pydoc_data", "encodings", "ensurepip",
+    "turtledemo", "__pycache__",
+}  # fmt: skip
 HELD_OUT = 50  # one file in this many is held out
 BATCH_TOKENS = 4096
 

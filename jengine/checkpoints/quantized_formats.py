@@ -21,16 +21,9 @@ from pallas_kernels.int4 import E2M1
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
 ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale")  # settings for quantized activations
 PARTS = (
-    "qweight",
-    "qzeros",
-    "scales",
-    "g_idx",
-    "weight_packed",
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_zero_point",
-    "weight_g_idx",
-)
+    "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv",
+    "weight_zero_point", "weight_g_idx",
+)  # fmt: skip
 
 
 def read_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

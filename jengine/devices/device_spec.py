@@ -61,13 +61,9 @@ def device_spec(target: str) -> DeviceSpec:
         other = "; for another device, give --memory, --bandwidth and --compute"
         raise InvalidArgument("target", target, f"must be one of {', '.join(known_devices())}{other}")
     sheet: dict[str, Any] = _sheets()[name]
-    return DeviceSpec(
-        **(
-            {**_described(name), **sheet, "target": name}
-            if name in targets()
-            else {**sheet, "memory": sheet["memory"] * MIB}
-        )
-    )
+    if name in targets():
+        return DeviceSpec(**{**_described(name), **sheet, "target": name})
+    return DeviceSpec(**{**sheet, "memory": sheet["memory"] * MIB})
 
 
 def custom_device(

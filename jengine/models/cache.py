@@ -70,7 +70,8 @@ class CacheEntry:
         channels: numbers of a token that are live while the layer mixes tokens, on one device; a generous
             count.
         queries: None for a state.
-        reads: the layer whose entry this layer reads; it then has none of its own. None: its own.
+        reads: index of the layer whose keys and values this layer attends to; it caches none itself. None:
+            the layer caches its own.
     """
 
     kind: Kind

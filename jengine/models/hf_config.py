@@ -13,37 +13,19 @@ from jengine.models.config_parts import RopeScaling, Rotary
 from jengine.models.family import Fields
 
 ROPE_OPTIONS = (
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
-ROPE_FIELDS = {  # other fields that rope scaling may have: read below, or without effect on results
-    *(
-        "rope_type",
-        "type",
-        "rope_theta",
-        "factor",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-    ),
-    *("short_factor", "long_factor", "finetuned"),
-    *("mrope_section", "mrope_interleaved"),  # a text token has a single position
-}
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
+    "mscale_all_dim", "truncate",
+)  # fmt: skip
+# Other fields that rope scaling may have: read below, or without effect on results. A text token has a single
+# position, so mrope's do nothing.
+ROPE_FIELDS = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor",
+    "short_factor", "long_factor", "finetuned", "mrope_section", "mrope_interleaved",
+}  # fmt: skip
 AT_LEAST_ONE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "max_position",
-)
+)  # fmt: skip
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 

@@ -21,18 +21,10 @@ from jengine import InvalidArgument, SamplingParams
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 # Fields that clients send to all servers, and that do not affect answers.
-IGNORED = frozenset(
-    (
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    )
-)
+IGNORED = frozenset((
+    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+))  # fmt: skip
 # as long as the body
 LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))
 LONG_FIELDS |= {"text_1", "text_2", "data_1", "data_2", "queries", "query", "documents"}

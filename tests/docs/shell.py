@@ -21,17 +21,9 @@ from tests.docs.blocks import ROOT
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PATHS = {
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
-    "/v1/models",
-    "/metrics",
-    "/healthz",
-    "/readyz",
-    "/health",
-}
+    "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/models",
+    "/metrics", "/healthz", "/readyz", "/health",
+}  # fmt: skip
 UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", "sleep", ".venv/bin/jupyter"}
 KEYWORDS = {"until", "do", "done"}
 

@@ -45,15 +45,9 @@ GRPC, HTTP = "127.0.0.1:50051", "http://127.0.0.1:8000/v1"
 # text: output, which varies
 CHECKED = {"python", "bash", "console", "json", "toml", "pycon", "promql", "text"}
 ALIASES = {
-    "FinishReason",
-    "GenerationParams",
-    "OutputKind",
-    "StrategyName",
-    "MAX_CLIENT",
-    "Update",
-    "Updates",
+    "FinishReason", "GenerationParams", "OutputKind", "StrategyName", "MAX_CLIENT", "Update", "Updates",
     "__version__",
-}
+}  # fmt: skip
 
 ids = {"ids": name_of}
 

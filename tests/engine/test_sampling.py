@@ -95,15 +95,8 @@ def test_neighbours_do_not_notice(kind: str, engine: Engine, plain: list[list[in
 
 
 EFFECTIVE = [
-    "temperature",
-    "high temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "logit_bias",
-    "allowed_token_ids",
-]
+    "temperature", "high temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "allowed_token_ids",
+]  # fmt: skip
 EFFECTIVE += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
 
 

@@ -33,19 +33,9 @@ QUANTIZED: list[dict[str, Any]] = [
     {"variant": "llama_gqa", "quantization": "fp8", "kv_cache_dtype": "float8_e4m3fn"},
 ]
 OTHERS = [
-    "llama_mha",
-    "llama_mqa",
-    "llama_tied",
-    "llama_attention_bias",
-    "llama_mlp_bias",
-    "llama_head_dim",
-    "rope_dynamic_beyond",
-    "rope_yarn",
-    "gemma2",
-    "mixtral",
-    "opt_350m",
-    "qwen3_next",
-]
+    "llama_mha", "llama_mqa", "llama_tied", "llama_attention_bias", "llama_mlp_bias", "llama_head_dim",
+    "rope_dynamic_beyond", "rope_yarn", "gemma2", "mixtral", "opt_350m", "qwen3_next",
+]  # fmt: skip
 LARGE = 4096  # bytes of a constant; rotary frequencies are smaller
 
 

@@ -15,21 +15,14 @@ from typing import Any
 ANSWERS = Path(__file__).parent / "smollm2.json"  # for each chat: prompt and answer as token ids
 NEW_TOKENS = 32
 QUESTIONS = (
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "Explain why the sky is blue, in two sentences.",
-    "How do I boil an egg?",
-    "Name three kinds of fruit.",
-    "Translate 'good morning' into Spanish.",
-    "What does a compiler do?",
-    "Tell me a short story about a fox and a crow.",
-    "Why do leaves change color in autumn?",
-    "Give me a recipe for pancakes.",
-    "Who wrote Romeo and Juliet?",
+    "What is the capital of France?", "Write a haiku about the sea.",
+    "Explain why the sky is blue, in two sentences.", "How do I boil an egg?", "Name three kinds of fruit.",
+    "Translate 'good morning' into Spanish.", "What does a compiler do?",
+    "Tell me a short story about a fox and a crow.", "Why do leaves change color in autumn?",
+    "Give me a recipe for pancakes.", "Who wrote Romeo and Juliet?",
     "Summarize: The train was late because snow had covered the tracks, and nobody had cleared them.",
-    "Is a whale a fish? Answer yes or no, and say why.",
-    "Write a Python function that adds two numbers.",
-)
+    "Is a whale a fish? Answer yes or no, and say why.", "Write a Python function that adds two numbers.",
+)  # fmt: skip
 CHATS: list[list[dict[str, str]]] = [
     *([{"role": "user", "content": question}] for question in QUESTIONS),
     [

@@ -1,8 +1,8 @@
 """Mosaic GPU kernels on a CPU, interpreted with race detection, and paged caches whose unused parts are NaN.
 
 Pallas checks loads, stores and copies for races, but not what matrix products read (jax 0.12): a missing wait
-before one shows only where the product reads what is not there yet. jax 0.11.2 also fails where a barrier
-completes a phase that nobody has waited for.
+before one shows only where the product reads what is not there yet. jax 0.11.2 also fails if no
+thread has waited for a barrier when its phase completes.
 """
 
 from __future__ import annotations

@@ -131,17 +131,9 @@ def test_each_model_type_is_compared_in_ci() -> None:
 
 
 ONE_EACH = [
-    "mistral_window",
-    "phi3_window",
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "opt_125m",
-    "qwen2_untied",
-    "qwen3_tied",
-    "mixtral",
-    "qwen3_moe",
-]
+    "mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "qwen2_untied", "qwen3_tied",
+    "mixtral", "qwen3_moe",
+]  # fmt: skip
 ONE_EACH += [
     "smollm3",
     "olmo2",

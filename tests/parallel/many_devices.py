@@ -42,16 +42,9 @@ from tests.golden.weights import VARIANTS, Golden, max_model_len, weights, write
 # positions, projections, experts.
 QUICK = ["llama_mqa"]
 REST = [
-    "llama_attention_bias",
-    "llama_mlp_bias",
-    "mistral_window",
-    "phi3_window",
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "opt_125m",
-    "opt_350m",
-]
+    "llama_attention_bias", "llama_mlp_bias", "mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2",
+    "opt_125m", "opt_350m",
+]  # fmt: skip
 REST += ["qwen2_tied", "qwen3_untied", "mixtral", "qwen3_moe", "qwen3_moe_mixed", "llama_mha"]
 REST += [
     "olmo2",

@@ -219,7 +219,7 @@ def test_errors_name_the_field(client: Client) -> None:
         (lambda: client.generate([-1]), "prompt_token_ids", [-1], "cannot be sent: "),
         (lambda: client.generate([1], SamplingParams(), n=2), "sampling_params", SamplingParams(),
             "cannot be combined with its fields"),
-        (lambda: client.chat([{"role": "nobody", "content": ""}]), "messages[0].role", None,
+        (lambda: client.chat([{"role": "unknown", "content": ""}]), "messages[0].role", None,
             "must be one of system"),
         (lambda: client.chat([{"role": "user", "content": [1]}]), "messages[0]",
             {"role": "user", "content": [1]}, "cannot be sent: "),

@@ -14,17 +14,8 @@ from jengine.serving.config import KINDS, PREFIX
 
 ROOT = Path(__file__).parent.parent.parent
 INSTRUCTIONS = {
-    "FROM",
-    "WORKDIR",
-    "RUN",
-    "COPY",
-    "ENV",
-    "USER",
-    "VOLUME",
-    "EXPOSE",
-    "HEALTHCHECK",
-    "ENTRYPOINT",
-}
+    "FROM", "WORKDIR", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT",
+}  # fmt: skip
 
 
 def instructions(name: str) -> list[tuple[str, str]]:

@@ -34,23 +34,9 @@ REASONS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 TEXTS = [
-    "",
-    "a",
-    "fox",
-    "user",
-    "system",
-    "assistant",
-    "tool",
-    "mock",
-    "1",
-    "The quick brown fox",
-    "\x00",
-    "naïve 世界 🙂",
-    "{",
-    "[]",
-    "{}",
-    "null",
-]
+    "", "a", "fox", "user", "system", "assistant", "tool", "mock", "1", "The quick brown fox", "\x00",
+    "naïve 世界 🙂", "{", "[]", "{}", "null",
+]  # fmt: skip
 TEXTS += [
     '{"type": "object"}',
     "a+b*",

@@ -46,20 +46,9 @@ NEEDED = {  # fields that make a valid request
 }
 STATUSES = {200, 400, 404, 405, 409, 413, 415, 429, 504}  # 504: a timeout before the scores
 NAMES = (
-    "role",
-    "content",
-    "type",
-    "function",
-    "name",
-    "parameters",
-    "arguments",
-    "tool_calls",
-    "text",
-    "json_schema",
-    "schema",
-    "regex",
-    "json",
-)
+    "role", "content", "type", "function", "name", "parameters", "arguments", "tool_calls", "text",
+    "json_schema", "schema", "regex", "json",
+)  # fmt: skip
 WORDS = [
     *TEXTS,
     CALL,

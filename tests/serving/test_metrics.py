@@ -171,17 +171,11 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 LATENCIES = (
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_prompt_tokens",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_inference_time_seconds",
-    "request_generation_tokens",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_prompt_tokens", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_inference_time_seconds", "request_generation_tokens",
     "request_time_per_output_token_seconds",
-)
+)  # fmt: skip
 
 
 def test_steps() -> None:

@@ -257,31 +257,13 @@ def test_whole(name: str, text: str, events: list[Event]) -> None:
 
 
 MARKS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "<|python_tag|>",
-    "[f(a=1",
-    ")]",
-]
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
+    "[f(a=1", ")]",
+]  # fmt: skip
 MARKS += [BEGIN, END, CALL, CALL_END, SEP, KIMI.begin, KIMI.end, KIMI.call, KIMI.call_end]
 JSON = [
-    '{"name": "f", ',
-    '"arguments": ',
-    '"parameters": {}',
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    ",",
-    ";",
-    "\\",
-    "null",
-]
+    '{"name": "f", ', '"arguments": ', '"parameters": {}', "{", "}", "[", "]", '"', ",", ";", "\\", "null",
+]  # fmt: skip
 FRAGMENTS = st.sampled_from([*MARKS, *JSON, " ", "\n", "f", "g", "<", "x=", "'"])
 
 

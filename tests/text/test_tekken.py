@@ -20,26 +20,9 @@ from jengine.text.tokenizer import Tokenizer
 
 PATTERN = r" ?[A-Za-z]+|[0-9]|\s+|[^A-Za-z0-9\s]+"
 WORDS = [
-    "th",
-    "he",
-    "in",
-    " t",
-    "the",
-    " th",
-    " the",
-    "an",
-    "and",
-    "ing",
-    " a",
-    " an",
-    " and",
-    "ther",
-    "her",
-    " hea",
-    "==",
-    "\n\n",
-    "é",
-]
+    "th", "he", "in", " t", "the", " th", " the", "an", "and", "ing", " a", " an", " and", "ther", "her",
+    " hea", "==", "\n\n", "é",
+]  # fmt: skip
 RANKED = [bytes([i]) for i in range(256)] + [word.encode() for word in WORDS] + [b"never a token"]
 LISTED = [
     {"rank": 2, "token_str": "</s>", "is_control": True},

@@ -25,20 +25,9 @@ def composing() -> tokenizers.Tokenizer:
 
 KINDS = [byte_level(), byte_fallback(), composing()]
 PIECES = [
-    "The",
-    " quick",
-    "fibonacci",
-    " ",
-    "世界",
-    "\u03b9\u0308\u0301",
-    "\u1112\u1161\u11ab",
-    "<tool>",
-    "</s>",
-    "🙃",
-    "é",
-    "e\u0301",
-    "\x00",
-]
+    "The", " quick", "fibonacci", " ", "世界", "\u03b9\u0308\u0301", "\u1112\u1161\u11ab", "<tool>", "</s>",
+    "🙃", "é", "e\u0301", "\x00",
+]  # fmt: skip
 TEXTS = st.text(max_size=50) | st.lists(st.sampled_from(PIECES), max_size=50).map("".join)
 
 

@@ -21,16 +21,9 @@ AZURE = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
 BURST_GPT = {"Timestamp", "Request tokens", "Response tokens"}
 OURS, VERSION = "jengine_trace", 1
 FIELDS = {
-    "arrival",
-    "prompt_tokens",
-    "output_tokens",
-    "prompt_token_ids",
-    "prefix",
-    "priority",
-    "client",
-    "ttft_ms",
-    "tpot_ms",
-}
+    "arrival", "prompt_tokens", "output_tokens", "prompt_token_ids", "prefix", "priority", "client",
+    "ttft_ms", "tpot_ms",
+}  # fmt: skip
 
 
 def read_trace(path: str | Path) -> RequestTrace:

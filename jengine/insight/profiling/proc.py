@@ -10,68 +10,18 @@ from pathlib import Path
 
 UNKNOWN, RUNS = -2, -1  # special values for a system call's number
 # System calls that wait for an event. An idle thread is in one of them.
-WAITS = frozenset(
-    [
-        "futex",
-        "epoll_wait",
-        "epoll_pwait",
-        "poll",
-        "ppoll",
-        "select",
-        "pselect6",
-        "nanosleep",
-        "clock_nanosleep",
-        "recvfrom",
-        "recvmsg",
-        "read",
-        "accept",
-        "accept4",
-        "wait4",
-        "waitid",
-        "rt_sigtimedwait",
-        "io_getevents",
-        "restart_syscall",
-        "pause",
-        "sched_yield",
-        "readv",
-    ]
-)
+WAITS = frozenset([
+    "futex", "epoll_wait", "epoll_pwait", "poll", "ppoll", "select", "pselect6", "nanosleep",
+    "clock_nanosleep", "recvfrom", "recvmsg", "read", "accept", "accept4", "wait4", "waitid",
+    "rt_sigtimedwait", "io_getevents", "restart_syscall", "pause", "sched_yield", "readv",
+])  # fmt: skip
 # System calls on files, as made by logging, caching and saving.
-FILES = frozenset(
-    [
-        "write",
-        "pwrite64",
-        "writev",
-        "pwritev",
-        "fsync",
-        "fdatasync",
-        "sync_file_range",
-        "open",
-        "openat",
-        "close",
-        "stat",
-        "fstat",
-        "lstat",
-        "newfstatat",
-        "statx",
-        "lseek",
-        "rename",
-        "renameat",
-        "renameat2",
-        "unlink",
-        "unlinkat",
-        "mkdir",
-        "mkdirat",
-        "ftruncate",
-        "truncate",
-        "flock",
-        "fallocate",
-        "msync",
-        "sendfile",
-        "copy_file_range",
-        "getdents64",
-    ]
-)
+FILES = frozenset([
+    "write", "pwrite64", "writev", "pwritev", "fsync", "fdatasync", "sync_file_range", "open", "openat",
+    "close", "stat", "fstat", "lstat", "newfstatat", "statx", "lseek", "rename", "renameat", "renameat2",
+    "unlink", "unlinkat", "mkdir", "mkdirat", "ftruncate", "truncate", "flock", "fallocate", "msync",
+    "sendfile", "copy_file_range", "getdents64",
+])  # fmt: skip
 _X86_64 = {
     0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 7: "poll", 8: "lseek", 9: "mmap",
     10: "mprotect", 11: "munmap", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 23: "select",

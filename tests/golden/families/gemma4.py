@@ -135,7 +135,7 @@ def _experts(name: str, config: dict[str, Any]) -> Shapes:
 
 
 def layer_input(name: str, hidden: int, inputs: int) -> Shapes:
-    """Of a layer that has an embedding of its own for each token."""
+    """Tensors of a layer with per-layer input embeddings."""
     both = linear(f"{name}.per_layer_input_gate", inputs, hidden) | linear(
         f"{name}.per_layer_projection", hidden, inputs
     )
