@@ -154,12 +154,19 @@ def test_seeds_and_prompt_logprobs_do_not_either(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:quantization='fp8' is emulated")
 @pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8", "int4"])
 def test_fewer_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
-    """Rounding differs where devices quantize their own part of a row; the first tokens still agree."""
+    """Rounding differs where devices quantize their own part of a row. It takes the model no farther from
+    its answers with exact weights than one device's rounding does.
+    """
     write_model(tmp_path, "qwen3_untied")
-    options = {"quantization": quantization, "kv_cache_dtype": "int8"}
-    one, many = (answers(tmp_path, "qwen3_untied", devices, **options) for devices in (1, 4))
-    same = [a.tokens[:3] == b.tokens[:3] for a, b in zip(one, many, strict=True)]
-    assert sum(same) >= 0.8 * len(same)
+    exact, one, many = (
+        answers(tmp_path, "qwen3_untied", devices, quantization=kind, kv_cache_dtype="int8")
+        for devices, kind in ((1, None), (1, quantization), (4, quantization))
+    )
+
+    def near(found: list[Answer]) -> int:
+        return sum(a.tokens[:3] == b.tokens[:3] for a, b in zip(found, exact, strict=True))
+
+    assert near(many) >= max(near(one) - 2, len(exact) / 2)
 
 
 @pytest.mark.parametrize("devices", [2, 4])

@@ -44,7 +44,8 @@ NEEDED = {  # fields that make a valid request
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
 }
-STATUSES = {200, 400, 404, 405, 409, 413, 415, 429, 504}  # 504: a timeout before the scores
+# 403: a priority that the key does not allow; 504: a timeout before the scores
+STATUSES = {200, 400, 403, 404, 405, 409, 413, 415, 429, 504}
 NAMES = (
     "role", "content", "type", "function", "name", "parameters", "arguments", "tool_calls", "text",
     "json_schema", "schema", "regex", "json",
@@ -155,6 +156,7 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple
         leaves = rng.random() < 0.03
         text = "" if leaves else (await answer.aread()).decode()
     assert answer.status_code in STATUSES, (answer.status_code, text, method, shown, raw[:500])
+    assert answer.status_code != 403 or leaves or "min_priority" in text, (text, raw[:500])
     if not leaves and method == "POST" and answer.status_code >= 400:
         assert json.loads(text)["error"]["message"], text
     if not leaves and answer.headers["content-type"].startswith("text/event-stream"):
