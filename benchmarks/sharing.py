@@ -50,7 +50,8 @@ class CountingRunner(Runner):
     prompt_tokens = 0
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        self.prompt_tokens += sum(span.length for span in plan.spans if span.tokens is not None)
+        prompts = plan.spans[len(plan.spans) - plan.prompts :]
+        self.prompt_tokens += sum(span.length for span in prompts)
         return super().dispatch(plan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling
-from jengine.scheduling.step_plan import SlotReset, StepPlan
+from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
 from jengine.table.program_table import ProgramTable, TrunkKey
 
 ENTRY_WORDS, RESET_WORDS = 4, 1 + SAMPLING_WORDS
@@ -96,13 +97,17 @@ class BatchLayout:
         buffer = np.zeros(self.size, np.int32)
         at = Batch(*self.offsets)  # type: ignore[arg-type]
         placement, size, spans = self.table.place(plan.spans), self.table.tile_size, plan.spans
-        rows = placement.rows
-        buffer[at.row_slots : at.row_slots + rows] = [span.slot for span in spans[:rows]]
-        buffer[at.row_positions : at.row_positions + rows] = [span.start for span in spans[:rows]]
-        buffer[at.row_tokens : at.row_tokens + rows] = [span.known for span in spans[:rows]]
+        rows, on_rows = placement.rows, spans[: placement.on_rows]
+        slots, positions = [span.slot for span in on_rows], [span.start for span in on_rows]
+        tokens, first = [span.known for span in on_rows], [*range(rows)]
+        if rows > len(on_rows):
+            slots, positions, tokens, first = _on_several_rows(on_rows)
+        buffer[at.row_slots : at.row_slots + rows] = slots
+        buffer[at.row_positions : at.row_positions + rows] = positions
+        buffer[at.row_tokens : at.row_tokens + rows] = tokens
         if self.states:
-            _fill(buffer, at.row_states, [span.states or NULL_STATES for span in spans[:rows]])  # type: ignore[arg-type]
-        first = [*range(rows)]  # index of each span's first token on the token axis
+            _fill(buffer, at.row_states, [span.states or NULL_STATES for span in on_rows])  # type: ignore[arg-type]
+        # `first` is the index of each span's first token on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]
             assert span.tokens is not None
@@ -132,6 +137,19 @@ class BatchLayout:
     def unpack(self, buffer: jax.Array) -> Batch:
         parts = zip(self.offsets, self.shapes, strict=True)
         return Batch(*(buffer[start : start + int(np.prod(shape))].reshape(shape) for start, shape in parts))
+
+
+def _on_several_rows(spans: Sequence[Span]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Slots, positions and tokens of all rows of spans, some of which have several, and the index of each
+    span's first row."""
+    slots, positions, tokens, first = list[int](), list[int](), list[int](), list[int]()
+    for span in spans:
+        following = span.following or ()
+        first.append(len(slots))
+        slots += [span.slot] * (1 + len(following))
+        positions += range(span.start, span.start + 1 + len(following))
+        tokens += (span.known, *following)
+    return slots, positions, tokens, first
 
 
 def _fill(buffer: np.ndarray, start: int, rows: object) -> None:

@@ -12,6 +12,7 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.updates import ScoredToken
 from jengine.scheduling.admission.admission import Admission
 from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
@@ -24,6 +25,7 @@ from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rules.beam_searches import BeamSearches
 from jengine.scheduling.rules.bursts import Bursts
+from jengine.scheduling.rules.prompt_rows import PromptRows
 from jengine.scheduling.rules.repeats import Repeats
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.step.collected import Collected
@@ -69,6 +71,7 @@ class Scheduler:
         registry: unfinished sequences.
         limits: limits of one sequence.
         predictor: looks up what steps cost, and the programs that are ready.
+        rows_or_tiles: whether ends of prompts lie on rows.
         acceptance: targets of requests.
         admission: the strategy, and how many requests run.
         prefixes: the prefix cache's hits.
@@ -129,10 +132,20 @@ class Scheduler:
             ReadyPrograms(table), costs, self.blocks, self.composition, max_num_batched_tokens
         )
         self.acceptance = Acceptance(self.registry, self.limits, self.predictor)
-        self.admission = Admission(self.registry, self.limits, self.predictor, self.acceptance, self.timeline)
+        # rows of a recurrent layer run side by side, and batch invariance fixes each token's program
+        in_tiles = num_states > 0 or table.batch_invariant
+        self.rows_or_tiles = RowsOrTiles(
+            self.predictor, self.limits.windows, 0 if in_tiles else table.tile_size - 1
+        )
+        self.admission = Admission(
+            self.registry, self.limits, self.predictor, self.acceptance, self.timeline, self.rows_or_tiles
+        )
         self.prefixes = PrefixLookup(self.blocks, self.limits, self.composition, self.predictor)
         self.rows = Rows(self.registry, self.limits)
-        self.searches, repeats = BeamSearches(self.registry, self.rows), Repeats(self.registry)
+        self.searches, repeats = (
+            BeamSearches(self.registry, self.rows),
+            Repeats(self.registry, self.limits, self.predictor),
+        )
         self.prompts = PromptCutter(
             self.registry,
             self.limits,
@@ -145,6 +158,7 @@ class Scheduler:
         )
         self.rules: tuple[Rule, ...] = (
             Bursts(self.registry, self.limits, self.predictor),
+            PromptRows(self.rows_or_tiles, table.tile_size),
             repeats,
             self.searches,
         )
@@ -263,7 +277,7 @@ class Scheduler:
             plan.steps,
         )
         pages = self.blocks.pages_of(self.limits.longest_after(plan.longest, steps))
-        trunk = ready.trunk(len(plan.rows), plan.tiles, pages, len(plan.samples))
+        trunk = ready.trunk(len(plan.rows) + plan.more_rows, plan.tiles, pages, len(plan.samples))
         variant = VARIANTS[plan.rank]
         sampler = ready.sampler(trunk, variant) if steps == 1 else self.table.sampler(trunk, variant)
         if states is not None:
@@ -274,7 +288,11 @@ class Scheduler:
                 )
         if plan.lengthened:
             for sequence, span in zip(plan.rows, plan.spans, strict=False):
-                sequence.plan_row(span.length, least=1 if steps == 1 else span.length)
+                if steps > 1 or span.guesses:
+                    sequence.plan_row(span.length, least=span.length - span.guesses)
+                else:  # its tokens are known, and the last one is followed by a new one
+                    sequence.num_computed += span.length
+                    sequence.in_flight += 1
         else:
             for sequence in plan.rows:
                 sequence.num_computed += 1
@@ -331,7 +349,7 @@ class Scheduler:
         every step.
         """
         sequences = [*map(self.registry.by_number.get, [sample.seq for sample in plan.samples])]
-        fair, prompts, dropped = self.registry.fair, plan.trunk.tiles > 0, list[int]()
+        fair, prompts, dropped = self.registry.fair, plan.prompts > 0, list[int]()
         stopping = not self.registry.stop_ids.keys().isdisjoint(tokens)
         for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence is None:
@@ -358,7 +376,7 @@ class Scheduler:
     ) -> Collected:
         """`collect` for any step."""
         collected = Collected([], [], [])
-        by_number, fair, prompts = self.registry.by_number, self.registry.fair, plan.trunk.tiles > 0
+        by_number, fair, prompts = self.registry.by_number, self.registry.fair, plan.prompts > 0
         lists = [[given] if isinstance(given, int) else given for given in tokens]
         for i, (sample, own) in enumerate(zip(plan.samples, lists, strict=True)):
             sequence = by_number.get(sample.seq)
@@ -406,5 +424,5 @@ class Scheduler:
 def _settle(sequence: Sequence, plan: StepPlan, sample: Sample, given: int) -> None:
     """Corrects a sequence's length by the tokens that its row gave."""
     span = plan.spans[sample.span]
-    if span.tokens is None:
-        sequence.settle_row(span.length, least=1 if plan.steps == 1 else span.length, given=given)
+    if span.guesses:
+        sequence.settle_row(span.length, least=span.length - span.guesses, given=given)

@@ -24,14 +24,16 @@ class Span(msgspec.Struct, gc=False):
             from there; for it this is an upper bound, for pages and budgets, since steps in flight may yield
             fewer tokens than planned.
         length: number of tokens. In a burst, the number that the row reads: the first from the slot, the
-            others from the burst. In a single step, a row of several tokens yields at least one token and at
-            most so many.
-        tokens: their ids; None: a single token in a decode row, which the previous step left in the slot on
-            the device.
+            others from the burst.
+        tokens: their ids, in tiles; None: the span lies on decode rows, one for each token. Its first token
+            is `known` or, if that is -1, the one that the previous step left in the slot on the device.
+        following: for a span of several rows, the ids of the tokens after the first; otherwise None.
+        guesses: how many of its last tokens are not known. It yields `length` tokens, or fewer, but at least
+            `length` - `guesses`.
         targets: the tokens that follow these, if their log probabilities were requested.
         pool: offset from which hidden states are summed, for an embedding; None: none are summed.
-        known: for a decode row, the token's id if it is not in the slot, because the row repeats an earlier
-            one or the host chose the token; otherwise -1.
+        known: for a span on rows, the first token's id if it is not in the slot, because it is a prompt's,
+            the row repeats an earlier one, or the host chose it; otherwise -1.
         states: for a model with recurrent states, the page that the first tile reads, then the page that each
             tile writes and the next one reads. A row counts as one tile.
     """
@@ -45,6 +47,8 @@ class Span(msgspec.Struct, gc=False):
     pool: int | None = None
     known: int = -1
     states: list[int] | None = None
+    following: list[int] | None = None
+    guesses: int = 0
 
 
 class Sample(msgspec.Struct, gc=False):
@@ -84,6 +88,8 @@ class StepPlan:
         work: the part of its cost that does not depend on its programs.
         steps: number of decode steps in a burst. Spans are rows, and each takes part in the first `length`
             steps.
+        prompts: number of spans of prompts or of other tokens that were known when their sequence was
+            admitted. They follow those of decoding sequences: first on rows, then in tiles.
         seconds: predicted device time; 0 if it was not requested.
     """
 
@@ -96,6 +102,7 @@ class StepPlan:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     work: Work = NO_WORK
     steps: int = 1
+    prompts: int = 0
     seconds: float = 0.0
 
     @property

@@ -102,6 +102,7 @@ class Tokens(Protocol):
 
     length: int
     tokens: list[int] | None
+    following: list[int] | None
 
 
 class Tile(NamedTuple):
@@ -116,12 +117,14 @@ class Placement(NamedTuple):
     """The positions of a step's spans on a program's token axis.
 
     Attributes:
-        rows: number of spans that have a row; these come first.
-        tiles: tiles of the other spans, in order.
+        rows: number of rows.
+        tiles: tiles of the spans that have no rows, in order.
+        on_rows: number of spans that have rows; these come first.
     """
 
     rows: int
     tiles: list[Tile]
+    on_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +222,17 @@ class ProgramTable:
         return key
 
     def place(self, spans: Sequence[Tokens]) -> Placement:
-        """Assigns a row to each span whose token is on the device, and tiles to the other spans, which
-        follow.
+        """Assigns rows to the spans without `tokens`, one for their first token and one for each of those
+        that follow it, and tiles to the other spans, which come last.
         """
-        rows, size, tiles = (
+        on_rows, size, tiles = (
             bisect_left(spans, True, key=lambda span: span.tokens is not None),
             self.tile_size,
             [],
         )
-        for i, span in enumerate(spans[rows:], rows):
+        for i, span in enumerate(spans[on_rows:], on_rows):
             tiles += [Tile(i, at, min(size, span.length - at)) for at in range(0, span.length, size)]
-        return Placement(rows, tiles)
+        return Placement(on_rows + sum(map(len, following_of(spans[:on_rows]))), tiles, on_rows)
 
     def page_bucket(self, pages: int, tiles: int) -> int:
         """The smallest page bucket of trunks with or without tiles that holds this many pages of a
@@ -294,6 +297,11 @@ class ProgramTable:
     def tokens(self, key: TrunkKey) -> int:
         """Length of a step's token axis, padding included."""
         return key.rows + key.tiles * self.tile_size
+
+
+def following_of(spans: Sequence[Tokens]) -> list[list[int]]:
+    """The tokens on further rows, of those spans that have several rows."""
+    return [following for span in spans if (following := span.following)]
 
 
 def _powers(low: int, high: int) -> tuple[int, ...]:

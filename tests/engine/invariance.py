@@ -86,7 +86,7 @@ class Observed:
         engine.runner.begin = self.begin  # type: ignore[method-assign]
 
     def begin(self, plan: StepPlan) -> Any:
-        self.repeated += sum(span.known >= 0 for span in plan.spans)
+        self.repeated += sum(span.length for span in plan.spans if span.known >= 0)
         self.beside = max(self.beside, sum(span.tokens is None for span in plan.spans))
         for span in plan.spans:
             if span.tokens is not None:

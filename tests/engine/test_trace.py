@@ -78,7 +78,8 @@ def test_an_async_llm_tells_too(text_model: Path) -> None:
             assert [request.output_tokens for request in trace.requests] == [30] and len(trace.steps) == 30
             assert (await llm.explain(600.0)).steps == 30
             assert not (await llm.trace(1e-9)).steps
-            assert llm.backend.totals.rows == 29
+            prompt = trace.steps[0].prompt_rows
+            assert 0 < prompt < 8 and llm.backend.totals.rows == prompt + 29
         with pytest.raises(EngineDead):
             await llm.trace()
 

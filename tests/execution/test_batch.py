@@ -74,7 +74,13 @@ TABLES = st.builds(
 def plans(draw: st.DrawFn) -> tuple[StepPlan, BatchLayout]:
     """A plan that fills its program to any degree, and the program's layout."""
     table, ids = draw(TABLES), st.lists(WHOLE, min_size=1, max_size=150)
-    spans = draw(st.lists(st.builds(Span, WHOLE, WHOLE, WHOLE), max_size=16))
+    spans, room = list[Span](), 16
+    for more in draw(st.lists(st.lists(WHOLE, max_size=4), max_size=16)):
+        if (room := room - 1 - len(more)) >= 0:
+            first = draw(WHOLE) if more else draw(st.integers(-1, 5))
+            start = draw(st.integers(0, 2**30))
+            spans.append(Span(draw(WHOLE), draw(WHOLE), start, 1 + len(more), known=first,
+                              following=more or None))  # fmt: skip
     for tokens in draw(st.lists(ids, max_size=3)):
         span = Span(draw(WHOLE), draw(WHOLE), draw(st.integers(0, 2**30)), len(tokens), tokens)
         if len(table.place([*spans, span]).tiles) <= table.max_tiles:
@@ -109,12 +115,16 @@ def test_pack_and_unpack(case: tuple[StepPlan, BatchLayout]) -> None:
         return values + [like] * (length - len(values))
 
     key, size = plan.trunk, layout.table.tile_size
-    rows = [span for span in plan.spans if span.tokens is None]
+    on_rows = [span for span in plan.spans if span.tokens is None]
+    rows = [span for span in on_rows for _ in range(span.length)]
     assert got.row_slots == padded([span.slot for span in rows], 0, key.rows)
-    assert got.row_positions == padded([span.start for span in rows], 0, key.rows)
+    positions = [at for span in on_rows for at in range(span.start, span.start + span.length)]
+    assert got.row_positions == padded([*positions], 0, key.rows)
+    tokens = [token for span in on_rows for token in (span.known, *(span.following or []))]
+    assert got.row_tokens == padded([*tokens], 0, key.rows)
     tiles = [
         (span, at, span.tokens[at : at + size])
-        for span in plan.spans[len(rows) :]
+        for span in plan.spans[len(on_rows) :]
         for at in range(0, span.length, size)
     ]  # type: ignore[index]
     assert got.tile_slots == padded([span.slot for span, _, _ in tiles], 0, key.tiles)

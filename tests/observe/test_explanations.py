@@ -126,11 +126,22 @@ def test_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_padded_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that would not fit on the rows."""
     virtual = make_virtual(monkeypatch, base=5 * MS, token=0.5 * MS)
     for i in range(300):
-        virtual.ask(2, 1, at=0.05 * i)
+        virtual.ask(17, 1, at=0.05 * i)
     finding = found(virtual, "padding")
     assert finding.option == "tile_size" and finding.change.startswith("32:")
+
+
+def test_rows_that_compute_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is padded but a few rows."""
+    virtual = make_virtual(monkeypatch, base=5 * MS, token=0.5 * MS)
+    for i in range(300):
+        virtual.ask(6, 1, at=0.05 * i)
+    trace = virtual.run()
+    assert not explain(trace).findings
+    assert all(step.rows == step.prompt_rows == 6 and not step.trunk.tiles for step in trace.steps)
 
 
 def test_queueing(monkeypatch: pytest.MonkeyPatch) -> None:

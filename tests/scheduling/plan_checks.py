@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 def check_plan(device: StrictDevice, plan: StepPlan) -> int:
-    """Returns the number of rows."""
+    """Returns the number of spans on rows."""
     table, placement = device.table, device.table.place(plan.spans)
-    rows, tiles = placement.rows, len(placement.tiles)
+    rows, tiles, on_rows = placement.rows, len(placement.tiles), placement.on_rows
     assert rows + tiles > 0, "an empty step"
-    assert all((span.tokens is None) == (i < rows) for i, span in enumerate(plan.spans)), "rows come first"
+    assert all((span.tokens is None) == (i < on_rows) for i, span in enumerate(plan.spans)), "rows come first"
+    decoding = len(plan.spans) - plan.prompts
+    assert decoding <= on_rows and all(span.known >= 0 for span in plan.spans[decoding:on_rows])
     assert plan.trunk in table.trunks() and plan.sampler in table.samplers(), (
         "a program that is not in the table"
     )
@@ -26,15 +28,20 @@ def check_plan(device: StrictDevice, plan: StepPlan) -> int:
     _check_ready(device, plan, rows, tiles)
     assert rows + tiles * table.tile_size <= device.max_num_batched_tokens
     if table.batch_invariant:
-        _check_places(device, plan.spans, rows)
-    slots = [span.slot for span in plan.spans]
-    assert len(set(slots)) == len(slots), "a sequence twice"
+        _check_places(device, plan.spans, on_rows)
+    for part in (plan.spans[:on_rows], plan.spans[on_rows:]):  # a prompt may lie on rows and in tiles
+        assert len({span.slot for span in part}) == len(part), "a sequence twice"
+    assert not {s.seq for s in plan.spans[:decoding]} & {s.seq for s in plan.spans[decoding:]}
+    if on_rows > decoding:
+        assert not device.states.pages and all(
+            span.targets is None is span.pool for span in plan.spans[decoding:on_rows]
+        )
     assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
     ranks = [device.sequences[sample.seq].variant_rank for sample in plan.samples]
     variants = VARIANTS[max(ranks, default=0) :]
     cheapest = next(v for v in variants if SamplerKey(plan.sampler.rows, v) in device.ready)
     assert plan.sampler.variant == cheapest, "a costlier sampler than needed"
-    return rows
+    return on_rows
 
 
 def _check_places(device: StrictDevice, spans: List[Span], rows: int) -> None:

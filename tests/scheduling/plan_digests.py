@@ -95,6 +95,7 @@ class Run:
             groups=[GroupPages(window) for window in windows],
             costs=Costs(ProgramTable((1,), (1,), (1,), 1)),
             invariant_tiles=invariant,
+            prompt_rows=seed % 2 == 1 and states is None and not invariant,
             num_states=0 if states is None else max(1 + max_num_seqs + states, 3),
             clock=lambda: self.now,
             **options,

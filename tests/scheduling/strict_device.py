@@ -57,6 +57,8 @@ class StrictDevice:
         bursts: that were run.
         prefilled: tokens that tiles computed.
         repeated: tokens that rows computed again.
+        on_rows: tokens of prompts that rows computed.
+        several: spans of several rows with known tokens.
         ready: programs that it has.
         guesses: draws how many tokens a row of several yields in a single step; None: rows have one token.
         fewer: how often such a row has yielded fewer tokens than planned.
@@ -73,51 +75,53 @@ class StrictDevice:
         # (page, offset) -> (cache group, hash of the salt and all tokens up to it, whether a row computed it)
         self.cache: dict[tuple[int, int], tuple[int, int, bool]] = {}
         self.bursts = self.hits = self.copies = self.prefilled = self.repeated = self.fewer = 0
+        self.on_rows = self.several = 0
         self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
         self.host = HostMemory(self._page, self._set_page)
         self.guesses: random.Random | None = None
 
     def run(self, plan: StepPlan) -> tuple[Tokens, dict[int, ScoredToken]]:
         """Runs a plan. Returns the tokens of every sample, and the candidates of beams."""
-        rows = check_plan(self, plan)
+        rows, decoding = check_plan(self, plan), len(plan.spans) - plan.prompts
         self._take_updates(plan)
         if plan.steps > 1:
             return self._run_burst(plan), {}
         # with true positions; tokens of longer rows, by index of the span
-        spans, several = [], dict[int, list[int]]()
-        for i, span in enumerate(plan.spans[:rows]):
+        spans: list[Span] = [*plan.spans]
+        several = dict[int, list[int]]()
+        for i, span in enumerate(plan.spans[:decoding]):
             if span.known < 0:
                 token, at = self._last(span)
-                spans.append(structs.replace(span, start=at))
+                spans[i] = structs.replace(span, start=at)
                 if span.length > 1:
-                    several[i] = self._run_guesses(spans[-1], plan.trunk.pages)
+                    several[i] = self._run_guesses(spans[i], plan.trunk.pages)
                     continue
+                tokens = [token]
             else:
-                sequence = self.sequences[span.seq]
-                assert span.known == sequence.tokens[span.start] and span.length == 1
-                token = span.known
-                spans.append(span)
+                tokens, sequence = self._given(span), self.sequences[span.seq]
                 if sequence.searches:  # its block table says which beam it goes on from
+                    assert span.length == 1
                     self.slots[span.slot].tokens = sequence.tokens[: span.start]
                 else:
                     assert self.table.batch_invariant
-                    self.repeated += 1
-            self._write(spans[-1], [token], plan.trunk.pages)
-        for span in plan.spans[rows:]:
-            assert span.tokens is not None and len(span.tokens) == span.length >= 1
+                    self.repeated += span.length
+            self._write(spans[i], tokens, plan.trunk.pages)
+        # a span on rows may follow one of its sequence in tiles
+        for span in [*plan.spans[rows:], *plan.spans[decoding:rows]]:
+            tokens = self._given(span)
             self._start(span)
             self.prefilled += span.length
-            self._write(span, span.tokens, plan.trunk.pages)
-            spans.append(span)
+            self.on_rows += span.length * (span.tokens is None)
+            self._write(span, tokens, plan.trunk.pages)
         # writes come first: a tile attends to tiles before it in the same step, of other sequences too
         for i, span in enumerate(spans):
             if i not in several:
                 self._read(span)
-        tokens, found = list[list[int]](), dict[int, ScoredToken]()
+        sampled, found = list[list[int]](), dict[int, ScoredToken]()
         for row, sample in enumerate(plan.samples):
             span, slot = spans[sample.span], self.slots[sample.slot]
             if sample.span in several:
-                tokens.append(several[sample.span])
+                sampled.append(several[sample.span])
                 continue
             reset, giver = slot.reset, self.slots[span.slot]
             assert sample.offset == span.length - 1
@@ -136,10 +140,18 @@ class StrictDevice:
                     slot.tokens, reset.seed, reset.sample_index, beams.beam_width, beams.temperature
                 )
                 slot.last = None  # the host chooses
-                tokens.append([found[row].token])
+                sampled.append([found[row].token])
                 continue
-            tokens.append([self._sample(slot, span.start + sample.offset + 1)])
-        return tokens if several else [token for (token,) in tokens], found
+            sampled.append([self._sample(slot, span.start + sample.offset + 1)])
+        return sampled if several else [token for (token,) in sampled], found
+
+    def _given(self, span: Span) -> list[int]:
+        """The tokens that a span brings along."""
+        tokens = [span.known, *(span.following or ())] if span.tokens is None else span.tokens
+        assert span.start >= 0 and 1 <= len(tokens) == span.length
+        assert tokens == self.sequences[span.seq].tokens[span.start : span.start + span.length]
+        self.several += span.following is not None
+        return tokens
 
     def _last(self, span: Span) -> tuple[int, int]:
         """What a row takes from its slot: a token, and its position."""
@@ -272,13 +284,15 @@ class Loop:
 
     Args:
         invariant_tiles: of the prefill program of a batch-invariant table; 0: the table is none.
+        prompt_rows: whether ends of prompts may lie on rows.
     """
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int,
         max_num_seqs: int,
                  max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
                  groups: List[GroupPages] = FULL,
-                 invariant_tiles: int = 0, num_states: int = 0, **options: object) -> None:  # fmt: skip
+                 invariant_tiles: int = 0, num_states: int = 0, prompt_rows: bool = False,
+                 **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
         table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, steps=steps, **limits)
@@ -300,6 +314,8 @@ class Loop:
             **limits,
             **options,
         )  # type: ignore[arg-type]
+        if not prompt_rows:
+            self.scheduler.rows_or_tiles.most = 0
         self.device = StrictDevice(table, **pages, **limits)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.sequences: list[Sequence] = []

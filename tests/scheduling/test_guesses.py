@@ -38,7 +38,8 @@ class Guesses(Rule):
                 and blocks.available(blocks.new_pages(new))
             ):
                 plan.enter(span.slot, blocks.grow(span.seq, end))
-                span.length, plan.lengthened, plan.longest = length, True, max(plan.longest, end)
+                span.length, span.guesses = length, length - 1
+                plan.lengthened, plan.longest = True, max(plan.longest, end)
 
 
 def guessing(seed: int = 0, **changes: Any) -> Loop:
@@ -116,6 +117,7 @@ def test_among_other_requests(seed: int, steps: int) -> None:
         prefix_caching=True,
         num_scheduler_steps=steps,
         page_buckets=draw.choice([(0,), (1, 24)]),
+        prompt_rows=seed % 2 == 1,
     )
     ahead, longest = draw.randint(0, 2), loop.max_model_len - 1
     while len(loop.sequences) < 60:

@@ -54,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_pages=st.sampled_from([0, 0, 1, 4, 30]),
         staged=st.integers(1, 5),
         more_states=st.sampled_from([None, None, 0, 2, 20]),
+        prompt_rows=st.booleans(),
     )
     def start(
         self,
@@ -78,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_pages,
         staged,
         more_states,
+        prompt_rows,
     ):
         if more_states is not None:
             host_pages = invariant_tiles = 0  # refused with recurrent states
@@ -105,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             host_pages=host_pages if prefix_caching else 0,
             staged=staged,
             num_states=0 if more_states is None else max(1 + max_num_seqs + more_states, 3),
+            prompt_rows=prompt_rows and more_states is None and not invariant_tiles,
         )
         if few:
             self.loop.begin_with_few()

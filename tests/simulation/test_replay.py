@@ -20,14 +20,14 @@ from tests.simulation.shapes import make_shape, poisson
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_alone_takes_what_its_steps_take(overlap):
-    """A prompt of 10 tokens in two tiles, and four rows. With overlap, the host's work hides behind the
-    device's, but at both ends.
+    """A prompt of 10 tokens in a tile and on two rows, and four rows. With overlap, the host's work hides
+    behind the device's, but at both ends.
     """
     shape = make_shape(overlap=overlap)
     costs, table = shape.costs, shape.table
     outcome = replay(shape, make_trace([(5.0, 10, 5)]))
     steps = [
-        (TrunkKey(8, 2), Work(attended=55)),
+        (TrunkKey(8, 1), Work(9 + 10, 10, attended=36)),
         *[(TrunkKey(8, 0), Work(length, length)) for length in (11, 12, 13, 14)],
     ]
     device = [costs.seconds(trunk, table.sampler(trunk, "greedy"), work) for trunk, work in steps]

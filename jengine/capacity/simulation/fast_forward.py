@@ -31,7 +31,7 @@ class ConstantPredictor(StepPredictor):
 
 
 class FastForward:
-    """Steady steps of a scheduler. A steady step has the same rows as the previous step, and no tiles.
+    """Steady steps of a scheduler. A steady step has the same rows as the previous step, and no prompts.
 
     The little that `schedule` and `collect` do for such a step is done here: pages (`begin`), predictions
     (`planned`, `collected`), and tokens, once for many steps (`advance`).
@@ -48,7 +48,7 @@ class FastForward:
         In a replay, only its length ends a sequence, and the samples of decode rows are not needed.
         """
         scheduler = self._scheduler
-        if plan.trunk.tiles:
+        if plan.prompts:
             return scheduler.collect(plan, tokens)
         by_number, fair = self._registry.by_number, self._registry.fair
         scheduler.timeline.collect(scheduler.clock())

@@ -93,7 +93,7 @@ class VirtualEngine:
             self._take_arrivals()
             if scheduler.has_work or self._in_flight:
                 plan = self._step()
-                if plan is not None and not plan.trunk.tiles and self._fast_forward:
+                if plan is not None and not plan.prompts and self._fast_forward:
                     self._skip(plan)
             elif self._taken < len(self._rows):
                 self.now = self._arrivals[self._taken]
@@ -201,9 +201,10 @@ class VirtualEngine:
             self.now = max(self.now, done)
             collected = self._collect(plan, self._sampled(plan))
             self._host(self.times.host(len(plan.spans), plan.trunk.tiles).collect)
-            if plan.trunk.tiles:  # samples of prompts, which follow those of the rows, are first tokens
+            if plan.prompts:  # samples of prompts, which follow those of the rows, are first tokens
+                decoding = len(plan.spans) - plan.prompts
                 for i, sequence, _ in reversed([*collected]):
-                    if plan.spans[plan.samples[i].span].tokens is None:
+                    if plan.samples[i].span < decoding:
                         break
                     if len(sequence.tokens) - sequence.prompt_len == 1:
                         self.outcome.first[int(sequence.request_id)] = self.now

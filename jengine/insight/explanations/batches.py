@@ -25,7 +25,7 @@ def prefill_interference(window: Window) -> Finding | None:
     """Streams wait while prompts are computed."""
     if not window.enough:
         return None
-    decoding = [step for step in window.steps if step.rows]
+    decoding = [step for step in window.steps if step.rows > step.prompt_rows]
     mixed = [step for step in decoding if step.tiles]
     if not mixed:
         return None

@@ -94,6 +94,7 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
         **named,
         "program": step.name,
         "rows": step.rows,
+        "rows of prompts": step.prompt_rows,
         "padded rows": step.padded_rows,
         "tiles": step.tiles,
         "prompt tokens": step.prompt_tokens,

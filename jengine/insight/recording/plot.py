@@ -70,8 +70,8 @@ def _tokens(axes: Any, steps: Sequence[StepRecord], begun: float, tile_size: int
     at, width = [step.begun - begun for step in steps], [max(step.ended - step.begun, 1e-9) for step in steps]
     bottom = [0] * len(steps)
     series = (
-        ("rows", DECODE, [step.rows for step in steps]),
-        ("prompts", PREFILL, [step.prompt_tokens for step in steps]),
+        ("rows", DECODE, [step.rows - step.prompt_rows for step in steps]),
+        ("prompts", PREFILL, [step.prompt_tokens + step.prompt_rows for step in steps]),
         ("padding", WAITING, [step.padded_rows + step.padded_tokens(tile_size) for step in steps]),
     )
     for name, colour, counts in series:

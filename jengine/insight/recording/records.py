@@ -25,7 +25,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         number: in order of dispatch, from 0.
         trunk, sampler: the programs that ran.
         rows: number of decode rows, in each of its `steps` steps or in the first of them.
-        tiles, prompt_tokens: of prompts.
+        tiles, prompt_tokens: of prompts, without tokens that lie on rows.
         work: the part of its cost that does not depend on its programs.
         chunks: of prompts: (sequence, position of the first token, tokens).
         begun: time at which the loop began with this step.
@@ -60,6 +60,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         strategy: the strategy in use.
         reason: why it has this number of tiles; empty if there was nothing to decide.
         steps: number of decode steps in a burst; otherwise 1.
+        prompt_rows: how many of its rows hold tokens of prompts.
     """
 
     number: int
@@ -106,6 +107,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     text: float = 0.0
     away: float = 0.0
     device: float = 0.0
+    prompt_rows: int = 0
 
     @property
     def padded_rows(self) -> int:

@@ -91,15 +91,13 @@ class StepRecorder:
             mask: seconds to compute its token masks. Before that, the trunk was called and the previous step
                 read.
         """
-        scheduler, trunk, spans, chunks = self._scheduler, plan.trunk, plan.spans, []
-        rows = len(spans)
-        if trunk.tiles:
-            while rows and spans[rows - 1].tokens is not None:
-                rows -= 1
-                span = spans[rows]
-                chunks.append((span.seq, span.start, span.length))
-        tokens, size = sum([chunk[2] for chunk in chunks]), self._tile_size
-        tiles = sum([-(-chunk[2] // size) for chunk in chunks])
+        scheduler, trunk, spans, size = self._scheduler, plan.trunk, plan.spans, self._tile_size
+        prompts = spans[len(spans) - plan.prompts :]
+        chunks = [(span.seq, span.start, span.length) for span in reversed(prompts)]
+        in_tiles = [span.length for span in prompts if span.tokens is not None]
+        tokens, tiles = sum(in_tiles), sum([-(-length // size) for length in in_tiles])
+        prompt_rows = sum([chunk[2] for chunk in chunks]) - tokens
+        rows = len(spans) - len(prompts) + prompt_rows
         decision, blocks, begun = scheduler.admission.decision, scheduler.blocks, self._begun
         reason = "" if decision is None or decision is self._decision else decision.reason
         self._decision = decision
@@ -145,6 +143,7 @@ class StepRecorder:
             reason,
             plan.steps,
             self._cpu,
+            prompt_rows=prompt_rows,
         )
 
     def read(

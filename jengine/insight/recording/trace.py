@@ -153,8 +153,11 @@ class Trace(msgspec.Struct, kw_only=True):
         rows = sum([step.trunk.rows * step.steps for step in self.steps])
         shown = [
             ("trace", repr(self)),
-            ("generated", f"{sum([s.rows * s.steps for s in self.steps]):,} tokens"),
-            ("prefill", f"{sum([s.prompt_tokens for s in self.steps]):,} tokens of prompts"),
+            ("generated", f"{sum([(s.rows - s.prompt_rows) * s.steps for s in self.steps]):,} tokens"),
+            (
+                "prefill",
+                f"{sum([s.prompt_tokens + s.prompt_rows for s in self.steps]):,} tokens of prompts",
+            ),
             (
                 "padding",
                 f"{sum([s.padded_rows * s.steps for s in self.steps]) / max(rows, 1):.0%} of the decode rows",

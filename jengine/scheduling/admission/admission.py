@@ -11,6 +11,7 @@ from jengine.scheduling.admission.auto_strategy import AutoState, LoadSigns, aut
 from jengine.scheduling.admission.page_forecast import Growth, peak_pages
 from jengine.scheduling.admission.strategies import Decision, Situation, batch_size, latency, throughput
 from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.promises.acceptance import Acceptance
 from jengine.scheduling.prompts.pending import PendingTiles
 from jengine.scheduling.requests.registry import Registry
@@ -37,8 +38,10 @@ class Admission:
         predictor: StepPredictor,
         acceptance: Acceptance,
         timeline: Timeline,
+        rows_or_tiles: RowsOrTiles,
     ) -> None:
         self._registry, self._limits, self._predictor = registry, limits, predictor
+        self._rows_or_tiles = rows_or_tiles
         self._acceptance, self._timeline = acceptance, timeline
         self.strategy: StrategyName = "throughput"
         self.decision: Decision | None = None
@@ -118,9 +121,9 @@ class Admission:
         )
 
         def seconds(rows: int, tiles: int) -> float:
-            return predictor.seconds(
-                rows, tiles, work._replace(attended=pending.attended(tiles)), tokens, rank
-            )
+            whole = work._replace(attended=pending.attended(tiles))
+            ends = [end for end in pending.ends(tiles) if self._rows_or_tiles.fits(end.length)]
+            return self._rows_or_tiles.best(rows, tiles, whole, tokens, ends, rank)[1]
 
         outlook = (
             self._acceptance.outlook(self._timeline.start(now), rows) if self.strategy == "latency" else None

@@ -180,5 +180,6 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
         pages=blocks.capacity - blocks.owned,
         groups=len(blocks.groups),
         seconds=seconds,
+        most_on_rows=scheduler.rows_or_tiles.most,
         start=scheduler.busy_seconds,
     )

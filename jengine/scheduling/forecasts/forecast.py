@@ -61,6 +61,7 @@ class Machine:
         max_tokens: maximum tokens in a step, rows and tiles together.
         page_size: tokens in a page.
         pages: pages that are free or evictable; each token needs room in `groups` cache groups.
+        most_on_rows: most tokens of a prompt that may lie on rows rather than in a tile; see RowsOrTiles.
         seconds: duration of a step by rows, tiles and work.
         start: seconds until the next step starts.
     """
@@ -73,6 +74,7 @@ class Machine:
     pages: int
     groups: int
     seconds: Callable[[int, int, Work], float]
+    most_on_rows: int = 0
     start: float = 0.0
 
 
@@ -209,8 +211,11 @@ class Forecast:
         tiles = self._best(min(pending, most))
         first = self._prompts[0]
         count = max((first.size * self._tiles(first) - self._computed) // tiles, 1)
+        before = self._tokens
         done, attended = self._compute(count * tiles)
-        self._steps(count, tiles, attended // count)
+        # whole prompts of one tile each; others are assumed to need their tiles
+        short = sum([job.size for job in done]) == count * tiles
+        self._steps(count, tiles, attended // count, -(-(self._tokens - before) // count) if short else 0)
         for job in done:
             if job.number is not None:
                 self._first.setdefault(job.number, self._now)
@@ -263,11 +268,19 @@ class Forecast:
                 break
         return best
 
-    def _steps(self, count: int, tiles: int, attended: int) -> None:
-        """Runs equal steps, in each of which every row gets a token."""
-        grown = self._rows * count
+    def _steps(self, count: int, tiles: int, attended: int, tokens: int = 0) -> None:
+        """Runs equal steps, in each of which every row gets a token.
+
+        tokens: of the tiles, if they may lie on rows instead; otherwise 0.
+        """
+        machine, grown = self._machine, self._rows * count
         work = Work(self._context + grown // 2, self._context // max(self._rows, 1), attended)
-        self._now += count * self._machine.seconds(self._rows, tiles, work)
+        seconds = machine.seconds(self._rows, tiles, work)
+        if 0 < tokens <= min(tiles * machine.most_on_rows, machine.max_rows - self._rows):
+            longest = max(work.longest, attended // tokens)
+            on_rows = Work(work.context + attended, longest)
+            seconds = min(seconds, machine.seconds(self._rows + tokens, 0, on_rows))
+        self._now += count * seconds
         self._ran += count
         self._context += grown
         self._tokens += grown

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from jengine.scheduling.costs.rows_or_tiles import ChunkEnd
 from jengine.scheduling.work import Windows, pairs
 
 
@@ -16,23 +19,38 @@ class PendingTiles:
     def __init__(self, tile_size: int, windows: Windows) -> None:
         self.tile_size, self.windows = tile_size, windows
         self.count = self.longest = 0
-        self._chunks: list[tuple[int, int]] = []
+        self._chunks: list[tuple[int, int, bool]] = []
 
-    def add(self, start: int, tokens: int, limit: int) -> None:
-        """Adds a prompt's tokens from `start` on, until there are `limit` tiles in total."""
+    def add(self, start: int, tokens: int, limit: int, in_tiles: bool = False) -> None:
+        """Adds a prompt's tokens from `start` on, until there are `limit` tiles in total.
+
+        in_tiles: whether all of them must lie in tiles.
+        """
         end = min(start + (limit - self.count) * self.tile_size, tokens)
         if end > start:
-            self._chunks.append((start, end))
+            self._chunks.append((start, end, in_tiles))
             self.count += -(-(end - start) // self.tile_size)
             self.longest = max(self.longest, end)
 
     def attended(self, tiles: int) -> int:
         """Number of (query, key) pairs of the first `tiles` tiles; see Work."""
-        total = 0
-        for start, end in self._chunks:
+        return sum([pairs(start, end - start, self.windows) for start, end, _ in self._first(tiles)])
+
+    def ends(self, tiles: int) -> list[ChunkEnd]:
+        """The tokens that do not fill a tile in chunks of the first `tiles` tiles, sorted by their number."""
+        return sorted(
+            [
+                ChunkEnd(rest, end - rest)
+                for start, end, in_tiles in self._first(tiles)
+                if not in_tiles and (rest := (end - start) % self.tile_size)
+            ]
+        )
+
+    def _first(self, tiles: int) -> Iterator[tuple[int, int, bool]]:
+        """Chunks that the first `tiles` tiles compute."""
+        for start, end, in_tiles in self._chunks:
             if tiles <= 0:
-                break
+                return
             end = min(end, start + tiles * self.tile_size)
-            total += pairs(start, end - start, self.windows)
+            yield start, end, in_tiles
             tiles -= -(-(end - start) // self.tile_size)
-        return total

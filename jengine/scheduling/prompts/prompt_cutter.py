@@ -78,7 +78,9 @@ class PromptCutter:
             PendingTiles(self._tile_size, self._limits.windows),
         )
         for sequence in begun:
-            pending.add(sequence.num_computed, self._composition.prefilled(sequence), limit)
+            pending.add(
+                sequence.num_computed, self._composition.prefilled(sequence), limit, _in_tiles(sequence)
+            )
         admitting, room, taken, running = (
             self.admitting,
             self.room,
@@ -92,7 +94,7 @@ class PromptCutter:
             taken.update(self._needed(sequence, hit))
             if not self._fits(taken, running):
                 break
-            pending.add(hit.tokens, self._composition.prefilled(sequence), limit)
+            pending.add(hit.tokens, self._composition.prefilled(sequence), limit, _in_tiles(sequence))
             admitting, room, running = admitting - 1, room - sequence.slots, running + sequence.slots
         return pending
 
@@ -253,6 +255,11 @@ def _sample(plan: PlanBuilder, sequence: Sequence) -> None:
     plan.rank = max(plan.rank, sequence.variant_rank)
     sequence.state = State.HELD if sequence.searches else State.DECODING
     sequence.in_flight += 1
+
+
+def _in_tiles(sequence: Sequence) -> bool:
+    """Whether programs need the hidden states of all of a prompt's tokens, which only tiles pass on."""
+    return sequence.request.params.prompt_logprobs is not None or sequence.request.pooling is not None
 
 
 def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:

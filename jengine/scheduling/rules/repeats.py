@@ -2,32 +2,71 @@
 
 from __future__ import annotations
 
+from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.step.plan_builder import PlanBuilder
+from jengine.scheduling.step_plan import Sample, Span
+from jengine.scheduling.work import rows_work
 
 
 class Repeats(Rule):
-    """Such rows read known tokens, and sample only after the last of these."""
+    """Such rows read known tokens, and sample only after the last of these. Rows that would be padding take
+    further tokens of the same sequence.
+    """
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor) -> None:
+        self._registry, self._blocks, self._windows, self._predictor = (
+            registry,
+            registry.blocks,
+            limits.windows,
+            predictor,
+        )
         self._repeating: dict[Sequence, None] = {}
 
     def begin(self, sequence: Sequence) -> None:
         """The prompt of a resumed sequence is computed; rows compute its other known tokens."""
         self._repeating[sequence] = None
 
+    def lengthen(self, plan: PlanBuilder) -> None:
+        """See Rule."""
+        if not self._repeating or not plan.rows:
+            return
+        rows, pages = len(plan.rows) + plan.more_rows, self._blocks.pages_of(plan.longest)
+        padding = self._predictor.ready.trunk(rows, plan.tiles, pages).rows - rows
+        for span, sequence in zip(plan.spans, plan.rows, strict=False):
+            if sequence in self._repeating:
+                span.known, plan.lengthened = sequence.tokens[span.start], True
+                padding -= self._add_tokens(plan, span, sequence, padding)
+
+    def _add_tokens(self, plan: PlanBuilder, span: Span, sequence: Sequence, most: int) -> int:
+        """Adds rows for known tokens to a span, as many as there are pages and at most `most`. Returns their
+        number.
+        """
+        start = span.start + 1
+        end = self._blocks.room(span.seq, min(start + most, len(sequence.tokens)))
+        if end <= start:
+            return 0
+        plan.enter(span.slot, self._blocks.grow(span.seq, end))
+        span.length, span.following = end - span.start, sequence.tokens[start:end]
+        context, longest = rows_work(range(start, end), self._windows)
+        plan.work = plan.work._replace(
+            context=plan.work.context + context, longest=max(plan.work.longest, longest)
+        )
+        plan.longest, plan.more_rows = max(plan.longest, end), plan.more_rows + end - start
+        return end - start
+
     def planned(self, plan: PlanBuilder) -> None:
         """See Rule."""
         if not self._repeating:
             return
-        for span, sequence in zip(plan.spans, plan.rows, strict=True):
+        for i, (span, sequence) in enumerate(zip(plan.spans, plan.rows, strict=False)):
             if sequence in self._repeating:
-                span.known = sequence.tokens[span.start]
-                if span.start + 1 == len(sequence.tokens):
+                if span.start + span.length == len(sequence.tokens):
                     del self._repeating[sequence]
+                    plan.samples[i] = Sample(i, span.length - 1, sequence.number, sequence.slot)
                 else:
                     sequence.in_flight -= 1
         left = [i for i, sequence in enumerate(plan.rows) if sequence not in self._repeating]

@@ -16,7 +16,8 @@ class PlanBuilder:
 
     Attributes:
         now: time of planning.
-        rows: sequences of the decode rows, whose spans come first.
+        rows: decoding sequences, whose spans come first.
+        more_rows: number of rows beyond one for each of these.
         tiles: number of prompt tiles.
         longest: length in tokens of the longest sequence after the step; in a burst, after its first step.
         steps: number of decode steps; more than 1 in a burst.
@@ -29,7 +30,7 @@ class PlanBuilder:
     def __init__(self, now: float) -> None:
         self.now = now
         self.rows: list[Sequence] = []
-        self.tiles = self.longest = self.rank = 0
+        self.more_rows = self.tiles = self.longest = self.rank = 0
         self.steps, self.lengthened, self.paced = 1, False, False
         self.spans: list[Span] = []
         self.samples: list[Sample] = []
@@ -55,4 +56,5 @@ class PlanBuilder:
             copies=self.copies,
             work=self.work,
             steps=self.steps,
+            prompts=len(self.spans) - len(self.rows),
         )
