@@ -338,7 +338,10 @@ class TokenMask(Protocol):
         """
 
     def accept(self, token: int) -> None:
-        """Record the token that was sampled."""
+        """Record the token that was sampled, or that may be sampled next."""
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens, at most MOST_DRAFTS."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from functools import partial
 
 import numpy as np
@@ -21,11 +22,11 @@ from jengine.core.updates import BeamsFound, Ended, Load, Pooled, PromptScores, 
 from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.limits import Limits
 from jengine.engine.load import load_of
-from jengine.engine.mask_rows import fill_mask
+from jengine.engine.mask_rows import fill_masks
 from jengine.engine.operations import Operation
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
-from jengine.engine.step_updates import beam_candidates, burst_updates, logprobs_of, pooled_update
+from jengine.engine.step_updates import beam_candidates, logprobs_of, pooled_update, several_updates
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
@@ -41,6 +42,7 @@ from jengine.scheduling.forecasts.expectations import FirstTokenOutlook
 from jengine.scheduling.promises.acceptance import REJECTED
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.step.collected import Collected
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.ready_programs import ReadyPrograms
 from jengine.text.mask_thread import MASK_SECONDS, MaskThread
@@ -92,6 +94,7 @@ class Engine:
         self._taken = -1  # number of these programs in use
         self._num_programs = num_programs
         self._masks = MaskThread(MASK_SECONDS)
+        self._unmasked: dict[int, Exception] = {}  # sampler rows behind drafts whose masks failed
         self._compiles_at_start = compile_count()
         self._outlook, self._reports = FirstTokenOutlook(scheduler), Reports()
         self._last_totals = StepTotals()
@@ -230,7 +233,8 @@ class Engine:
         """Dispatches the next step, then reads the previous one. Returns its updates."""
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
-        updates = self._read_all_but(0) if self.scheduler.searches.awaited else []
+        awaited = self.scheduler.searches.awaited or self.scheduler.speculation.awaited
+        updates = self._read_all_but(0) if awaited else []
         now = time.perf_counter()
         self._clock.planning(now, self.scheduler.predictor.costs)
         self.records.turn(now)
@@ -329,24 +333,33 @@ class Engine:
         """
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
         masked = self._masked(plan)
-        failures = self._masks.run([partial(fill_mask, mask[row], sequence) for row, sequence in masked])
+        self._unmasked = {}
+        failures = self._masks.run(
+            [partial(self._fill, mask, row, sequence, drafts) for row, sequence, drafts in masked]
+        )
         # each error ends only its own request
         failed = [(masked[i][1], error) for i, error in sorted(failures.items())]
         return mask, [
             Ended(sequence.request_id, "error", self._fail(sequence, error)) for sequence, error in failed
         ]
 
-    def _masked(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
-        """Sampler rows that have a mask, with their sequences, if these have not ended."""
-        found = (
-            (row, self.scheduler.registry.by_number.get(sample.seq))
-            for row, sample in enumerate(plan.samples)
-        )
-        return [
-            (row, sequence)
-            for row, sequence in found
-            if sequence is not None and sequence.request.mask is not None
-        ]
+    def _fill(self, mask: np.ndarray, row: int, sequence: Sequence, drafts: List[int]) -> None:
+        """Fills the masks of a sequence's sampler rows, from `row` on."""
+        failed = fill_masks(mask[row : row + 1 + len(drafts)], sequence, drafts)
+        if failed is not None:
+            self._unmasked[row + failed[0]] = failed[1]
+
+    def _masked(self, plan: StepPlan) -> list[tuple[int, Sequence, List[int]]]:
+        """First sampler rows that have a mask, with their sequences, if these have not ended, and drafts."""
+        by_number, found = self.scheduler.registry.by_number, list[tuple[int, Sequence, List[int]]]()
+        for row, sample in enumerate(plan.samples):
+            sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
+            if sequence is not None and sequence.request.mask is not None:
+                if not span.guesses:
+                    found.append((row, sequence, ()))
+                elif not sample.offset:
+                    found.append((row, sequence, span.following or ()))
+        return found
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
         """Ends one request with an error. Returns its stop_reason."""
@@ -369,56 +382,49 @@ class Engine:
         collected = self.scheduler.collect(
             step.plan, result.tokens, beam_candidates(step.plan, result, self.scheduler)
         )
+        if self._unmasked and step.plan.guesses:
+            collected = self._until_unmasked(collected)
         self._note_ended()
         got = result.logprobs
-        if step.plan.steps > 1:
-            return burst_updates(collected)
-        if got is None:
-            return [
-                TokenUpdate(
-                    s.request_id,
-                    token,
-                    s.finish_reason,
-                    s.stop_reason,
-                    None,
-                    s.num_preemptions,
-                    s.scheduled,
-                    s.num_cached,
-                )
-                if s.pooled is None
-                else pooled_update(s)
-                for s, token in zip(collected.sequences, collected.tokens, strict=True)
-            ]
-        updates: list[TokenUpdate | Pooled | BeamsFound] = []
+        if got is not None:
+            self._accept(collected)
+        if got is not None or step.plan.steps > 1 or step.plan.guesses:
+            return several_updates(collected, got)
+        return [
+            TokenUpdate(
+                s.request_id,
+                token,
+                s.finish_reason,
+                s.stop_reason,
+                None,
+                s.num_preemptions,
+                s.scheduled,
+                s.num_cached,
+            )
+            if s.pooled is None
+            else pooled_update(s)
+            for s, token in zip(collected.sequences, collected.tokens, strict=True)
+        ]
+
+    def _until_unmasked(self, collected: Collected) -> Collected:
+        """Drops tokens from rows whose masks failed on, and fails their requests."""
+        kept, failed = Collected([], [], []), set[int]()
         for row, s, token in collected:
-            if s.pooled is not None:
-                updates.append(pooled_update(s))
-                continue
-            if s.searches:
-                updates.append(
-                    BeamsFound(s.request_id, s.found, s.num_preemptions, s.scheduled, s.num_cached)
-                )
-                continue
-            count = s.request.params.logprobs
-            logprobs = None if count is None else logprobs_of(got, row, count)
+            if row in self._unmasked:
+                self._fail(s, self._unmasked[row])
+                failed.add(s.number)
+            if s.number not in failed:
+                kept.add(row, s, token)
+        return kept
+
+    def _accept(self, collected: Collected) -> None:
+        """Tells masks their requests' new tokens. An error ends only its own request."""
+        for s, token in zip(collected.sequences, collected.tokens, strict=True):
             if s.request.mask is not None and s.finish_reason is None:
                 try:
                     s.request.mask.accept(token)
-                except Exception as error:  # ends only this request
+                except Exception as error:
                     self._fail(s, error)
-            updates.append(
-                TokenUpdate(
-                    s.request_id,
-                    token,
-                    s.finish_reason,
-                    s.stop_reason,
-                    logprobs,
-                    s.num_preemptions,
-                    s.scheduled,
-                    s.num_cached,
-                )
-            )
-        return updates
 
     def _prompt_scores(self, plan: StepPlan, scores: SampledLogprobs) -> list[PromptScores]:
         out, table = [], self.scheduler.table

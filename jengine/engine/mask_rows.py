@@ -1,6 +1,8 @@
-"""A sequence's row of a step's token mask."""
+"""A sequence's rows of a step's token mask."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as List
 
 import numpy as np
 
@@ -8,8 +10,48 @@ from jengine.base.errors import JengineError
 from jengine.scheduling.requests.sequence import Sequence
 
 
-def fill_mask(words: np.ndarray, sequence: Sequence) -> None:
+def fill_masks(rows: np.ndarray, sequence: Sequence, drafts: List[int]) -> tuple[int, Exception] | None:
+    """Writes a sequence's masks: for its next token, and for those that follow each of the drafts.
+
+    Stops at a draft that is not allowed: the rows behind it never count.
+
+    Args:
+        rows: uint32 [1 + drafts, words], all set.
+
+    Returns:
+        The number of drafts after which no mask could be computed, at least 1, and the error, which concerns
+        the request only if so many drafts count.
+
+    Raises:
+        JengineError: no token is allowed.
+    """
+    mask, taken = sequence.request.mask, 0
+    assert mask is not None
+    try:
+        for number, words in enumerate(rows):
+            try:
+                fill_mask(words, sequence, number)
+            except Exception as error:
+                if not number:
+                    raise
+                return number, error
+            if number < len(drafts):
+                draft = drafts[number]
+                if not words[draft // 32] >> np.uint32(draft % 32) & 1:
+                    break
+                mask.accept(draft)
+                taken += 1
+    finally:
+        if taken:
+            mask.rollback(taken)
+    return None
+
+
+def fill_mask(words: np.ndarray, sequence: Sequence, drafts: int = 0) -> None:
     """Writes a sequence's mask to `words`. Applies min_tokens too, as programs do, to detect an empty mask.
+
+    Args:
+        drafts: number of tokens that the mask has accepted beyond those of the sequence.
 
     Raises:
         JengineError: no token is allowed.
@@ -17,7 +59,7 @@ def fill_mask(words: np.ndarray, sequence: Sequence) -> None:
     request = sequence.request
     assert request.mask is not None
     request.mask.fill(words)
-    if len(sequence.tokens) - sequence.prompt_len < request.params.min_tokens:
+    if len(sequence.tokens) + drafts - sequence.prompt_len < request.params.min_tokens:
         tokens = np.array(sequence.suppressed_token_ids, np.int64)
         np.bitwise_and.at(words, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
     if not words.any():

@@ -12,15 +12,25 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 
 
-def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenUpdate | Pooled | BeamsFound]:
-    """Updates for a burst's tokens, several for each sequence. The last one has the finish reason."""
+def several_updates(
+    collected: Iterable[tuple[int, Sequence, int]], got: SampledLogprobs | None = None
+) -> list[TokenUpdate | Pooled | BeamsFound]:
+    """Updates for tokens of which a sequence may have several. The last one has the finish reason."""
     updates: list[TokenUpdate | Pooled | BeamsFound] = []
     later = set[int]()
-    for _, s, token in reversed([*collected]):
+    for row, s, token in reversed([*collected]):
+        if s.pooled is not None:
+            updates.append(pooled_update(s))
+            continue
+        if s.searches:
+            updates.append(BeamsFound(s.request_id, s.found, s.num_preemptions, s.scheduled, s.num_cached))
+            continue
         ends = (None, None) if s.number in later else (s.finish_reason, s.stop_reason)
         later.add(s.number)
+        count = s.request.params.logprobs
+        logprobs = None if count is None or got is None else logprobs_of(got, row, count)
         updates.append(
-            TokenUpdate(s.request_id, token, *ends, None, s.num_preemptions, s.scheduled, s.num_cached)
+            TokenUpdate(s.request_id, token, *ends, logprobs, s.num_preemptions, s.scheduled, s.num_cached)
         )
     return updates[::-1]
 

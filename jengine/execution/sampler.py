@@ -33,7 +33,7 @@ from jengine.execution.truncation import truncate, truncating
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows
-from jengine.table.program_table import Variant
+from jengine.table.program_table import MOST_DRAFTS, Variant
 
 
 class Sampled(NamedTuple):
@@ -65,7 +65,7 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
         sampled: Sampled = all_gather(
             Sampled(sample(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0]
         )
-        return _noted(last, to, sampled.tokens), sampled
+        return _noted(last, to, sampled.tokens, accepted(to, sampled.tokens)), sampled
 
     def full(
         params: Params, state: tuple[jax.Array, jax.Array], words: jax.Array, to: ToSample, mask: jax.Array
@@ -73,22 +73,71 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
         last, counts = state
         logits, own = _shared_out(model, params, to)
         sampling = sampling_of(words[own.slots])
-        tokens = sample(logits, sampling, own.positions, "full", lambda: counts[own.slots], own_rows(mask))
+        tokens = sample(
+            logits,
+            sampling,
+            own.positions,
+            "full",
+            lambda: with_drafts(counts[own.slots], own_rows(drafts_before(to))),
+            own_rows(mask),
+        )
         sampled: SampledLogprobs = all_gather(
             with_wanted_logprobs(logits, tokens, sampling), to.slots.shape[0]
         )
-        counts = counts.at[to.slots, sampled.tokens].add(2)
-        return (_noted(last, to, sampled.tokens), counts), sampled
+        count = accepted(to, sampled.tokens)
+        counts = counts.at[jnp.where(count, to.slots, 0), sampled.tokens].add(2)
+        return (_noted(last, to, sampled.tokens, count), counts), sampled
 
     return full if variant == "full" else sampler
 
 
-def _noted(last: jax.Array, to: ToSample, tokens: jax.Array) -> jax.Array:
-    """SlotState.last with these tokens, int32 [rows], and their positions."""
+def _noted(last: jax.Array, to: ToSample, tokens: jax.Array, count: jax.Array) -> jax.Array:
+    """SlotState.last with the last token that counts of each slot, and its position.
+
+    Args:
+        tokens: int32 [rows].
+        count: see `accepted`.
+    """
     both = jnp.stack([tokens, to.positions], axis=1)
     if len(both) == 1:  # a scatter of one row would take more kernels
         return lax.dynamic_update_slice(last, both, (to.slots[0], 0))
-    return last.at[to.slots].set(both)
+    more = jnp.append((drafted(to) & count)[1:], False)
+    return last.at[jnp.where(count & ~more, to.slots, 0)].set(both)
+
+
+def drafted(to: ToSample) -> jax.Array:
+    """Rows whose own token is a draft, bool [rows]: those that follow another row of their slot."""
+    return (to.slots > 0) & (to.slots == jnp.roll(to.slots, 1)) & (jnp.arange(to.slots.shape[0]) > 0)
+
+
+def accepted(to: ToSample, tokens: jax.Array) -> jax.Array:
+    """Rows whose samples count, bool [rows]: all drafts of their slot up to theirs equal the sample before.
+
+    Each row samples with the random number of its own position. So what counts is what would have been
+    sampled without drafts.
+
+    Args:
+        tokens: the samples, int32 [rows].
+    """
+    wrong = drafted(to) & (to.tokens != jnp.roll(tokens, 1))
+    # compared in pairs rather than in order: a single kernel on a GPU
+    before = jnp.tril(to.slots[:, None] == to.slots)
+    return ~(before & wrong).any(-1)
+
+
+def drafts_before(to: ToSample) -> jax.Array:
+    """Drafts that precede each row's sample, int32 [rows, n], padded with -1."""
+    drafts, known, found = drafted(to), jnp.ones(to.slots.shape[0], bool), []
+    for back in range(min(MOST_DRAFTS, to.slots.shape[0] - 1)):
+        known &= jnp.roll(drafts, back)
+        found.append(jnp.where(known, jnp.roll(to.tokens, back), -1))
+    return jnp.stack(found, axis=1) if found else jnp.zeros((to.slots.shape[0], 0), jnp.int32)
+
+
+def with_drafts(counts: jax.Array, drafts: jax.Array) -> jax.Array:
+    """Counts int32 [rows, vocab], see `penalize`, that include each row's drafts, int32 [rows, n]."""
+    ids = jnp.where(drafts >= 0, drafts, counts.shape[1])
+    return counts.at[jnp.arange(counts.shape[0])[:, None], ids].add(2, mode="drop")
 
 
 def _shared_out(model: Model, params: Params, to: ToSample) -> tuple[jax.Array, ToSample]:

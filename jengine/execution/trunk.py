@@ -26,6 +26,7 @@ class ToSample(NamedTuple):
     hidden: jax.Array  # [rows, hidden_size]
     slots: jax.Array  # int32 [rows]; 0 if nothing is sampled
     positions: jax.Array  # int32 [rows], of the token to be sampled
+    tokens: jax.Array  # int32 [rows], the token before it
 
 
 # the last is [tiles * tile_size, hidden_size], for prompt_logprobs
@@ -89,7 +90,8 @@ def make_pass(
             axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence)
         )
         at = batch.sample_tokens
-        return cache, ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1), hidden[key.rows :]
+        to_sample = ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1, axis.tokens[at])
+        return cache, to_sample, hidden[key.rows :]
 
     return run
 

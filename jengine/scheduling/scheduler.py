@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from types import MappingProxyType
 
@@ -14,6 +14,7 @@ from jengine.scheduling.admission.admission import Admission
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.drafters.drafter import Drafter
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.promises.acceptance import Acceptance, expect, note_first
@@ -28,6 +29,7 @@ from jengine.scheduling.rules.bursts import Bursts
 from jengine.scheduling.rules.prompt_rows import PromptRows
 from jengine.scheduling.rules.repeats import Repeats
 from jengine.scheduling.rules.rule import Rule
+from jengine.scheduling.rules.speculation import Speculation
 from jengine.scheduling.step.collected import Collected
 from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step.rows import Rows
@@ -66,6 +68,7 @@ class Scheduler:
         options: order, batching and targets of requests.
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
         predictor: class of the object that predicts steps.
+        drafter: proposes tokens to verify; None: no speculation.
 
     Attributes:
         registry: unfinished sequences.
@@ -78,6 +81,7 @@ class Scheduler:
         prompts: cuts prompts into tiles.
         rows: the decode rows.
         searches: beam searches.
+        speculation: drafts, and how many were right.
         timeline: when the device will have finished the planned steps.
         rules: features that change what rows do.
     """
@@ -100,6 +104,7 @@ class Scheduler:
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
         predictor: type[StepPredictor] = StepPredictor,
+        drafter: Drafter | None = None,
     ) -> None:
         self.table, self.options, self.clock = table, options, clock
         costs = StepCosts(table) if costs is None else costs
@@ -156,10 +161,12 @@ class Scheduler:
             self.searches,
             repeats,
         )
+        self.speculation = Speculation(self.registry, self.limits, self.predictor, drafter)
         self.rules: tuple[Rule, ...] = (
+            repeats,
+            self.speculation,
             Bursts(self.registry, self.limits, self.predictor),
             PromptRows(self.rows_or_tiles, table.tile_size),
-            repeats,
             self.searches,
         )
         self.registry.rememberers = self.rows, self.prompts, *self.rules
@@ -338,7 +345,7 @@ class Scheduler:
         now = self.clock()
         self.timeline.collect(now)
         beams = plan.sampler.variant == VARIANTS[-1]  # perhaps, also of preempted searches
-        if beams or (tokens and not isinstance(tokens[0], int)):
+        if beams or plan.guesses or (tokens and not isinstance(tokens[0], int)):
             return self._collect_any(plan, tokens, found, now)
         return self._collect_single(plan, tokens, now)  # type: ignore[arg-type]
 
@@ -358,8 +365,6 @@ class Scheduler:
             known = sequence.tokens
             if prompts and len(known) == sequence.prompt_len:
                 note_first(sequence, now)
-            if sequence.tentative:
-                _settle(sequence, plan, plan.samples[i], 1)
             if fair is not None:
                 fair.spend(sequence.client, 1)
             sequence.in_flight -= 1
@@ -377,13 +382,13 @@ class Scheduler:
         """`collect` for any step."""
         collected = Collected([], [], [])
         by_number, fair, prompts = self.registry.by_number, self.registry.fair, plan.prompts > 0
-        lists = [[given] if isinstance(given, int) else given for given in tokens]
-        for i, (sample, own) in enumerate(zip(plan.samples, lists, strict=True)):
-            sequence = by_number.get(sample.seq)
+        for i, sample, own in _given(plan, tokens):
+            sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
             if sequence is None:
                 continue
-            if sequence.tentative:
-                _settle(sequence, plan, sample, len(own))
+            if span.guesses:
+                sequence.settle_row(span.length, least=1, given=len(own))
+                self.speculation.note(span.guesses, len(own) - 1)
             sequence.in_flight -= len(own)
             if prompts and len(sequence.tokens) == sequence.prompt_len:
                 note_first(sequence, now)
@@ -395,9 +400,9 @@ class Scheduler:
                     leader.tokens = [*leader.request.prompt_token_ids, *leader.found[0].tokens]
                     collected.add(i, leader, leader.tokens[-1])
                 continue
-            for token in own:
+            for offset, token in enumerate(own):
                 sequence.tokens.append(token)
-                collected.add(i, sequence, token)
+                collected.add(i + offset if span.guesses else i, sequence, token)
                 if self._end(sequence, token):
                     break
         return collected
@@ -421,8 +426,18 @@ class Scheduler:
             rule.check_integrity()
 
 
-def _settle(sequence: Sequence, plan: StepPlan, sample: Sample, given: int) -> None:
-    """Corrects a sequence's length by the tokens that its row gave."""
-    span = plan.spans[sample.span]
-    if span.guesses:
-        sequence.settle_row(span.length, least=span.length - span.guesses, given=given)
+def _given(plan: StepPlan, tokens: Tokens) -> Iterator[tuple[int, Sample, list[int]]]:
+    """The tokens that each sequence gets, with the first of its samples and that sample's index."""
+    samples, i = plan.samples, 0
+    while i < len(samples):
+        own, span = tokens[i], plan.spans[samples[i].span]
+        given = [own] if isinstance(own, int) else own
+        if span.guesses:
+            for draft in span.following or ():
+                if draft != given[-1]:
+                    break
+                following = tokens[i + len(given)]
+                assert isinstance(following, int)
+                given.append(following)
+        yield i, samples[i], given
+        i += 1 + span.guesses

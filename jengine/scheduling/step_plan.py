@@ -28,8 +28,8 @@ class Span(msgspec.Struct, gc=False):
         tokens: their ids, in tiles; None: the span lies on decode rows, one for each token. Its first token
             is `known` or, if that is -1, the one that the previous step left in the slot on the device.
         following: for a span of several rows, the ids of the tokens after the first; otherwise None.
-        guesses: how many of its last tokens are not known. It yields `length` tokens, or fewer, but at least
-            `length` - `guesses`.
+        guesses: how many of its last tokens are drafts. Each row of such a span has a sample, and the samples
+            count up to the first one that differs from the next draft.
         targets: the tokens that follow these, if their log probabilities were requested.
         pool: offset from which hidden states are summed, for an embedding; None: none are summed.
         known: for a span on rows, the first token's id if it is not in the slot, because it is a prompt's,
@@ -53,7 +53,7 @@ class Span(msgspec.Struct, gc=False):
 
 class Sample(msgspec.Struct, gc=False):
     """A token to sample after the token at `offset` of a span, into a sequence's slot. Several may follow one
-    token.
+    token. Those of a span with drafts follow each other.
     """
 
     span: int
@@ -90,6 +90,7 @@ class StepPlan:
             steps.
         prompts: number of spans of prompts or of other tokens that were known when their sequence was
             admitted. They follow those of decoding sequences: first on rows, then in tiles.
+        guesses: number of drafts, over all spans.
         seconds: predicted device time; 0 if it was not requested.
     """
 
@@ -103,6 +104,7 @@ class StepPlan:
     work: Work = NO_WORK
     steps: int = 1
     prompts: int = 0
+    guesses: int = 0
     seconds: float = 0.0
 
     @property

@@ -32,6 +32,7 @@ def sampler_variant(params: SamplingParams) -> Variant:
 
 
 BATCH_INVARIANT = (0,)
+MOST_DRAFTS = 15  # of a sequence in a step
 MIN_ROWS = 8  # XLA is slow for products with fewer rows, and tensor cores cannot use them
 
 

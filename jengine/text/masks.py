@@ -11,6 +11,7 @@ import numpy as np
 
 from jengine.base.errors import JengineError
 from jengine.core.request import SamplingParams, StructuredOutputs, TokenMask
+from jengine.table.program_table import MOST_DRAFTS
 from jengine.text.grammars import compile_structure, error_of
 from jengine.text.tokenizer import Tokenizer
 
@@ -62,6 +63,10 @@ class AllOf:
         for mask in self._masks:
             mask.accept(token)
 
+    def rollback(self, count: int) -> None:
+        for mask in self._masks:
+            mask.rollback(count)
+
 
 class AllowedTokens:
     """Allows only these tokens."""
@@ -84,6 +89,9 @@ class AllowedTokens:
     def accept(self, token: int) -> None:
         pass
 
+    def rollback(self, count: int) -> None:
+        pass
+
 
 class BadWords:
     """Forbids tokens that would complete one of these sequences in the output."""
@@ -91,7 +99,8 @@ class BadWords:
     def __init__(self, sequences: list[list[int]]) -> None:
         self._sequences = sequences
         self._longest = max(map(len, sequences)) - 1
-        self._tail: list[int] = []  # end of the output, as long as the longest prefix of a sequence
+        # end of the output, as long as the longest prefix of a sequence and the tokens that may be taken back
+        self._tail: list[int] = []
 
     def copy(self) -> BadWords:
         return copy.copy(self)  # the tail is replaced, never modified
@@ -104,7 +113,10 @@ class BadWords:
                 words[last // 32] &= ~np.uint32(1 << last % 32)
 
     def accept(self, token: int) -> None:
-        self._tail = [*self._tail, token][-self._longest :] if self._longest else []
+        self._tail = [*self._tail, token][-self._longest - MOST_DRAFTS :]
+
+    def rollback(self, count: int) -> None:
+        self._tail = self._tail[: len(self._tail) - count]
 
 
 def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
@@ -130,6 +142,7 @@ class Grammar:
     def __init__(self, what: StructuredOutputs, tokenizer: Tokenizer) -> None:
         self._matcher = compile_structure(what, tokenizer)
         self._unread: list[int] = []  # tokens that the matcher has not consumed yet
+        self._ended = 0  # tokens that it has not consumed since it has stopped
         self._busy = threading.Lock()  # shared by copies, as their matchers share a lexer
 
     def copy(self) -> Grammar:
@@ -155,8 +168,18 @@ class Grammar:
     def accept(self, token: int) -> None:
         self._unread.append(token)
 
+    def rollback(self, count: int) -> None:
+        unread = min(count, len(self._unread))
+        del self._unread[len(self._unread) - unread :]
+        ended = min(count - unread, self._ended)
+        self._ended -= ended
+        if consumed := count - unread - ended:
+            self._matcher.rollback(consumed)
+
     def _consume(self) -> None:
         for token in self._unread:
-            if not self._matcher.is_stopped():
+            if self._matcher.is_stopped():
+                self._ended += 1
+            else:
                 self._matcher.consume_token(token)
         self._unread.clear()

@@ -147,3 +147,6 @@ class _Copy:
 
     def accept(self, token: int) -> None:
         self._mask.accept(token)
+
+    def rollback(self, count: int) -> None:
+        self._mask.rollback(count)

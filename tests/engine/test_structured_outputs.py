@@ -187,6 +187,9 @@ class Faulty:
     def accept(self, token: int) -> None:
         self._call()
 
+    def rollback(self, count: int) -> None:
+        self._call()
+
 
 def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
     """The output of a request with this mask. Another request runs with it, and must get the same tokens as
@@ -225,6 +228,9 @@ class Slow:
             pass
 
     def accept(self, token: int) -> None:
+        pass
+
+    def rollback(self, count: int) -> None:
         pass
 
 

@@ -191,6 +191,9 @@ def test_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         def accept(self, token: int) -> None:
             pass
 
+        def rollback(self, count: int) -> None:
+            pass
+
     for _ in range(8):
         virtual.ask(TILE, 100, mask=Slow())
     finding = found(virtual, "masks")

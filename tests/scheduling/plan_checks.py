@@ -36,7 +36,8 @@ def check_plan(device: StrictDevice, plan: StepPlan) -> int:
         assert not device.states.pages and all(
             span.targets is None is span.pool for span in plan.spans[decoding:on_rows]
         )
-    assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
+    assert len({sample.slot for sample in plan.samples}) + plan.guesses == len(plan.samples)
+    assert plan.guesses == sum(span.guesses for span in plan.spans)
     ranks = [device.sequences[sample.seq].variant_rank for sample in plan.samples]
     variants = VARIANTS[max(ranks, default=0) :]
     cheapest = next(v for v in variants if SamplerKey(plan.sampler.rows, v) in device.ready)

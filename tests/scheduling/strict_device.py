@@ -26,7 +26,7 @@ from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan, Tokens
-from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, sampler_variant
+from jengine.table.program_table import MOST_DRAFTS, VARIANTS, BurstKey, ProgramTable, sampler_variant
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.host_memory import Content, HostMemory
@@ -60,8 +60,8 @@ class StrictDevice:
         on_rows: tokens of prompts that rows computed.
         several: spans of several rows with known tokens.
         ready: programs that it has.
-        guesses: draws how many tokens a row of several yields in a single step; None: rows have one token.
-        fewer: how often such a row has yielded fewer tokens than planned.
+        fewer: how often a span with drafts has yielded fewer tokens than planned.
+        verified: drafts that were right.
     """
 
     def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int,
@@ -75,10 +75,9 @@ class StrictDevice:
         # (page, offset) -> (cache group, hash of the salt and all tokens up to it, whether a row computed it)
         self.cache: dict[tuple[int, int], tuple[int, int, bool]] = {}
         self.bursts = self.hits = self.copies = self.prefilled = self.repeated = self.fewer = 0
-        self.on_rows = self.several = 0
+        self.on_rows = self.several = self.verified = 0
         self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
         self.host = HostMemory(self._page, self._set_page)
-        self.guesses: random.Random | None = None
 
     def run(self, plan: StepPlan) -> tuple[Tokens, dict[int, ScoredToken]]:
         """Runs a plan. Returns the tokens of every sample, and the candidates of beams."""
@@ -93,8 +92,8 @@ class StrictDevice:
             if span.known < 0:
                 token, at = self._last(span)
                 spans[i] = structs.replace(span, start=at)
-                if span.length > 1:
-                    several[i] = self._run_guesses(spans[i], plan.trunk.pages)
+                if span.guesses:
+                    several[i] = self._verify(spans[i], plan.trunk.pages)
                     continue
                 tokens = [token]
             else:
@@ -117,11 +116,12 @@ class StrictDevice:
         for i, span in enumerate(spans):
             if i not in several:
                 self._read(span)
-        sampled, found = list[list[int]](), dict[int, ScoredToken]()
+        sampled, found = list[int](), dict[int, ScoredToken]()
         for row, sample in enumerate(plan.samples):
             span, slot = spans[sample.span], self.slots[sample.slot]
             if sample.span in several:
-                sampled.append(several[sample.span])
+                assert several[sample.span] and sample.offset == span.length - len(several[sample.span])
+                sampled.append(several[sample.span].pop(0))
                 continue
             reset, giver = slot.reset, self.slots[span.slot]
             assert sample.offset == span.length - 1
@@ -140,10 +140,11 @@ class StrictDevice:
                     slot.tokens, reset.seed, reset.sample_index, beams.beam_width, beams.temperature
                 )
                 slot.last = None  # the host chooses
-                sampled.append([found[row].token])
+                sampled.append(found[row].token)
                 continue
-            sampled.append([self._sample(slot, span.start + sample.offset + 1)])
-        return sampled if several else [token for (token,) in sampled], found
+            sampled.append(self._sample(slot, span.start + sample.offset + 1))
+        assert not any(several.values()), "a row of a draft without a sample"
+        return sampled, found
 
     def _given(self, span: Span) -> list[int]:
         """The tokens that a span brings along."""
@@ -157,9 +158,7 @@ class StrictDevice:
         """What a row takes from its slot: a token, and its position."""
         slot = self.slots[span.slot]
         assert slot.last is not None, "a decode row without a token to start from"
-        assert slot.last[1] == span.start or (self.guesses and slot.last[1] < span.start), (
-            "a wrong position, or no upper bound"
-        )
+        assert slot.last[1] == span.start, "a wrong position"
         return slot.last
 
     def _sample(self, slot: Slot, position: int) -> int:
@@ -171,21 +170,25 @@ class StrictDevice:
         slot.last = token, position
         return token
 
-    def _run_guesses(self, span: Span, page_bucket: int) -> list[int]:
-        """A row that reads its slot's token and guesses of those after it. Some are right; behind them it
-        writes nonsense.
+    def _verify(self, span: Span, page_bucket: int) -> list[int]:
+        """Samples of a row that reads its slot's token, and of those that read drafts. Behind a wrong draft,
+        keys, values and samples are nonsense.
         """
-        assert self.guesses is not None
-        slot, tokens = self.slots[span.slot], list[int]()
-        right = self.guesses.randint(1, span.length)
-        self.fewer += right < span.length
-        for _ in range(right):
+        slot, tokens, drafts = self.slots[span.slot], list[int](), span.following
+        assert drafts is not None and len(drafts) == span.guesses == span.length - 1 <= MOST_DRAFTS
+        for right, draft in enumerate([None, *drafts]):
+            if draft is not None and draft != tokens[-1]:
+                break
             assert slot.last is not None
             token, at = slot.last
+            self.verified += right > 0
             tokens.append(self._run_row(Span(span.seq, span.slot, at), token, page_bucket))
-        for at in range(span.start + right, span.start + span.length):
+        self.fewer += len(tokens) < span.length
+        for at in range(span.start + len(tokens), span.start + span.length):
+            assert page_bucket == 0 or at // self.page_size < page_bucket
             for group, table in enumerate(slot.tables):
                 self.cache[table[at // self.page_size], at % self.page_size] = group, 0, True
+            tokens.append(drafts[at - span.start - 1])  # as if it were right again
         return tokens
 
     def _run_burst(self, plan: StepPlan) -> list[list[int]]:
@@ -404,6 +407,8 @@ class Loop:
         nothing to run."""
         if self.scheduler.blocks.tier is not None:
             self.scheduler.swapped(*self.device.host.ended(self._draw, self.ending))
+        if self.scheduler.speculation.awaited:
+            self._collect_all_but(0)
         plan = self.scheduler.schedule()
         if (swaps := self.scheduler.take_swaps()) is not None:
             self.device.host.swap(swaps)
@@ -416,14 +421,17 @@ class Loop:
             self.dispatched.append((plan, *self.device.run(plan)))
         self.check()
         self.exhausted |= self.scheduler.blocks.owned == self.scheduler.blocks.capacity
-        while len(self.dispatched) > (0 if plan is None else ahead):
+        self._collect_all_but(0 if plan is None else ahead)
+        return plan is not None
+
+    def _collect_all_but(self, left: int) -> None:
+        while len(self.dispatched) > left:
             for _, sequence, token in self.scheduler.collect(*self.dispatched.pop(0)):
                 assert sequence not in self.ended, "a token after the end"
                 self.outputs[sequence].append(token)
                 if sequence.searches:
                     self.outputs[sequence] = [*sequence.found[0].tokens]
             self.check()
-        return plan is not None
 
     def drain(self, ahead: int, limit: int = 10_000) -> None:
         """Runs steps until all requests have ended."""

@@ -17,6 +17,7 @@ from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.pages import most_pages
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop
 
@@ -55,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         staged=st.integers(1, 5),
         more_states=st.sampled_from([None, None, 0, 2, 20]),
         prompt_rows=st.booleans(),
+        right=st.sampled_from([None, None, 0.0, 0.6, 1.0]),
     )
     def start(
         self,
@@ -80,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         staged,
         more_states,
         prompt_rows,
+        right,
     ):
         if more_states is not None:
             host_pages = invariant_tiles = 0  # refused with recurrent states
@@ -108,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             staged=staged,
             num_states=0 if more_states is None else max(1 + max_num_seqs + more_states, 3),
             prompt_rows=prompt_rows and more_states is None and not invariant_tiles,
+            drafter=None if right is None else knowing(right, max_model_len),
         )
         if few:
             self.loop.begin_with_few()

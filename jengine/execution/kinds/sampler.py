@@ -68,7 +68,7 @@ def to_sample(spec: ExecutionSpec, key: SamplerKey) -> ToSample:
     hidden = jax.ShapeDtypeStruct(
         (key.rows, spec.model.config.hidden_size), spec.model.dtype, sharding=spec.replicated
     )
-    return ToSample(hidden, ints(spec, key.rows), ints(spec, key.rows))  # type: ignore[arg-type]
+    return ToSample(hidden, *[ints(spec, key.rows)] * 3)  # type: ignore[arg-type]
 
 
 def mask(spec: ExecutionSpec, key: SamplerKey) -> jax.ShapeDtypeStruct:

@@ -36,6 +36,10 @@ class StepPredictor:
         most = max((self.max_num_batched_tokens - rows) // self.tile_size, 1)
         return [tiles for tiles in self.ready.tile_buckets if tiles <= most] or [self.ready.tile_buckets[0]]
 
+    def room(self, rows: int, tiles: int) -> int:
+        """Number of tokens that max_num_batched_tokens leaves beside these."""
+        return self.max_num_batched_tokens - rows - tiles * self.tile_size
+
     def seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
         """Predicted seconds of a step, or of two if rows and tiles are kept apart.
 

@@ -32,7 +32,7 @@ class Bursts(Rule):
     def lengthen(self, plan: PlanBuilder) -> None:
         """See Rule."""
         rows, steps, blocks = plan.rows, self._steps, self._blocks
-        if steps == 1 or plan.tiles:
+        if steps == 1 or plan.tiles or plan.more_rows:
             return
         variant = VARIANTS[plan.rank]
         if variant == VARIANTS[-1] or (

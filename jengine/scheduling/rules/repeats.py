@@ -36,6 +36,7 @@ class Repeats(Rule):
             return
         rows, pages = len(plan.rows) + plan.more_rows, self._blocks.pages_of(plan.longest)
         padding = self._predictor.ready.trunk(rows, plan.tiles, pages).rows - rows
+        padding = min(padding, self._predictor.room(rows, plan.tiles))
         for span, sequence in zip(plan.spans, plan.rows, strict=False):
             if sequence in self._repeating:
                 span.known, plan.lengthened = sequence.tokens[span.start], True
@@ -62,15 +63,17 @@ class Repeats(Rule):
         """See Rule."""
         if not self._repeating:
             return
+        ended: dict[int, Sample] = {}  # by sequence, what follows its last known token
         for i, (span, sequence) in enumerate(zip(plan.spans, plan.rows, strict=False)):
             if sequence in self._repeating:
                 if span.start + span.length == len(sequence.tokens):
                     del self._repeating[sequence]
-                    plan.samples[i] = Sample(i, span.length - 1, sequence.number, sequence.slot)
+                    ended[span.seq] = Sample(i, span.length - 1, span.seq, span.slot)
                 else:
                     sequence.in_flight -= 1
-        left = [i for i, sequence in enumerate(plan.rows) if sequence not in self._repeating]
-        plan.samples, plan.sampled = [plan.samples[i] for i in left], [plan.sampled[i] for i in left]
+        left = {sequence.number for sequence in self._repeating}
+        plan.samples = [ended.get(one.seq, one) for one in plan.samples if one.seq not in left]
+        plan.sampled = [sequence for sequence in plan.sampled if sequence.number not in left]
 
     def forget(self, sequence: Sequence) -> None:
         """See Rememberer."""

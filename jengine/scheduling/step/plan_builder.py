@@ -22,15 +22,16 @@ class PlanBuilder:
         longest: length in tokens of the longest sequence after the step; in a burst, after its first step.
         steps: number of decode steps; more than 1 in a burst.
         lengthened: whether a rule has given rows several tokens.
+        guesses: number of drafts.
         paced: whether any row has a target for the time between tokens.
         rank: highest variant_rank of the sequences that are sampled.
-        sampled: sequences of `samples`, in the same order.
+        sampled: sequences that get tokens, in the order of `samples`.
     """
 
     def __init__(self, now: float) -> None:
         self.now = now
         self.rows: list[Sequence] = []
-        self.more_rows = self.tiles = self.longest = self.rank = 0
+        self.more_rows = self.tiles = self.longest = self.rank = self.guesses = 0
         self.steps, self.lengthened, self.paced = 1, False, False
         self.spans: list[Span] = []
         self.samples: list[Sample] = []
@@ -57,4 +58,5 @@ class PlanBuilder:
             work=self.work,
             steps=self.steps,
             prompts=len(self.spans) - len(self.rows),
+            guesses=self.guesses,
         )

@@ -1,0 +1,60 @@
+"""Masks that were advanced along drafts and taken back are as before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jengine.core.request import StructuredOutputs
+from jengine.text.masks import AllOf, AllowedTokens, BadWords, Grammar, Mask
+from jengine.text.tokenizer import Tokenizer
+from tests.text.test_masks import tokenizer
+
+__all__ = ["tokenizer"]
+VOCAB, MOST = 500, 15
+
+
+def filled(mask: Mask) -> list[int]:
+    words = np.full(-(-VOCAB // 32), 0xFFFFFFFF, np.uint32)
+    mask.fill(words)
+    return [token for token in range(VOCAB) if words[token // 32] >> np.uint32(token % 32) & 1]
+
+
+MASKS: dict[str, Callable[[Tokenizer], Mask]] = {
+    "regex": lambda tokenizer: Grammar(StructuredOutputs(regex="[ab]{1,6}c?"), tokenizer),
+    "json": lambda tokenizer: Grammar(StructuredOutputs(json={"type": "array", "maxItems": 3}), tokenizer),
+    "bad words": lambda _: BadWords([[1, 2, 3], [2], [4, 5]]),
+    "all": lambda tokenizer: AllOf(
+        [
+            BadWords([[70, 71], [72]]),
+            AllowedTokens(range(60, 400)),
+            Grammar(StructuredOutputs(regex="[a-z ]*"), tokenizer),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_rollback(name: str, tokenizer: Tokenizer) -> None:
+    """Also past the end of a grammar. The last token is not read yet."""
+    draw = random.Random(0)
+    for _ in range(12):
+        mask, plain = MASKS[name](tokenizer), MASKS[name](tokenizer)
+        for _ in range(12):
+            allowed = filled(plain)
+            assert allowed == filled(mask)
+            taken = 0
+            for _ in range(draw.randint(0, MOST)):
+                if not (choices := filled(mask)):
+                    break
+                mask.accept(draw.choice(choices))  # a draft
+                taken += 1
+            mask.rollback(taken)
+            if not allowed:
+                break
+            token = draw.choice(allowed)
+            mask.accept(token)
+            plain.accept(token)
