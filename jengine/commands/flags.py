@@ -26,7 +26,7 @@ from jengine.vllm.translate import VALUES, value_of
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 256}
 
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
-SHORT = {"tensor_parallel_size": "-tp", "quantization": "-q"}  # as in vLLM
+SHORT = {"tensor_parallel_size": "-tp", "quantization": "-q", "speculative_config": "-sc"}  # as in vLLM
 FILES = ("chat_template",)  # options whose text may be a file
 
 LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None

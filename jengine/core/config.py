@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from jengine.base.checks import check_number, check_targets, check_whole
 from jengine.base.errors import InvalidArgument
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
+from jengine.core.speculation import Speculation
 from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, takes, value_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -112,6 +113,11 @@ class EngineConfig:
         num_scheduler_steps: decode steps that run as one program, without the host in between: 1 or 8; auto:
             8 while no request waits. Steps with prompts, masks, penalties, log probabilities or beams run
             singly. A new request may wait for two such bursts.
+        speculative_config: speculative decoding. Outputs are the same, token for token. An object with method
+            (ngram: drafts are what followed the same tokens earlier in the request), num_speculative_tokens
+            (most drafts of a sequence in a step, up to 15), and prompt_lookup_min and prompt_lookup_max
+            (tokens that must be equal, and that are compared at most; by default 5). None: off. Not for
+            models with recurrent states.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
@@ -168,6 +174,7 @@ class EngineConfig:
     record_trace: str | Path | None = None
     overlap: bool = True
     num_scheduler_steps: int | str = 1
+    speculative_config: dict[str, Any] | str | None = None
     stream_interval: int = 1
     seed: int = 0
     cache_dir: str | Path | None = None
@@ -290,6 +297,7 @@ class EngineConfig:
         if self.burst_steps > self.tile_size:
             limit = f"at least {BURST_STEPS} with num_scheduler_steps={self.num_scheduler_steps}"
             raise InvalidArgument("tile_size", self.tile_size, limit)
+        Speculation.of(self.speculative_config)
         if self.warm_up not in ("progressive", "all"):
             raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:

@@ -5,7 +5,7 @@ needs.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Policy = Literal["fcfs", "priority", "fair"]
 StrategyName = Literal["throughput", "latency", "memory", "auto"]
@@ -29,6 +29,7 @@ class SchedulingOptions:
     batch_wait_ms: float = 50.0
     batch_invariant: bool = False
     num_scheduler_steps: int | str = 1
+    speculative_config: dict[str, Any] | str | None = None
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:

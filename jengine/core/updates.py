@@ -134,6 +134,8 @@ class Load(NamedTuple):
             None: it could not be computed.
         report_faults: figures of reports since the start that could not be computed; each is a bug or a full
             disk.
+        drafts, draft_tokens: how often a sequence had drafts in a step since the start, and their tokens.
+        accepted_tokens: those that became output, by position in the draft.
     """
 
     running: int
@@ -157,6 +159,9 @@ class Load(NamedTuple):
     targets_rejected: int = 0
     first_token_seconds: float | None = 0.0
     report_faults: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: tuple[int, ...] = ()
     host_pages: int = 0
     host_used: int = 0
     host_queries: int = 0

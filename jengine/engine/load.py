@@ -33,6 +33,9 @@ def load_of(scheduler: Scheduler, **engine: Any) -> Load:
         targets_met=scheduler.acceptance.goodput.met,
         targets_missed=scheduler.acceptance.goodput.missed,
         targets_rejected=scheduler.acceptance.goodput.rejected,
+        drafts=scheduler.speculation.drafts,
+        draft_tokens=scheduler.speculation.tokens,
+        accepted_tokens=tuple(scheduler.speculation.accepted),
         **engine,
     )
     if tier is None:

@@ -258,6 +258,10 @@ def _facts(
 
 
 def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -> Scheduler:
+    if spec.num_states and config.speculative_config is not None:
+        raise InvalidArgument(
+            "speculative_config", config.speculative_config, "not for models with recurrent states"
+        )
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,

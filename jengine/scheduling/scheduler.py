@@ -14,6 +14,7 @@ from jengine.scheduling.admission.admission import Admission
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.drafters.choice import drafter_of
 from jengine.scheduling.drafters.drafter import Drafter
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
@@ -68,7 +69,7 @@ class Scheduler:
         options: order, batching and targets of requests.
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
         predictor: class of the object that predicts steps.
-        drafter: proposes tokens to verify; None: no speculation.
+        drafter: proposes tokens to verify; None: as speculative_config says.
 
     Attributes:
         registry: unfinished sequences.
@@ -161,6 +162,8 @@ class Scheduler:
             self.searches,
             repeats,
         )
+        if drafter is None:
+            drafter = drafter_of(options)
         self.speculation = Speculation(self.registry, self.limits, self.predictor, drafter)
         self.rules: tuple[Rule, ...] = (
             repeats,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from jengine.core.request import SamplingParams
+from jengine.core.speculation import MOST_DRAFTS as MOST_DRAFTS
 
 Variant = Literal["greedy", "sample", "truncated", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each includes the previous ones
@@ -32,7 +33,6 @@ def sampler_variant(params: SamplingParams) -> Variant:
 
 
 BATCH_INVARIANT = (0,)
-MOST_DRAFTS = 15  # of a sequence in a step
 MIN_ROWS = 8  # XLA is slow for products with fewer rows, and tensor cores cannot use them
 
 

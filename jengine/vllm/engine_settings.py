@@ -32,6 +32,7 @@ SAME: dict[str, str] = {
         "vLLM has removed it (0.18); here GiB of host memory for each device that hold evicted cached pages"
     ),
     "num_scheduler_steps": "vLLM has removed it (2025); here decode steps that run as one program",
+    "speculative_config": "method ngram; outputs are the same, token for token",
 }
 PROGRAMS = (
     "a fixed table of programs is compiled before the first request; see max_num_seqs, max_num_batched_tokens"
@@ -42,7 +43,7 @@ LORA = (
     "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload), or serve"
     " the base model"
 )
-SPECULATION = "speculative decoding is not supported; leave it out, outputs follow the same distribution"
+SPECULATION = "see speculative_config, with method ngram"
 EXPERTS = "experts are split over the devices of tensor_parallel_size"
 REPLICAS = "run several engines: jengine.ray serves replicas behind one address"
 PROCESSES = "start a process on each machine, with coordinator, num_processes and process_id"
@@ -127,7 +128,7 @@ ENGINE: tuple[Setting, ...] = (
         "the strategy decides how many prompts a step computes; see strategy", 1),
     no_effect("long_prefill_token_threshold",
         "the strategy decides how many prompts a step computes; see strategy", 0),
-    no_effect("num_lookahead_slots", "there is no speculative decoding", 0),
+    no_effect("num_lookahead_slots", "drafts lie on free rows", 0),
     no_effect("use_v2_block_manager", "there is one manager of pages", True, False),
     no_effect("collect_detailed_traces", "every step is recorded; see LLM.trace and `jengine explain`"),
     no_effect("show_hidden_metrics_for_version", "no metric is hidden"),
@@ -190,7 +191,6 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("logprobs_mode", "log probabilities are those of the raw logits", "raw_logprobs"),
     unsupported("enable_lora", LORA, False),
     unsupported("default_mm_loras", LORA),
-    unsupported("speculative_config", SPECULATION, flags=("-sc",)),
     unsupported("speculative_model", SPECULATION),
     unsupported("num_speculative_tokens", SPECULATION, 0),
     unsupported("structured_outputs_config", f"{GRAMMARS}; only backend may be set",

@@ -44,6 +44,7 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
         "prefix_cache_evictions", "Cached pages that were reused for other tokens", load.evictions
     )
     yield from _host(families, load)
+    yield from _speculation(families, load)
     yield families.counter("num_preemptions", "Preemptions of running requests", load.preemptions)
     kinds = [
         ((kind,), count)
@@ -120,6 +121,24 @@ def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     )
     yield families.counter("gc_pause_seconds", "Seconds of garbage collections", totals.pause_seconds)
     yield families.gauge("engine_resident_memory_bytes", "Memory of the engine's process", totals.resident)
+
+
+def _speculation(families: Families, load: Load) -> Iterator[Metric]:
+    """Nothing before there is a draft."""
+    if not load.drafts:
+        return
+    positions = [((str(position),), count) for position, count in enumerate(load.accepted_tokens)]
+    yield families.counter("spec_decode_num_drafts", "Drafts that were verified", load.drafts)
+    yield families.counter("spec_decode_num_draft_tokens", "Tokens of these drafts", load.draft_tokens)
+    yield families.counter(
+        "spec_decode_num_accepted_tokens", "Tokens of drafts that became output", sum(load.accepted_tokens)
+    )
+    yield families.counters(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Tokens of drafts that became output, by position in the draft",
+        ("position",),
+        positions,
+    )
 
 
 def _host(families: Families, load: Load) -> Iterator[Metric]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.restart import restart_scheduler
+from jengine.base.errors import InvalidArgument
 from jengine.core.request import SamplingParams
 from jengine.engine.engine import Engine
 from jengine.scheduling.requests.sequence import Sequence
@@ -191,3 +192,25 @@ def test_text_stops_in_the_middle_of_accepted_drafts(make_engine: Callable[..., 
     assert answer.tokens == plain[0].tokens[: end + 1]
     assert [update.finish_reason for update in answer.updates] == [*[None] * end, "stop"]
     assert isinstance(answer.sequence, Sequence) and answer.sequence.stop_reason == stop
+
+
+def test_ngrams(make_engine: Callable[..., Engine]) -> None:
+    """Outputs that repeat themselves: the drafter finds them, and the metrics count them."""
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    prompt = [*range(20)] * 3
+    repeating = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    ids: list[Work] = [(prompt, repeating), *work(random.Random(1), 8)]
+    plain = run(make_engine(**OPTIONS), ids)
+    engine = make_engine(**OPTIONS, speculative_config=config)
+    check_equal(run(engine, ids), plain)
+    load = engine.load
+    assert load.drafts > 5 and load.draft_tokens > load.drafts
+    assert load.accepted_tokens == tuple(engine.scheduler.speculation.accepted)
+    assert 0 < sum(load.accepted_tokens) <= load.draft_tokens
+
+
+def test_states_refuse_drafts(make_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(InvalidArgument, match=r"speculative_config.*recurrent states"):
+        make_engine(
+            "qwen3_next", **OPTIONS, speculative_config={"method": "ngram", "num_speculative_tokens": 2}
+        )

@@ -100,7 +100,8 @@ class Setup:
                 "prefix_caching": config.enable_prefix_caching,
                 "host_pages": spec.host_pages,
                 "staged": spec.staged,
-                "options": SchedulingOptions.of(config),
+                # simulated tokens say nothing about drafts
+                "options": dataclasses.replace(SchedulingOptions.of(config), speculative_config=None),
             },
         )
 
