@@ -343,6 +343,9 @@ class TokenMask(Protocol):
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens, at most MOST_DRAFTS."""
 
+    def forced(self) -> list[int]:
+        """Tokens that will probably come next, as far as is known without computing anything: drafts."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Request:

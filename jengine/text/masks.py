@@ -67,6 +67,9 @@ class AllOf:
         for mask in self._masks:
             mask.rollback(count)
 
+    def forced(self) -> list[int]:
+        return next((tokens for mask in self._masks if (tokens := mask.forced())), [])
+
 
 class AllowedTokens:
     """Allows only these tokens."""
@@ -91,6 +94,9 @@ class AllowedTokens:
 
     def rollback(self, count: int) -> None:
         pass
+
+    def forced(self) -> list[int]:
+        return []
 
 
 class BadWords:
@@ -118,6 +124,9 @@ class BadWords:
     def rollback(self, count: int) -> None:
         self._tail = self._tail[: len(self._tail) - count]
 
+    def forced(self) -> list[int]:
+        return []
+
 
 def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Token sequences of these texts, with and without a leading space, following vLLM's rule."""
@@ -143,11 +152,16 @@ class Grammar:
         self._matcher = compile_structure(what, tokenizer)
         self._unread: list[int] = []  # tokens that the matcher has not consumed yet
         self._ended = 0  # tokens that it has not consumed since it has stopped
+        self._drafts = False  # whether anyone asks for forced tokens
+        # the only way on from some state, as far as there is only one, and the tokens accepted since then
+        self._way: list[int] = []
+        self._since: list[int] = []
         self._busy = threading.Lock()  # shared by copies, as their matchers share a lexer
 
     def copy(self) -> Grammar:
         other = copy.copy(self)
         other._matcher, other._unread = self._matcher.deep_copy(), list(self._unread)
+        other._since = list(self._since)
         return other
 
     def fill(self, words: np.ndarray) -> None:
@@ -156,6 +170,8 @@ class Grammar:
         try:
             self._consume()
             allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+            if self._drafts and not self.forced():
+                self._way, self._since = self._matcher.compute_ff_tokens(), []
         finally:
             self._busy.release()
         # otherwise llguidance would allow the end-of-sequence token, as if nothing were wrong
@@ -167,8 +183,16 @@ class Grammar:
 
     def accept(self, token: int) -> None:
         self._unread.append(token)
+        self._since.append(token)
+
+    def forced(self) -> list[int]:
+        self._drafts, past = True, len(self._since)
+        return self._way[past:] if self._way[:past] == self._since else []
 
     def rollback(self, count: int) -> None:
+        if count > len(self._since):
+            self._way = []
+        del self._since[max(len(self._since) - count, 0) :]
         unread = min(count, len(self._unread))
         del self._unread[len(self._unread) - unread :]
         ended = min(count - unread, self._ended)

@@ -124,9 +124,6 @@ def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
 
 
 def _speculation(families: Families, load: Load) -> Iterator[Metric]:
-    """Nothing before there is a draft."""
-    if not load.drafts:
-        return
     positions = [((str(position),), count) for position, count in enumerate(load.accepted_tokens)]
     yield families.counter("spec_decode_num_drafts", "Drafts that were verified", load.drafts)
     yield families.counter("spec_decode_num_draft_tokens", "Tokens of these drafts", load.draft_tokens)

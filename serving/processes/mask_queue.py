@@ -150,3 +150,7 @@ class _Copy:
 
     def rollback(self, count: int) -> None:
         self._mask.rollback(count)
+
+    def forced(self) -> list[int]:
+        tokens: list[int] = self._mask.forced()
+        return tokens

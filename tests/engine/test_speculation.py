@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.restart import restart_scheduler
+from jengine import LLM
 from jengine.base.errors import InvalidArgument
-from jengine.core.request import SamplingParams
+from jengine.core.request import SamplingParams, StructuredOutputs
 from jengine.engine.engine import Engine
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.text.masks import AllOf, AllowedTokens, BadWords
+from tests.engine.on_demand import on_demand
 from tests.engine.running import Answer, Work, run
 from tests.scheduling.adversaries import Knowing
 
@@ -214,3 +216,28 @@ def test_states_refuse_drafts(make_engine: Callable[..., Engine]) -> None:
         make_engine(
             "qwen3_next", **OPTIONS, speculative_config={"method": "ngram", "num_speculative_tokens": 2}
         )
+
+
+def test_grammars_draft_their_forced_tokens(make_engine: Callable[..., Engine]) -> None:
+    """The demo model, whose tokenizer has the words of a schema; outputs are those without drafts."""
+    structures = [
+        StructuredOutputs(json={"type": "object", "properties": {"first_name": {"type": "boolean"},
+            "last_name": {"type": "boolean"}}, "required": ["first_name", "last_name"]}),
+        StructuredOutputs(regex="(the same text|the same words) and then [ab]{4}"),
+    ]  # fmt: skip
+    params = [
+        SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=40, structured_outputs=structure)
+        for seed, structure in enumerate(2 * structures)
+    ]
+    options = {"progress": False, "dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 136}
+    with on_demand(optimized=True):
+        plain, drafting = (
+            LLM("demo", **options, speculative_config=config)
+            for config in (None, {"method": "ngram", "num_speculative_tokens": 6})
+        )
+    prompts = ["def", "class", "import", "return"]
+    expected, got = (llm.generate(prompts, params, use_tqdm=False) for llm in (plain, drafting))
+    assert [one.outputs[0].token_ids for one in got] == [one.outputs[0].token_ids for one in expected]
+    assert "first_name" in got[0].outputs[0].text and "and then" in got[1].outputs[0].text
+    speculation = drafting._shared.engine.scheduler.speculation
+    assert sum(speculation.accepted) > 10

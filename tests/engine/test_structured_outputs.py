@@ -190,6 +190,9 @@ class Faulty:
     def rollback(self, count: int) -> None:
         self._call()
 
+    def forced(self) -> list[int]:
+        return []
+
 
 def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
     """The output of a request with this mask. Another request runs with it, and must get the same tokens as
@@ -232,6 +235,9 @@ class Slow:
 
     def rollback(self, count: int) -> None:
         pass
+
+    def forced(self) -> list[int]:
+        return []
 
 
 def test_a_slow_mask_ends_its_request_alone(llm: LLM) -> None:

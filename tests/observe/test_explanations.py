@@ -194,6 +194,9 @@ def test_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         def rollback(self, count: int) -> None:
             pass
 
+        def forced(self) -> list[int]:
+            return []
+
     for _ in range(8):
         virtual.ask(TILE, 100, mask=Slow())
     finding = found(virtual, "masks")

@@ -13,7 +13,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import Speculation
-from jengine.scheduling.drafters.choice import drafter_of
+from jengine.scheduling.drafters.choice import FirstOf, drafter_of
 from jengine.scheduling.drafters.ngrams import PLACES, Ngrams
 
 
@@ -63,6 +63,20 @@ def test_as_a_search_finds_them(tokens: list[int], shortest: int, more: int, dat
     assert not drafter._known
 
 
+def test_forced_tokens_come_first() -> None:
+    drafter: Any = drafter_of(
+        SchedulingOptions(
+            speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+        )
+    )
+    mask = SimpleNamespace(forced=lambda: [8, 9, 10])
+    assert drafter.draft(Request(tokens=[1, 2, 1], request=SimpleNamespace(mask=mask)), 9) == [8, 9]
+    other = SimpleNamespace(forced=list)
+    for mask_or_none in (None, other):
+        request = Request(tokens=[1, 2, 1], request=SimpleNamespace(mask=mask_or_none))
+        assert drafter.draft(request, 9) == [2, 1]
+
+
 def test_options() -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     assert Speculation.of(ngram) == Speculation(3, 5, 5)
@@ -72,7 +86,7 @@ def test_options() -> None:
     )
     assert drafter_of(SchedulingOptions()) is None
     drafter = drafter_of(SchedulingOptions(speculative_config=ngram))
-    assert isinstance(drafter, Ngrams) and drafter.most == 3
+    assert isinstance(drafter, FirstOf) and drafter.most == 3
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ LOAD = Load(
     prefix_queries=900,
     prefix_hits=320, hit_pages=(20, 4), cache_groups=("full", "window[512]"), evictions=6,
     host_pages=50, host_used=20, host_queries=580, host_hits=160, host_declined=16, host_spilled=30,
-    host_fetched=10, host_evictions=1,
+    host_fetched=10, host_evictions=1, drafts=9, draft_tokens=30, accepted_tokens=(7, 5, 0),
 )  # fmt: skip
 
 
@@ -98,6 +98,11 @@ def test_the_engine_as_last_heard() -> None:
         "kv_cache_pages": 40, "kv_cache_free_pages": 30,
         "num_preemptions_total": 5, "engine_up": 1, "engine_restarts_total": 7, "kv_cache_cached_pages": 12,
         "engine_resident_memory_bytes": 0,
+        "spec_decode_num_drafts_total": 9, "spec_decode_num_draft_tokens_total": 30,
+        "spec_decode_num_accepted_tokens_total": 12,
+    }  # fmt: skip
+    assert {key[1:]: value for key, value in got.items() if key[0].endswith("per_pos_total")} == {
+        ("0",): 7, ("1",): 5, ("2",): 0,
     }  # fmt: skip
     assert {key[0].removeprefix("prefix_cache_"): value for key,
         value in got.items() if key[0].startswith("prefix") and len(key) == 1} == {

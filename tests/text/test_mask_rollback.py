@@ -44,6 +44,7 @@ def test_rollback(name: str, tokenizer: Tokenizer) -> None:
     for _ in range(12):
         mask, plain = MASKS[name](tokenizer), MASKS[name](tokenizer)
         for _ in range(12):
+            mask.forced()  # asks for them
             allowed = filled(plain)
             assert allowed == filled(mask)
             taken = 0
@@ -58,3 +59,22 @@ def test_rollback(name: str, tokenizer: Tokenizer) -> None:
             token = draw.choice(allowed)
             mask.accept(token)
             plain.accept(token)
+
+
+def test_forced_tokens(tokenizer: Tokenizer) -> None:
+    """Known after the first mask; they go on as long as they are right."""
+    mask = Grammar(StructuredOutputs(choice=("hello world this", "hello world that")), tokenizer)
+    assert mask.forced() == [], "nothing is computed here"
+    filled(mask)
+    way = mask.forced()
+    assert tokenizer.decode(way).startswith("hello") and len(way) > 2
+    mask.accept(way[0])
+    assert mask.forced() == way[1:]
+    filled(mask)
+    mask.accept(way[1])
+    mask.accept(way[2])
+    assert mask.forced() == way[3:]
+    mask.rollback(2)
+    assert mask.forced() == way[1:], "a draft changes nothing"
+    mask.accept(tokenizer.encode("he", add_special_tokens=False)[0])
+    assert mask.forced() == [], "another way"
