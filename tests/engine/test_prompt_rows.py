@@ -18,11 +18,11 @@ FAMILIES = ["gemma3", "deepseek_v3", "gpt_oss", "llama4", "gemma3n", "bloom"]
 
 def chats(draw: random.Random, count: int = 8, turns: int = 5) -> list[list[Work]]:
     """Turns of conversations with short questions: each prompt begins as the one before."""
-    texts = [[draw.randrange(96) for _ in range(draw.randint(1, 40))] for _ in range(count)]
+    texts = [[draw.randrange(64) for _ in range(draw.randint(1, 40))] for _ in range(count)]
     out = []
     for _ in range(turns):
         for text in texts:
-            text += [draw.randrange(96) for _ in range(draw.randint(1, 9))]
+            text += [draw.randrange(64) for _ in range(draw.randint(1, 9))]
         out.append([([*text], params(draw, i)) for i, text in enumerate(texts)])
     return out
 
@@ -33,7 +33,7 @@ def params(draw: random.Random, number: int) -> SamplingParams:
         {"temperature": 1.0, "n": 3},
         {"temperature": 1.5, "top_k": 30, "logprobs": 2, "repetition_penalty": 1.3},
         {"temperature": 0.8, "min_tokens": 4, "stop_token_ids": [*range(40)]},
-        {"temperature": 0.7, "allowed_token_ids": [*range(0, 96, 3)]},
+        {"temperature": 0.7, "allowed_token_ids": [*range(0, 60, 3)]},
         {"temperature": 1.0, "prompt_logprobs": 1},
     ]
     return SamplingParams(seed=number, max_tokens=draw.randint(4, 9), **options[number % len(options)])
@@ -69,16 +69,16 @@ def compare(engine: Engine) -> tuple[int, int]:
 def test_tokens_are_those_of_tiles(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(**OPTIONS)
     few, mixed = compare(engine)
-    assert few > 8 and mixed > 0, "prompts did not lie on rows"
+    assert few > 4 and mixed > 0, "prompts did not lie on rows"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_tokens_of_families(variant: str, make_engine: Callable[..., Engine]) -> None:
     """Windows, several cache groups, layers that share keys and values, latent attention, sinks, slopes."""
-    assert compare(make_engine(variant, **OPTIONS))[0] > 8
+    assert compare(make_engine(variant, **OPTIONS))[0] > 4
 
 
 @pytest.mark.full
 def test_with_a_host_tier_and_bursts(make_engine: Callable[..., Engine]) -> None:
-    assert compare(make_engine(**OPTIONS, swap_space=0.05, num_scheduler_steps=8))[0] > 8
+    assert compare(make_engine(**OPTIONS, swap_space=0.05, num_scheduler_steps=8))[0] > 4

@@ -27,8 +27,8 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.7, "repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": 0.4},
     {"temperature": 0.0, "frequency_penalty": 1.2, "logprobs": 3},
     {"temperature": 1.0, "logprobs": 0, "logit_bias": {3: 4.0}},
-    {"temperature": 0.9, "min_tokens": 12, "stop_token_ids": [*range(0, 96, 5)]},
-    {"temperature": 1.0, "allowed_token_ids": [*range(0, 96, 7)]},
+    {"temperature": 0.9, "min_tokens": 12, "stop_token_ids": [*range(0, 64, 5)]},
+    {"temperature": 1.0, "allowed_token_ids": [*range(0, 64, 7)]},
 ]
 
 
@@ -36,7 +36,7 @@ def work(draw: random.Random, count: int) -> list[Work]:
     out: list[Work] = []
     for i in range(count):
         params = SamplingParams(seed=i, max_tokens=draw.randint(12, 24), **PARAMS[i % len(PARAMS)])
-        out.append(([draw.randrange(96) for _ in range(draw.randint(1, 30))], params))
+        out.append(([draw.randrange(64) for _ in range(draw.randint(1, 30))], params))
     return out
 
 
@@ -82,7 +82,7 @@ def compare(engine: Engine, count: int, exact: bool = False, **changes: Any) -> 
 
 def test_tokens_are_those_without_drafts(make_engine: Callable[..., Engine]) -> None:
     found = compare(make_engine(**OPTIONS), 16)
-    assert found[0.0][1] > 60 and found[0.0][2] == 0, "a wrong draft was accepted"
+    assert found[0.0][1] > 20 and found[0.0][2] == 0, "a wrong draft was accepted"
     assert found[1.0][1] == found[1.0][2] > 25, "a right draft was not accepted"
     assert 0 < found[0.7][2] < found[0.7][1]
     assert found[1.0][0] < found[0.0][0], "drafts saved no step"
