@@ -70,9 +70,11 @@ def compare(engine: Engine, count: int, exact: bool = False, **changes: Any) -> 
         restart_scheduler(engine, drafter=drafter(plain, right), **changes)
         before = len(engine.records.steps)
         check_equal(run(engine, work(random.Random(5), count)), plain, exact)
-        speculation = engine.scheduler.speculation
+        speculation, steps = engine.scheduler.speculation, [*engine.records.steps][before:]
+        assert all(step.rows <= step.trunk.rows for step in steps)
+        assert any(step.rows - step.prompt_rows > step.running for step in steps), "drafts' rows count too"
         found[right] = [
-            len(engine.records.steps) - before,
+            len(steps),
             speculation.tokens,
             sum(speculation.accepted),
         ]

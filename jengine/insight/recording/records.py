@@ -24,7 +24,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     Attributes:
         number: in order of dispatch, from 0.
         trunk, sampler: the programs that ran.
-        rows: number of decode rows, in each of its `steps` steps or in the first of them.
+        rows: number of decode rows, drafts' among them, in each of its `steps` steps or in the first of them.
         tiles, prompt_tokens: of prompts, without tokens that lie on rows.
         work: the part of its cost that does not depend on its programs.
         chunks: of prompts: (sequence, position of the first token, tokens).

@@ -92,12 +92,13 @@ class StepRecorder:
                 read.
         """
         scheduler, trunk, spans, size = self._scheduler, plan.trunk, plan.spans, self._tile_size
-        prompts = spans[len(spans) - plan.prompts :]
+        decoding, prompts = spans[: len(spans) - plan.prompts], spans[len(spans) - plan.prompts :]
         chunks = [(span.seq, span.start, span.length) for span in reversed(prompts)]
         in_tiles = [span.length for span in prompts if span.tokens is not None]
         tokens, tiles = sum(in_tiles), sum([-(-length // size) for length in in_tiles])
         prompt_rows = sum([chunk[2] for chunk in chunks]) - tokens
-        rows = len(spans) - len(prompts) + prompt_rows
+        following = sum([len(span.following) for span in decoding if span.following])  # drafts, repetitions
+        rows = len(decoding) + following + prompt_rows
         decision, blocks, begun = scheduler.admission.decision, scheduler.blocks, self._begun
         reason = "" if decision is None or decision is self._decision else decision.reason
         self._decision = decision
