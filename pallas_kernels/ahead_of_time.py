@@ -122,12 +122,13 @@ def compile_for(
         args: trees of arrays or abstract arrays.
         donate: positions of donated arguments.
     """
-    return _lower_for(device, function, *args, donate=donate).compile()
+    return lower_for(device, function, *args, donate=donate).compile()
 
 
-def _lower_for(
+def lower_for(
     device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
 ) -> jax.stages.Lowered:
+    """What `compile_for` compiles."""
     whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
     with jax.default_device(device):  # Mosaic uses this device's compute capability for the target
@@ -145,7 +146,7 @@ def kernel_facts(
     """
     # nothing is dumped here: Mosaic's constraints as text would take most of the time
     with accesses() as found:
-        lowered = _lower_for(device, function, *args)
+        lowered = lower_for(device, function, *args)
     with tempfile.TemporaryDirectory() as folder, _dumped(folder):
         compiled = lowered.compile()
         reports = sorted(Path(folder).glob("*.ptxas"), key=_name_and_number)

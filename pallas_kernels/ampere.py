@@ -273,7 +273,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
             v = smem.v.at[slot]
             values = plgpu.load(v, layout=acc_layout)
             tokens = iota(values.shape, 0) + token
-            v[...] = jnp.where((tokens >= first) & (tokens < end), values, jnp.zeros_like(values))
+            store(v, jnp.where((tokens >= first) & (tokens < end), values, jnp.zeros_like(values)))
 
         s = filled((tile, columns), 0.0, acc_layout)
         s = plgpu.mma(s, plgpu.load(smem.k.at[slot], layout=lhs), plgpu.load(smem.q.T, layout=rhs))
@@ -286,7 +286,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         m_new = jnp.maximum(m, s.max(axis=0))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - spread(m_new, tile))
-        smem.p[...] = p.astype(dtype)
+        store(smem.p, p.astype(dtype))
         total = total * spread(alpha, tile) + p
         acc *= spread(alpha, head_dim)
         for at in range(0, tile, DEPTH):

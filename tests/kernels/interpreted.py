@@ -8,7 +8,7 @@ thread has waited for a barrier when its phase completes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +38,32 @@ def interpret(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
         out = jax.block_until_ready(function(*args, **how))
     assert not interpret_pallas_call.get_races().races_found, "races_found"
     return out
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How a check runs a function with kernels.
+
+    Attributes:
+        run: calls its first argument with the others.
+        interpret: of the kernels; None: they run as they ship.
+    """
+
+    run: Callable[..., Any]
+    interpret: plgpu.InterpretGPUParams | None
+
+    def form(self, **interpreted: Any) -> dict[str, Any]:
+        """Arguments of a kernel; `interpreted`: those of the form that Pallas interprets."""
+        return {} if self.interpret is None else {"interpret": self.interpret, **interpreted}
+
+
+INTERPRETED = Runner(interpret, RACES)
+
+
+def largest_error(got: Any, want: Any) -> float:
+    """In parts of the largest number that is wanted."""
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    return float(np.abs(got - want).max(initial=0) / max(np.abs(want).max(initial=0), 1e-30))
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> jax.Array:

@@ -5,7 +5,8 @@ absent GPUs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from pallas_kernels.ampere import (
 )
 from tests.extras import compiler_for_gpus
 from tests.kernels.emulated import Landing, emulated
-from tests.kernels.interpreted import Cache, cache, only_what_is_seen, options_of
+from tests.kernels.interpreted import Cache, Runner, cache, largest_error, only_what_is_seen, options_of
 
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
@@ -34,12 +35,27 @@ BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
 
-def close(got: jax.Array, want: jax.Array, paged: Cache) -> None:
-    """Within the rounding of weights and results to the dtype; everything else is float32."""
+def emulator(landing: Landing) -> Runner:
+    """Runs kernels in Python. See `emulated`."""
+
+    def run(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        with emulated(landing):
+            return function(*args, **how)
+
+    return Runner(run, None)
+
+
+def close(got: jax.Array, want: jax.Array, paged: Cache) -> float:
+    """Within the rounding of weights and results to the dtype; everything else is float32.
+
+    Returns:
+        The largest error, see `largest_error`.
+    """
     rounding = float(jnp.finfo(got.dtype).eps) / 2
     wanted = np.asarray(want, np.float32)
     allowed = 1.05 * rounding * (np.abs(wanted) + float(jnp.abs(paged.clean().v).max())) + 1e-5
     assert (np.abs(np.asarray(got, np.float32) - wanted) <= allowed).all()  # false where got is NaN
+    return largest_error(got, wanted)
 
 
 def check_decode(
@@ -50,19 +66,20 @@ def check_decode(
     splits: int | None,
     dtype: str,
     ways: Ways,
-    landing: Landing,
-) -> None:
+    runner: Runner,
+) -> float:
+    """The largest error, see `largest_error`."""
     lengths = [1, page_size - 1, 0, page_size + 1, 200]
     whole = cache(lengths, -(-200 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"))
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
     options = options_of(ways, kv_heads * group)
-    with emulated(landing):
-        got = paged_attention_decode(q, *paged, options, splits=splits)
-        if ways is WINDOW:  # what is behind it changes no bit
-            np.testing.assert_array_equal(got, paged_attention_decode(q, *whole, options, splits=splits))
-    close(got, reference.paged_attention_decode(q.astype(jnp.float32), *paged.clean(), options), paged)
+    run = partial(paged_attention_decode, splits=splits)
+    got = runner.run(run, q, *paged, options)
+    if ways is WINDOW:  # what is behind it changes no bit
+        np.testing.assert_array_equal(got, runner.run(run, q, *whole, options))
     assert (got[2] == 0).all()
+    return close(got, reference.paged_attention_decode(q.astype(jnp.float32), *paged.clean(), options), paged)
 
 
 def check_prefill(
@@ -73,8 +90,9 @@ def check_prefill(
     splits: int | None,
     dtype: str,
     ways: Ways,
-    landing: Landing,
-) -> None:
+    runner: Runner,
+) -> float:
+    """The largest error, see `largest_error`."""
     tile, sequences, width = 24, [150, 25, 120], -(-150 // page_size)
     paged = cache(sequences, width, kv_heads, page_size, head_dim, dtype, seed=page_size)
     rows, positions, lengths = np.array(
@@ -87,19 +105,17 @@ def check_prefill(
     q = jax.random.normal(jax.random.key(7), (len(rows), tile, kv_heads * group, head_dim)).astype(dtype)
     starts = jnp.asarray(positions, jnp.int32)
     options = options_of(ways, kv_heads * group)
-    with emulated(landing):
-        got = paged_attention_prefill(q, *paged[:3], starts, paged.lengths, options, splits=splits)
-        if ways is WINDOW:
-            np.testing.assert_array_equal(
-                got, paged_attention_prefill(q, *whole[:3], starts, paged.lengths, options, splits=splits)
-            )
+    run = partial(paged_attention_prefill, splits=splits)
+    got = runner.run(run, q, *paged[:3], starts, paged.lengths, options)
+    if ways is WINDOW:
+        np.testing.assert_array_equal(got, runner.run(run, q, *whole[:3], starts, paged.lengths, options))
     assert jnp.isfinite(got).all()
     k, v, tables, _ = paged.clean()
     want = reference.paged_attention_prefill(
         q.astype(jnp.float32), k, v, tables, starts, paged.lengths, options
     )
     real = np.arange(tile) < lengths[:, None]
-    close(got[real], want[real], paged)
+    return close(got[real], want[real], paged)
 
 
 # head_dim, kv_heads, group, page_size, splits, dtype, ways, landing
@@ -131,7 +147,7 @@ def test_decode(
     ways: Ways,
     landing: Landing,
 ) -> None:
-    check_decode(head_dim, kv_heads, group, page_size, splits, dtype, ways, landing)
+    check_decode(head_dim, kv_heads, group, page_size, splits, dtype, ways, emulator(landing))
 
 
 @pytest.mark.parametrize(NAMES, PREFILL)
@@ -145,7 +161,7 @@ def test_prefill(
     ways: Ways,
     landing: Landing,
 ) -> None:
-    check_prefill(head_dim, kv_heads, group, page_size, splits, dtype, ways, landing)
+    check_prefill(head_dim, kv_heads, group, page_size, splits, dtype, ways, emulator(landing))
 
 
 SHAPES = [*itertools.product((64, 128, 256), (1, 8), (16, 64, 128), (PLAIN, WINDOW, CAP, BOTH))]
@@ -163,8 +179,8 @@ SPLITS = [
 def test_decode_and_prefill_everywhere(index: int) -> None:
     head_dim, group, page_size, ways = SHAPES[index]
     splits, dtype, landing = SPLITS[index % len(SPLITS)]  # five: every shape meets others
-    check_decode(head_dim, 2, group, page_size, splits, dtype, ways, landing)  # type: ignore[arg-type]
-    check_prefill(head_dim, 2, group, page_size, splits, dtype, ways, landing)  # type: ignore[arg-type]
+    check_decode(head_dim, 2, group, page_size, splits, dtype, ways, emulator(landing))
+    check_prefill(head_dim, 2, group, page_size, splits, dtype, ways, emulator(landing))
 
 
 def test_splits_fill_the_chip_and_are_not_too_short() -> None:

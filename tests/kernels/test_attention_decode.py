@@ -22,10 +22,13 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import dequantize, movable, quantize
 from pallas_kernels.work_list import even_work, fixed_work
 from tests.kernels.interpreted import (
+    INTERPRETED,
     RACES,
     Cache,
+    Runner,
     cache,
     interpret,
+    largest_error,
     more_scales,
     only_what_is_seen,
     options_of,
@@ -63,9 +66,18 @@ def check(
     dtype: str,
     ways: Ways,
     kind: str | None = None,
-) -> None:
-    """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers."""
-    longest = 700  # tokens: it is cut
+    *,
+    longest: int = 700,
+    runner: Runner = INTERPRETED,
+) -> float:
+    """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers.
+
+    Args:
+        longest: tokens of a row; so many that it is cut.
+
+    Returns:
+        The largest error, see `largest_error`.
+    """
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, longest, 129]
     whole = cache(lengths, -(-longest // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"), behind=0)
@@ -82,13 +94,11 @@ def check(
     )
     work = jax.jit(divide)(paged.lengths)
     run = jax.jit(
-        partial(
-            paged_attention_decode, options=options, work=work, operand_in_registers=False, interpret=RACES
-        )
+        partial(paged_attention_decode, options=options, work=work, **runner.form(operand_in_registers=False))
     )
-    got = np.asarray(interpret(run, q, *paged), np.float32)
+    got = np.asarray(runner.run(run, q, *paged), np.float32)
     if ways is WINDOW:  # what is behind it changes no bit
-        np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole), np.float32))
+        np.testing.assert_array_equal(got, np.asarray(runner.run(run, q, *whole), np.float32))
     want = np.asarray(
         jax.jit(partial(reference.paged_attention_decode, options=options))(q.astype(jnp.float32), *clean)
     )
@@ -97,6 +107,7 @@ def check(
     allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.v).max())) + 1e-5
     assert (np.abs(got - want) <= allowed).all()  # false where got is NaN
     assert (got[2] == 0).all()
+    return largest_error(got, want)
 
 
 def eight_bits(paged: Cache, kind: str) -> tuple[Any, Cache]:

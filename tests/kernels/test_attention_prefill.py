@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.attention_prefill import paged_attention_prefill
-from tests.kernels.interpreted import RACES, cache, interpret, only_what_is_seen, options_of
+from tests.kernels.interpreted import INTERPRETED, Runner, cache, largest_error, only_what_is_seen, options_of
 from tests.kernels.test_attention_decode import eight_bits
 
 Ways = dict[str, Any]
@@ -64,7 +64,9 @@ def check(
     kind: str | None = None,
     *,
     blocks: int | None = 3,
-) -> None:
+    runner: Runner = INTERPRETED,
+) -> float:
+    """The largest error, see `largest_error`."""
     positions, lengths = tiles(tile, page_size)
     ends = [position + length for position, length in zip(positions, lengths, strict=True)]
     whole = cache(ends, -(-max(ends) // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
@@ -77,14 +79,14 @@ def check(
     )
     options = options_of(ways, kv_heads * group)
     stages = None if head_dim == 256 else 2  # few in any case, so that they are used again
-    form: Ways = {"stages": stages, "blocks": blocks, "operand_in_registers": False, "interpret": RACES}
+    form: Ways = {"stages": stages, "blocks": blocks} | runner.form(operand_in_registers=False)
     run = jax.jit(partial(paged_attention_prefill, options=options, **form))
     where = jnp.asarray(positions), jnp.asarray(lengths)
-    got = np.asarray(interpret(run, q, *paged[:3], *where), np.float32)
+    got = np.asarray(runner.run(run, q, *paged[:3], *where), np.float32)
     # neither what is behind the first query's window nor the blocks that items fall to change a bit
     if ways is BOTH:
         run = jax.jit(partial(paged_attention_prefill, options=options, **form | {"blocks": 2}))
-        np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole[:3], *where), np.float32))
+        np.testing.assert_array_equal(got, np.asarray(runner.run(run, q, *whole[:3], *where), np.float32))
     want = np.asarray(
         jax.jit(partial(reference.paged_attention_prefill, options=options))(
             q.astype(jnp.float32), clean.k, clean.v, clean.tables, *where
@@ -96,6 +98,7 @@ def check(
     real = np.arange(tile) < np.array(lengths)[:, None]
     assert np.isfinite(got).all()
     assert (np.abs(got - want) <= allowed)[real].all()
+    return largest_error(got[real], want[real])
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "tile", "dtype", "ways"), SMALL)

@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import reference
 from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.quantized import Pages, movable, quantize
-from tests.kernels.interpreted import RACES, interpret
+from tests.kernels.interpreted import INTERPRETED, Runner
 
 SMALL = [
     (None, "bfloat16", 128, 2, 16),
@@ -23,8 +23,15 @@ SMALL = [
 ]
 
 
-def check(kind: str | None, dtype: str, head_dim: int, kv_heads: int, page_size: int) -> None:
-    """One page to two others, some with NaN, and padding."""
+def check(
+    kind: str | None,
+    dtype: str,
+    head_dim: int,
+    kv_heads: int,
+    page_size: int,
+    runner: Runner = INTERPRETED,
+) -> float:
+    """One page to two others, some with NaN, and padding. Returns the largest error, see `largest_error`."""
     rng = np.random.default_rng(page_size)
     shape = 9, kv_heads, page_size, head_dim
 
@@ -33,9 +40,10 @@ def check(kind: str | None, dtype: str, head_dim: int, kv_heads: int, page_size:
         return movable(quantize(plain, kind)) if kind else plain
 
     args: Any = pages(), pages(), jnp.array([5, 0, 3, 5, 0], jnp.int32), jnp.array([1, 0, 8, 7, 0], jnp.int32)
-    got = interpret(jax.jit(partial(copy_pages, interpret=RACES)), *args)
+    got = runner.run(jax.jit(partial(copy_pages, **runner.form())), *args)
     for mine, want in zip(*map(jax.tree.leaves, (got, reference.copy_pages(*args))), strict=True):
         np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (mine, want)))
+    return 0.0
 
 
 @pytest.mark.parametrize(("kind", "dtype", "head_dim", "kv_heads", "page_size"), SMALL)

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_product import grouped_product
-from pallas_kernels.groups import GRID, block_rows, grouped, one_group, out_per_block
+from pallas_kernels.groups import GRID, Groups, block_rows, grouped, one_group, out_per_block
 from pallas_kernels.quantized import GROUP, Quantized, dequantize, quantize
-from tests.kernels.interpreted import RACES, interpret
+from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
 
 
 @settings(max_examples=15, deadline=None)
@@ -57,7 +57,10 @@ MORE = [
 ]
 
 
-def check(kind: str, dtype: str, sizes: Sequence[int], out: int, size: int) -> None:
+def check(
+    kind: str, dtype: str, sizes: Sequence[int], out: int, size: int, *, runner: Runner = INTERPRETED
+) -> float:
+    """The largest error, see `largest_error`."""
     rng = np.random.default_rng(out)
     chosen = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     x = jnp.asarray(rng.normal(size=(len(chosen), size)), dtype)
@@ -68,11 +71,16 @@ def check(kind: str, dtype: str, sizes: Sequence[int], out: int, size: int) -> N
     if not kind:
         values = jnp.where(unused[:, None, None], jnp.nan, values)
     groups = grouped(jnp.asarray(chosen), len(sizes))
-    run = partial(grouped_product, operand_in_registers=False, interpret=RACES)
-    got = np.asarray(interpret(run, x[groups.row], values, scale, groups)[groups.place], np.float32)
+    form = runner.form(operand_in_registers=False)
+
+    def run(x: jax.Array, values: jax.Array, scale: jax.Array | None, groups: Groups) -> jax.Array:
+        return grouped_product(x[groups.row], values, scale, groups, **form)[groups.place]
+
+    got = np.asarray(runner.run(run, x, values, scale, groups), np.float32)
     matrices = np.asarray((dequantize(stored) if stored else weight).astype(jnp.float32))
     expected = np.einsum("ri,roi->ro", np.asarray(x, np.float32), matrices[chosen])
     np.testing.assert_allclose(got, expected, atol=1e-2 * np.abs(expected).max())
+    return largest_error(got, expected)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -118,8 +126,8 @@ def test_a_dense_product_in_float32_is_one_of_a_single_group() -> None:
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
 
 
-def eight_bits(kind: str, rows: int, out: int, size: int) -> None:
-    """Both sides in eight bits; what no row is at is not read."""
+def eight_bits(kind: str, rows: int, out: int, size: int, *, runner: Runner = INTERPRETED) -> float:
+    """Both sides in eight bits; what no row is at is not read. Returns `largest_error`."""
     rng = np.random.default_rng(rows)
     x, weight = (
         quantize(jnp.asarray(rng.normal(size=shape), jnp.float32), kind)
@@ -131,12 +139,15 @@ def eight_bits(kind: str, rows: int, out: int, size: int) -> None:
         jnp.pad(x.values, ((0, more), (0, 0))),
         jnp.pad(x.scale, (0, more), constant_values=jnp.nan),
     )
-    run = partial(grouped_product, block=block, dtype=jnp.float32, interpret=RACES)
-    got = np.asarray(
-        interpret(run, values, weight.values[None], weight.scale[None], groups, x_scale=scale)[:rows]
-    )
+    form = {"block": block, "dtype": jnp.float32, **runner.form()}
+
+    def run(x: jax.Array, values: jax.Array, scale: jax.Array, x_scale: jax.Array) -> jax.Array:
+        return grouped_product(x, values[None], scale[None], groups, x_scale=x_scale, **form)[:rows]
+
+    got = np.asarray(runner.run(run, values, weight.values, weight.scale, scale))
     want = np.asarray(dequantize(x), np.float64) @ np.asarray(dequantize(weight), np.float64).T
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    return largest_error(got, want)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +157,8 @@ def test_both_sides_in_eight_bits(case: tuple[str, int, int, int]) -> None:
     eight_bits(*case)
 
 
-@pytest.mark.parametrize("sizes", [(0, 3), pytest.param((20, 0, 9), marks=pytest.mark.full)])
-def test_scales_by_group_of_inputs(sizes: tuple[int, ...]) -> None:
+def scaled_by_group(sizes: tuple[int, ...], *, runner: Runner = INTERPRETED) -> float:
+    """The largest error, see `largest_error`."""
     rng = np.random.default_rng(0)
     chosen = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
     x, weight = (
@@ -157,12 +168,22 @@ def test_scales_by_group_of_inputs(sizes: tuple[int, ...]) -> None:
     parts = quantize(jnp.asarray(weight * [[1], [30]], jnp.float32), "float8_e4m3fn")
     stored = Quantized(parts.values.reshape(len(sizes), 64, 256), parts.scale, kind="float8_e4m3fn")
     groups = grouped(chosen, len(sizes))
-    run = partial(grouped_product, dtype=jnp.float32, operand_in_registers=False, interpret=RACES)
-    got = np.asarray(interpret(run, x[groups.row], stored.values, stored.scale, groups)[groups.place])
+    form = {"dtype": jnp.float32, **runner.form(operand_in_registers=False)}
+
+    def run(x: jax.Array, values: jax.Array, scale: jax.Array, groups: Groups) -> jax.Array:
+        return grouped_product(x[groups.row], values, scale, groups, **form)[groups.place]
+
+    got = np.asarray(runner.run(run, x, stored.values, stored.scale, groups))
     want = np.einsum(
         "ri,roi->ro", np.asarray(x, np.float64), np.asarray(dequantize(stored), np.float64)[chosen]
     )
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+    return largest_error(got, want)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), pytest.param((20, 0, 9), marks=pytest.mark.full)])
+def test_scales_by_group_of_inputs(sizes: tuple[int, ...]) -> None:
+    scaled_by_group(sizes)
 
 
 def test_few_outputs_make_small_blocks() -> None:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.groups import grouped
-from pallas_kernels.int4 import E2M1, KINDS, SCALES, TILE, WORDS, pack
+from pallas_kernels.groups import Groups, grouped
+from pallas_kernels.int4 import E2M1, KINDS, SCALES, TILE, WORDS, Int4, pack
 from pallas_kernels.int4_product import grouped_int4_product, int4_product, splits_of
 from pallas_kernels.int4_registers import SCALE_TILING, STEP, WORD_TILING, factor, numbers
-from tests.kernels.interpreted import RACES, interpret
+from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
 from tests.kernels.test_int4 import packed
 
 
@@ -93,14 +93,26 @@ MORE = [
 ]
 
 
-def check(rows: int, outs: int, size: int, group: int, offset: bool, kind: str, dtype: str) -> None:
+def check(
+    rows: int,
+    outs: int,
+    size: int,
+    group: int,
+    offset: bool,
+    kind: str,
+    dtype: str,
+    *,
+    runner: Runner = INTERPRETED,
+) -> float:
+    """The largest error, see `largest_error`."""
     weight, wide = packed(outs, size, group, offset=offset, kind=kind)
     x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, size)), dtype)
-    run = partial(int4_product, cores=8, operand_in_registers=False, interpret=RACES)
+    run = partial(int4_product, cores=8, dtype=jnp.float32, **runner.form(operand_in_registers=False))
     want = np.asarray(x, np.float64) @ wide.T
-    got = interpret(run, x, weight, dtype=jnp.float32)
+    got = runner.run(run, x, weight)
     assert got.dtype == jnp.float32 and got.shape == want.shape
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+    return largest_error(got, want)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -134,8 +146,17 @@ MORE_GROUPED = [
 
 
 def check_grouped(
-    sizes: tuple[int, ...], outs: int, size: int, group: int, offset: bool, kind: str, dtype: str
-) -> None:
+    sizes: tuple[int, ...],
+    outs: int,
+    size: int,
+    group: int,
+    offset: bool,
+    kind: str,
+    dtype: str,
+    *,
+    runner: Runner = INTERPRETED,
+) -> float:
+    """The largest error, see `largest_error`."""
     chosen = np.random.default_rng(outs).permutation(np.repeat(np.arange(len(sizes)), sizes))
     weight, wide = packed(len(sizes) * outs, size, group, offset=offset, kind=kind)
     stacked = weight.map(lambda array: array.reshape(len(sizes), outs, -1))
@@ -144,10 +165,15 @@ def check_grouped(
     stacked = stacked.map(lambda array: scale if array is stacked.scale else array)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(len(chosen), size)), dtype)
     groups = grouped(jnp.asarray(chosen), len(sizes))
-    run = partial(grouped_int4_product, operand_in_registers=False, interpret=RACES)
-    got = np.asarray(interpret(run, x[groups.row], stacked, groups)[groups.place], np.float64)
+    form = runner.form(operand_in_registers=False)
+
+    def run(x: jax.Array, weight: Int4, groups: Groups) -> jax.Array:
+        return grouped_int4_product(x[groups.row], weight, groups, **form)[groups.place]
+
+    got = np.asarray(runner.run(run, x, stacked, groups), np.float64)
     want = np.einsum("ri,roi->ro", np.asarray(x, np.float64), wide.reshape(len(sizes), outs, size)[chosen])
     np.testing.assert_allclose(got, want, rtol=float(jnp.finfo(dtype).eps), atol=1e-5 * np.abs(want).max())
+    return largest_error(got, want)
 
 
 @pytest.mark.parametrize("case", GROUPED, ids=str)

@@ -18,7 +18,8 @@ from pallas_kernels import reference
 from pallas_kernels.kv_write import BLOCK_BYTES, heads_per_block, kv_write
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize, movable, quantize
-from tests.kernels.interpreted import RACES, interpret, more_scales
+from pallas_kernels.tuning import CORES
+from tests.kernels.interpreted import INTERPRETED, Runner, largest_error, more_scales
 
 NUM_PAGES = 7
 
@@ -44,7 +45,11 @@ def check(
     tokens: int,
     pairs: int,
     how: str,
-) -> None:
+    *,
+    cores: int = CORES,
+    runner: Runner = INTERPRETED,
+) -> float:
+    """The largest error, see `largest_error`."""
     rng = np.random.default_rng(tokens)
     places = rng.permutation(np.arange(page_size, NUM_PAGES * page_size))[:tokens]
     real = np.arange(tokens) % 3 != 1
@@ -71,9 +76,9 @@ def check(
     at = places // page_size, places % page_size
     args: Any = (old, old, qkv, *(jnp.asarray(x, jnp.int32) for x in at))
     rows = (0, 5, 8, tokens)[tokens % 4]
-    run = jax.jit(partial(kv_write, rows=min(rows, tokens), interpret=RACES))
+    run = jax.jit(partial(kv_write, rows=min(rows, tokens), cores=cores, **runner.form()))
     given = (more_scales(old), more_scales(old), *args[2:]) if isinstance(old, Quantized) else args
-    queries, got = interpret(run, *given, rotation=rotation)
+    queries, got = runner.run(run, *given, rotation=rotation)
     got = [
         replace(pages, scale=pages.scale[:, :kv_heads]) if isinstance(pages, Quantized) else pages
         for pages in got
@@ -81,22 +86,23 @@ def check(
     wanted_queries, wanted = jax.jit(partial(reference.kv_write, rows=rows))(*args, rotation=rotation)
     plain = rotation is None and norm is None
     assert [len(part) for part in queries] == [min(rows, tokens), tokens - min(rows, tokens)]
-    compare(
+    error = compare(
         *(np.concatenate(part).astype(np.float32)[real] for part in (queries, wanted_queries)),
         dtype,
         exact=plain,
     )
     written = at[0][real], slice(None), at[1][real]
     for new, want in zip(got, wanted, strict=True):
-        compare(
-            numbers_at(new, written), numbers_at(want, written), kind or dtype, exact=plain and kind is None
-        )
+        exact = plain and kind is None
+        new_error = compare(numbers_at(new, written), numbers_at(want, written), kind or dtype, exact=exact)
+        error = max(error, new_error)
         untouched = np.ones((NUM_PAGES, page_size), bool)
         untouched[at[0][real], at[1][real]] = False
         for now, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
             np.testing.assert_array_equal(
                 *(np.asarray(x, np.float32).swapaxes(1, 2)[untouched] for x in (now, before))
             )
+    return error
 
 
 def numbers_at(pages: Pages, where: Any) -> np.ndarray:
@@ -106,14 +112,19 @@ def numbers_at(pages: Pages, where: Any) -> np.ndarray:
     )[where]
 
 
-def compare(got: np.ndarray, want: np.ndarray, kind: str, *, exact: bool) -> None:
-    """Rotation and scales are in float32; the rounded results may differ by one step of the cache's dtype."""
+def compare(got: np.ndarray, want: np.ndarray, kind: str, *, exact: bool) -> float:
+    """Rotation and scales are in float32; the rounded results may differ by one step of the cache's dtype.
+
+    Returns:
+        The largest error, see `largest_error`.
+    """
     step = (
         np.abs(want).max(-1, keepdims=True) / 127
         if kind == "int8"
         else np.abs(want) * float(jnp.finfo(kind).eps) + 1e-6
     )
     assert (np.abs(got - want) <= (0 if exact else step * 1.01)).all()  # false where one is NaN
+    return largest_error(got, want)
 
 
 @pytest.mark.parametrize("case", SMALL)

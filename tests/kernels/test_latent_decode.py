@@ -18,7 +18,7 @@ from pallas_kernels import reference, tuning
 from pallas_kernels.latent_decode import head_blocks, latent_attention_decode
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.work_list import even_work, fixed_work
-from tests.kernels.interpreted import RACES, cache, interpret
+from tests.kernels.interpreted import INTERPRETED, Runner, cache, largest_error
 from tests.kernels.semaphores_model import at_once
 
 # rank, channels of position, heads, page_size, thread blocks (negative: with cuts at fixed places), dtype
@@ -30,10 +30,20 @@ SMALL = [
 LONGEST = 700  # tokens: it is split
 
 
-def check(rank: int, position: int, heads: int, page_size: int, blocks: int, dtype: str) -> None:
-    """What no query sees is NaN."""
-    lengths = [1, page_size - 1, 0, page_size, page_size + 1, LONGEST, 129]
-    paged = cache(lengths, -(-LONGEST // page_size), 1, page_size, rank + position, dtype, seed=page_size)
+def check(
+    rank: int,
+    position: int,
+    heads: int,
+    page_size: int,
+    blocks: int,
+    dtype: str,
+    *,
+    longest: int = LONGEST,
+    runner: Runner = INTERPRETED,
+) -> float:
+    """What no query sees is NaN. Returns the largest error, see `largest_error`."""
+    lengths = [1, page_size - 1, 0, page_size, page_size + 1, longest, 129]
+    paged = cache(lengths, -(-longest // page_size), 1, page_size, rank + position, dtype, seed=page_size)
     clean = paged.clean()
     q = jnp.asarray(np.random.default_rng(7).normal(size=(len(lengths), heads, rank + position)), dtype)
     how: dict[str, Any] = {"kv_heads": head_blocks(heads)[0], "blocks": abs(blocks)}
@@ -49,11 +59,10 @@ def check(rank: int, position: int, heads: int, page_size: int, blocks: int, dty
             options=AttentionOptions(0.1),
             rank=rank,
             work=work,
-            in_place=False,
-            interpret=RACES,
+            **runner.form(in_place=False),
         )
     )
-    got = np.asarray(interpret(run, q, paged.k, paged.tables, paged.lengths), np.float32)
+    got = np.asarray(runner.run(run, q, paged.k, paged.tables, paged.lengths), np.float32)
     args = q.astype(jnp.float32), clean.k, clean.k, paged.tables, paged.lengths
     want = np.asarray(
         jax.jit(partial(reference.paged_attention_decode, options=AttentionOptions(0.1)))(*args)
@@ -63,6 +72,7 @@ def check(rank: int, position: int, heads: int, page_size: int, blocks: int, dty
     allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.k).max())) + 1e-5
     assert got.shape == want.shape and (np.abs(got - want) <= allowed).all()  # false where got is NaN
     assert (got[2] == 0).all()
+    return largest_error(got, want)
 
 
 @pytest.mark.parametrize(("rank", "position", "heads", "page_size", "blocks", "dtype"), SMALL)

@@ -4,7 +4,6 @@ detection on.
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from pallas_kernels.quantize_rows import GATES, Norm, quantize_rows
 from pallas_kernels.quantized import Quantized, quantize
 from pallas_kernels.rows import Gated, Normed, Sum, array_of
 from pallas_kernels.weights import product
-from tests.kernels.interpreted import RACES, interpret
+from tests.kernels.interpreted import INTERPRETED, Runner, largest_error
 
 HOPPER: Any = SimpleNamespace(
     device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0", core_count=132
@@ -43,29 +42,45 @@ def numbers(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def check(kind: str, dtype: str, add: bool, norm: bool, gate: str | None, rows: int, size: int) -> None:
+def check(
+    kind: str,
+    dtype: str,
+    add: bool,
+    norm: bool,
+    gate: str | None,
+    rows: int,
+    size: int,
+    *,
+    runner: Runner = INTERPRETED,
+) -> float:
+    """The largest error, see `largest_error`."""
     x, y, weight = (
         numbers(i, *shape, dtype=dtype)
         for i, shape in enumerate(((rows, size * (2 if gate else 1)), (rows, size), (size,)))
     )
     x = x.at[-1].set(0)
     how: Any = {"add": y if add else None, "norm": Norm(weight, 1e-5, 1.0) if norm else None, "gate": gate}
-    values, scale, total = interpret(
-        partial(quantize_rows, kind=kind, places=rows + 3, interpret=RACES), x, **how
-    )
+
+    def run(x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        values, scale, total = quantize_rows(x, kind, places=rows + 3, **how, **runner.form())
+        assert values.shape == (rows + 3, size)  # of which the last are undefined
+        return values[:rows], scale[:rows], total
+
+    values, scale, total = runner.run(run, x, **how)
     want = x + y if add else x
-    assert values.shape == (rows + 3, size) and (total is not None) == add
+    assert (total is not None) == add
     assert total is None or (total == want).all()
     want = rms_norm(want, weight, 1e-5, 1.0) if norm else want
     want = activations.gated(want.reshape(rows, -1, 2), gate) if gate else want
     stored = quantize(want, kind)
-    np.testing.assert_allclose(scale[:rows], stored.scale, rtol=1e-2)
+    np.testing.assert_allclose(scale, stored.scale, rtol=1e-2)
     step = np.asarray(stored.scale[:, None]) * np.maximum(
         1, np.abs(np.asarray(stored.values, np.float32)) / (127 if kind == "int8" else 8)
     )
-    got = np.asarray(values[:rows], np.float32) * np.asarray(scale[:rows])[:, None]
+    got = np.asarray(values, np.float32) * np.asarray(scale)[:, None]
     np.testing.assert_array_less(np.abs(got - np.asarray(want, np.float32)), step + 1e-30)
     assert not np.asarray(values[rows - 1]).astype(bool).any() or add, "zeros stay zeros"
+    return largest_error(got, np.asarray(want, np.float32))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
