@@ -40,7 +40,10 @@ settings.load_profile("jengine")
 # process of a parallel run is left with one of them at the end.
 LONGEST = (
     "tests/models/test_golden.py", "tests/execution/test_gpu_programs.py",
-    "tests/kernels/test_ahead_of_time.py", "tests/parallel/test_processes.py", "tests/planning/test_plan.py",
+    "tests/kernels/test_ahead_of_time.py", "tests/kernels/test_shipped_ptx_decode.py",
+    "tests/kernels/test_shipped_ptx.py", "tests/kernels/test_shipped_ptx_prefill.py",
+    "tests/kernels/test_shipped_ptx_ampere.py", "tests/kernels/test_planted_faults.py",
+    "tests/parallel/test_processes.py", "tests/planning/test_plan.py",
     "tests/test_package.py", "tests/parallel/test_many_devices.py", "tests/kernels/test_attention_decode.py",
     "tests/engine/test_independence.py", "tests/engine/test_beams.py", "tests/test_vllm_scripts.py",
     "tests/checkpoints/test_calibration.py", "tests/engine/test_golden.py", "tests/kernels/test_int4.py",

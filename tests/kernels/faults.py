@@ -1,0 +1,147 @@
+"""Faults planted in kernels, to see how the machine reports them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from tests.compiling import quickly_compiled
+from tests.kernels.executed import Executed, as_bytes, is_wrong
+from tests.kernels.shipped import PLAIN, Check, ampere_decode, decode, prefill
+from tools.ptx_machine.capture import Compiled
+from tools.ptx_machine.findings import Finding
+from tools.ptx_machine.schedules import Schedule
+
+VICTIMS: dict[str, Check] = {
+    "decode": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, longest=330),
+    "prefill": prefill(128, 1, 2, 64, 64, "bfloat16", PLAIN),
+    "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
+}
+# The first that tells of a fault counts.
+SCHEDULES = (
+    Schedule(seed=0, order="random", garbage="nan"),
+    Schedule(seed=1, order="late", garbage="random"),
+    Schedule(seed=2, order="slow_producer", garbage="random"),
+    Schedule(seed=3, order="slow_consumer", garbage="nan"),
+)
+
+# Regular expressions for PTX as Mosaic writes it: a wait for an mbarrier, the phase that it waits for, a
+# fence, a barrier of threads, a fence between two of these; in the host function, the innermost size of a
+# box; again in PTX, a descriptor for wgmma, a difference, registers of a product's left side, masks.
+WAIT = r"mbarrier\.try_wait\.parity[^\n]*\n\t@P1 bra\.uni DONE; \n\tbra\.uni +LAB_WAIT; "
+PHASE = r"and\.b32 \t(%r\d+), (%r\d+), 1;(?=[^{]*\{\n\t\.reg \.pred +P1; )"
+FENCE = r"fence\.proxy\.async\.shared::cta;"
+BAR = r"bar\.sync [^\n;]*;"
+PAIR = rf"{BAR}([^;]*){FENCE}([^;]*){BAR}"
+BOX = r"store i64 64, (ptr %\d+, align \d+(?:(?!store)[\s\S])*?call void @mosaic_gpu_init_tma_desc)"
+
+DESCRIPTOR = r"(or\.b64 \t%rd\d+, %rd\d+, )(46116\d+);"
+DIFFERENCE = r"sub\.f32 \t(%r\d+), (%r\d+), (%r\d+);"
+FRAGMENT = r"\{(%r\d+),(%r\d+),(%r\d+),(%r\d+)\}, (%rd\d+), p"
+MASKS = r"setp\.lt\.s32 \t(%p\d+, %r\d+, %r\d+;)(?=\n\tsetp\.lt)"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of a kernel.
+
+    Attributes:
+        name: of the fault.
+        kernel: of VICTIMS.
+        old, new: a regular expression in the PTX, and what replaces it.
+        told: by findings of this kind, or by "other results" alone.
+        at: which of the matches is replaced; None: all.
+        host: the change is in the host function instead.
+    """
+
+    name: str
+    kernel: str
+    old: str
+    new: str | Callable[[re.Match[str]], str]
+    told: str
+    at: int | None = 0
+    host: bool = False
+
+    def plant(self, kernel: Compiled) -> Compiled:
+        text = kernel.host if self.host else kernel.ptx
+        found = list(re.finditer(self.old, text))
+        for match in reversed(found if self.at is None else [found[self.at]]):
+            new = match.expand(self.new) if isinstance(self.new, str) else self.new(match)
+            text = text[: match.start()] + new + text[match.end() :]
+        return replace(kernel, host=text) if self.host else replace(kernel, ptx=text)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What tells of a fault: the findings of the first schedule with any, or none but other results."""
+
+    fault: Fault
+    findings: list[Finding]
+    schedule: Schedule
+
+    @property
+    def told(self) -> set[str]:
+        return {finding.kind for finding in self.findings} or {"other results"}
+
+
+class Victim:
+    """A kernel, compiled once, for faults."""
+
+    def __init__(self, name: str, target: str = "h200") -> None:
+        executed = Executed(SCHEDULES[:1], target)
+        with quickly_compiled():
+            VICTIMS[name](runner=executed.runner)
+        self.emulation, self.args, self.right = executed.calls[0]
+        self.kernel = self.emulation.kernels[0]
+
+    def report(self, fault: Fault) -> Report | None:
+        """None: nothing tells of it."""
+        self.emulation.replace(0, fault.plant(self.kernel))
+        for schedule in SCHEDULES:
+            got = self.emulation(*self.args, schedule=schedule)
+            findings = [x for run in self.emulation.runs for x in run.result.findings if is_wrong(x)]
+            same = jax.tree.map(lambda a, b: np.array_equal(as_bytes(a), as_bytes(b)), got, self.right)
+            if findings or not all(jax.tree.leaves(same)):
+                return Report(fault, findings, schedule)
+        return None
+
+
+def reports_of(name: str, faults: Sequence[Fault], target: str) -> list[Report | None]:
+    victim = Victim(name, target)
+    return [victim.report(fault) for fault in faults]
+
+
+def reports_elsewhere(name: str, faults: Sequence[Fault], target: str) -> list[Report | None]:
+    """In a new process, which compiles for another compute capability."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(reports_of, name, faults, target).result()
+
+
+def double_stride(match: re.Match[str]) -> str:
+    """Of a descriptor for wgmma: bits 32 to 45."""
+    number = int(match[2])
+    return f"{match[1]}{number + (number & (0x3FFF << 32))};"
+
+
+FAULTS = (
+    Fault("missing wait", "decode", WAIT, "\n\n", "race", at=1),
+    Fault("wrong phase", "decode", PHASE, r"not.b32 \1, \2; and.b32 \1, \1, 1;", "fault"),
+    Fault("missing arrival", "decode", r"mbarrier\.arrive\.release[^\n]*", "", "fault"),
+    Fault("wrong descriptor", "decode", DESCRIPTOR, double_stride, "race"),
+    Fault("swapped operands", "decode", DIFFERENCE, r"sub.f32 \t\1, \3, \2;", "other results", at=None),
+    Fault("missing fence", "decode", FENCE, "", "proxy"),
+    Fault("wrong box", "decode", BOX, r"store i64 32, \1", "fault", host=True),
+    Fault("swapped fragment", "decode", FRAGMENT, r"{\1,\3,\2,\4}, \5, p", "other results"),
+    Fault("length off by one", "decode", MASKS, r"setp.le.s32 \t\1", "other results", at=None),
+    Fault("missing pair of barriers", "prefill", PAIR, rf"\1{FENCE}\2".replace("\\.", "."), "race"),
+    Fault("products not awaited", "prefill", r"(wgmma\.wait_group\.sync\.aligned) 0", r"\1 1", "race"),
+    Fault("stores not awaited", "prefill", r"(cp\.async\.bulk\.wait_group\.read) \t0", r"\1 \t1", "race"),
+    Fault("copies not awaited", "Ampere", r"(cp\.async\.wait_group) \t0", r"\1 \t1", "race"),
+    Fault("missing barrier", "Ampere", rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}", r"\1", "race"),
+)

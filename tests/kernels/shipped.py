@@ -1,0 +1,227 @@
+"""Every kernel that ships, with cases that take all of its branches, to be executed by `executed`.
+
+A case is a check of another test file, which compares a kernel with its reference and returns the largest
+error. There, the same checks run the form that Pallas interprets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.kernels import (
+    test_ampere,
+    test_attention_decode,
+    test_attention_prefill,
+    test_copy_pages,
+    test_grouped_product,
+    test_int4_product,
+    test_kv_write,
+    test_latent_decode,
+    test_quantize_rows,
+)
+from tests.kernels.executed import FEW, MANY
+from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, SINKS, WINDOW
+from tests.kernels.test_attention_prefill import LONG
+from tools.ptx_machine.schedules import Schedule
+
+E4M3 = "float8_e4m3fn"
+
+
+Check = Callable[..., float]
+Cases = dict[str, dict[str, Check]]  # kernel, name of the case, check: called with a runner
+
+# windows so wide that their sequences are cut, and sinks without a window
+WIDE = {"scale": 0.3, "window": 400, "soft_cap": 20.0}
+ALONE = {"scale": 0.3, "sinks": True}
+
+# functions of a check's arguments
+decode = partial(partial, test_attention_decode.check)
+prefill = partial(partial, test_attention_prefill.check)
+latent = partial(partial, test_latent_decode.check)
+kv_write = partial(partial, test_kv_write.check)
+copy_pages = partial(partial, test_copy_pages.check)
+rows = partial(partial, test_quantize_rows.check)
+int4 = partial(partial, test_int4_product.check)
+int4_groups = partial(partial, test_int4_product.check_grouped)
+grouped = partial(partial, test_grouped_product.check)
+eight_bits = partial(partial, test_grouped_product.eight_bits)
+scaled_by_group = partial(partial, test_grouped_product.scaled_by_group)
+ampere_decode = partial(partial, test_ampere.check_decode)
+ampere_prefill = partial(partial, test_ampere.check_prefill)
+
+COVERED = 0.75  # kv_write has code for each token of a block, and some of these are padding
+# Names of kernels are those in `plgpu.kernel`.
+CASES: Cases = {
+    "paged_attention_decode": {  # an odd number of blocks: one pair of warpgroups in each
+        "head dim 128, group 4": decode(128, 2, 4, 64, 6, "bfloat16", PLAIN),
+        "head dim 128, group 8, window, cap": decode(128, 1, 8, 64, 3, "bfloat16", WIDE),
+        "head dim 64, group 1, pages of 16, float16": decode(64, 1, 1, 16, 2, "float16", PLAIN, longest=330),
+        "head dim 64, group 16, pages of 16, sinks, fixed cuts": decode(64, 1, 16, 16, -4, "bfloat16", ALONE),
+        "head dim 256, group 7, cap": decode(256, 1, 7, 64, 3, "bfloat16", CAP, longest=330),
+        "head dim 128, group 4, int8": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, "int8", longest=330),
+        "head dim 64, group 4, pages of 16, window, cap, fp8": decode(
+            64, 1, 4, 16, 4, "bfloat16", WIDE, E4M3
+        ),
+    },
+    "paged_attention_prefill": {
+        "head dim 128, group 2": prefill(128, 1, 2, 64, 64, "bfloat16", PLAIN),
+        "head dim 64, group 3, pages of 16, sinks": prefill(64, 1, 3, 16, 64, "bfloat16", SINKS),
+        "head dim 64, two heads, window, float16": prefill(64, 2, 1, 32, 64, "float16", LONG),
+        "head dim 256, group 5, tiles of 16, window, cap": prefill(256, 1, 5, 64, 16, "bfloat16", BOTH),
+        "head dim 128, group 4, tiles of 8, int8": prefill(128, 1, 4, 64, 8, "bfloat16", CAP, "int8"),
+        "head dim 64, pages of 32, window, fp8": prefill(64, 1, 2, 32, 64, "bfloat16", WINDOW, E4M3),
+    },
+    "latent_attention_decode": {
+        "rank 512, 16 heads": latent(512, 64, 16, 64, 3, "bfloat16", longest=330),
+        "rank 128, 128 heads, pages of 16, float16": latent(128, 64, 128, 16, 5, "float16", longest=330),
+        "rank 256, 20 heads, pages of 32, fixed cuts": latent(256, 64, 20, 32, -4, "bfloat16", longest=330),
+    },
+    "kv_write": {
+        "rotated, two groups of tokens": kv_write(None, "bfloat16", 128, 2, 2, 16, 13, 64, ""),
+        "plain, float16": kv_write(None, "float16", 64, 1, 3, 64, 5, 0, ""),
+        "normed, rotated by XLA": kv_write(None, "bfloat16", 64, 3, 1, 32, 8, 24, "norm"),
+        "normed, rotated in part, int8": kv_write("int8", "bfloat16", 128, 1, 2, 16, 9, 32, "norm"),
+        "normed, rotated, head dim 256, fp8": kv_write(E4M3, "bfloat16", 256, 1, 1, 32, 3, 128, "gemma"),
+        "one token, rotated": kv_write(None, "bfloat16", 128, 2, 1, 16, 1, 64, "apart"),
+        "two heads a block": kv_write(None, "bfloat16", 64, 2, 4, 64, 13, 32, "norm", cores=1),
+        "two heads a block, int8": kv_write("int8", "bfloat16", 64, 2, 4, 64, 13, 32, "", cores=1),
+    },
+    "copy_pages": {
+        "bfloat16": copy_pages(None, "bfloat16", 128, 2, 16),
+        "int8": copy_pages("int8", "float16", 64, 1, 128),
+        "fp8": copy_pages(E4M3, "bfloat16", 256, 1, 32),
+    },
+    "quantize_rows": {
+        "summed, normed, fp8": rows(E4M3, "bfloat16", True, True, None, 3, 640),
+        "gated, int8": rows("int8", "bfloat16", False, False, "silu", 2, 384),
+        "normed, fp8, float16": rows(E4M3, "float16", False, True, None, 3, 128),
+        "float32, int8": rows("int8", "float32", False, False, None, 5, 384),
+    },
+    "grouped_product": {
+        "bfloat16": grouped("", "bfloat16", (3, 0, 5, 1), 128, 128),
+        "int8": grouped("int8", "bfloat16", (0, 20, 0, 1), 64, 192),
+        "fp8, float16": grouped(E4M3, "float16", (0, 0, 64), 192, 128),
+        "both fp8": eight_bits(E4M3, 5, 64, 256),
+        "both int8": eight_bits("int8", 20, 128, 192),
+        "scales by group of inputs": scaled_by_group((0, 3)),
+    },
+    "int4_product": {
+        "9 rows, offsets": int4(9, 128, 640, 128, True, "int4", "bfloat16"),
+        "33 rows, groups of 32": int4(33, 64, 1152, 32, True, "int4", "bfloat16"),
+        "MXFP4, inputs split": int4(3, 64, 96, 32, False, "e2m1", "bfloat16"),
+        "experts, MXFP4": int4_groups((3, 0, 9), 64, 160, 32, False, "e2m1", "bfloat16"),
+    },
+}
+# In long tests only.
+MORE: Cases = {
+    "paged_attention_decode": {
+        f"head dim {size}, group {group}, pages of {page}, {kind or dtype}, {name}": decode(
+            size, 2, group, page, blocks, dtype, ways, kind or None
+        )
+        for size, group, page, blocks, dtype, kind, name, ways in (
+            (64, 4, 64, 6, "float16", "", "window", WINDOW),
+            (64, 8, 128, 7, "bfloat16", "int8", "sinks", SINKS),
+            (64, 7, 32, -4, "bfloat16", E4M3, "window, cap", BOTH),
+            (128, 1, 128, 5, "float16", "", "cap", CAP),
+            (128, 7, 16, 4, "bfloat16", "", "window", WINDOW),
+            (128, 16, 64, -3, "bfloat16", "", "sinks", SINKS),
+            (128, 8, 16, 3, "bfloat16", "int8", "window, cap", BOTH),
+            (128, 4, 64, 4, "float16", E4M3, "plain", PLAIN),
+            (128, 32, 64, 4, "bfloat16", "", "plain", PLAIN),
+            (256, 1, 64, 4, "float16", "", "sinks", SINKS),
+            (256, 4, 16, 3, "bfloat16", "", "window", WINDOW),
+            (256, 8, 32, 2, "float16", E4M3, "window", WINDOW),
+            (256, 16, 128, 3, "bfloat16", "int8", "window, cap", BOTH),
+        )
+    },
+    "paged_attention_prefill": {
+        f"head dim {size}, group {group}, tiles of {tile}, pages of {page}, {kind or dtype}, {name}": prefill(
+            size, 1, group, page, tile, dtype, ways, kind or None
+        )
+        for size, group, tile, page, dtype, kind, name, ways in (
+            (64, 1, 128, 64, "float16", "", "window, cap", BOTH),
+            (64, 9, 16, 192, "bfloat16", "int8", "sinks", SINKS),
+            (128, 3, 48, 16, "bfloat16", E4M3, "window, cap", BOTH),
+            (128, 1, 64, 64, "bfloat16", "", "sinks", SINKS),
+            (128, 2, 64, 64, "float16", "int8", "window", WINDOW),
+            (256, 2, 64, 16, "bfloat16", "", "long window", LONG),
+            (256, 1, 64, 64, "bfloat16", "int8", "cap", CAP),
+            (256, 3, 48, 32, "float16", E4M3, "plain", PLAIN),
+        )
+    },
+    "latent_attention_decode": {
+        "rank 512, 64 heads, pages of 16": latent(512, 64, 64, 16, 4, "bfloat16"),
+        "rank 384, 1 head": latent(384, 64, 1, 128, 2, "float16"),
+    },
+    "grouped_product": {
+        "160 rows": grouped("", "bfloat16", (100, 1, 0, 0, 60), 384, 128),
+        "float16": grouped("", "float16", (0, 20, 0, 1), 64, 320),
+        "int8, float16": grouped("int8", "float16", (9, 8, 0, 7, 1), 128, 512),
+        "scales by group of inputs, 29 rows": scaled_by_group((20, 0, 9)),
+    },
+    "int4_product": {
+        "20 rows, inputs split": int4(20, 64, 2304, 128, False, "int4", "float16"),
+        "130 rows, groups of 64": int4(130, 128, 320, 64, True, "int4", "bfloat16"),
+        "64 rows": int4(64, 192, 576, 64, False, "int4", "bfloat16"),
+        "experts, offsets": int4_groups((0, 70, 0, 1), 64, 640, 128, True, "int4", "bfloat16"),
+    },
+    "kv_write": {
+        f"{kind or dtype}, head dim {size}, {heads} heads, {tokens} tokens, {pairs} pairs": kv_write(
+            kind, dtype, size, heads, 2, 16, tokens, pairs, how, cores=cores
+        )
+        for kind, dtype, size, heads, tokens, pairs, how, cores in (
+            (None, "float16", 256, 2, 27, 32, "norm", 1),
+            ("int8", "float16", 256, 3, 27, 32, "gemma", 132),
+            (E4M3, "bfloat16", 128, 2, 27, 64, "norm", 1),
+            (E4M3, "bfloat16", 64, 5, 8, 0, "norm", 132),
+        )
+    },
+}
+# For Ampere and Ada.
+AMPERE: Cases = {
+    "paged_attention": {
+        "decode, head dim 64, group 4": ampere_decode(64, 1, 4, 64, None, "bfloat16", PLAIN),
+        "decode, head dim 64, pages of 16, sinks": ampere_decode(64, 1, 4, 16, 1, "bfloat16", SINKS),
+        "decode, head dim 128, group 9, three splits, window, cap": ampere_decode(
+            128, 1, 9, 128, 3, "float16", BOTH
+        ),
+        "decode, head dim 256, cap": ampere_decode(256, 1, 4, 16, 1, "bfloat16", CAP),
+        "prefill, head dim 64, two splits, window": ampere_prefill(64, 1, 3, 16, 2, "bfloat16", WINDOW),
+    }
+}
+MORE_AMPERE: Cases = {
+    "paged_attention": {
+        "decode, head dim 128, two heads, group 1": ampere_decode(128, 2, 1, 32, 2, "bfloat16", WINDOW),
+        "decode, head dim 256, group 16": ampere_decode(256, 1, 16, 64, 2, "float16", BOTH),
+        "prefill, head dim 128": ampere_prefill(128, 1, 4, 64, None, "bfloat16", PLAIN),
+        "prefill, head dim 256, sinks": ampere_prefill(256, 1, 2, 16, 2, "float16", SINKS),
+    }
+}
+
+
+def parameters(*kernels: str, few: Cases = CASES, more: Cases = MORE) -> list[Any]:
+    """For pytest: checks, schedules, and the least part of a kernel that must be executed. Long tests have
+    more checks and schedules.
+    """
+    return [
+        *_parameters(kernels, few, FEW, COVERED, ""),
+        *_parameters(kernels, few, MANY, COVERED, ", all schedules", pytest.mark.full),
+        *_parameters(kernels, more, FEW, 0.0, "", pytest.mark.full),
+    ]
+
+
+def _parameters(
+    kernels: tuple[str, ...],
+    cases: Cases,
+    schedules: tuple[Schedule, ...],
+    covered: float,
+    more: str,
+    *marks: Any,
+) -> Iterator[Any]:
+    for kernel in kernels:
+        for name, check in cases.get(kernel, {}).items():
+            yield pytest.param(check, schedules, covered, id=f"{kernel}, {name}{more}", marks=marks)

@@ -1,0 +1,38 @@
+"""Faults planted in the PTX of kernels are noticed."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.extras import compiler_for_gpus
+from tests.kernels.faults import FAULTS, Fault, Report, Victim, reports_elsewhere
+
+compiler_for_gpus()
+
+
+@functools.cache
+def victim(name: str) -> Victim:
+    return Victim(name)
+
+
+def check(fault: Fault, report: Report | None) -> None:
+    assert report is not None, "nothing tells of it"
+    assert fault.told in report.told
+    for finding in report.findings:
+        assert finding.line or finding.kind == "fault"  # a deadlock is in many lines, which its message has
+        assert ".py:" in str(finding)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, id=fault.name) for fault in FAULTS if fault.kernel != "Ampere"]
+)
+def test_a_fault_is_noticed(fault: Fault) -> None:
+    check(fault, victim(fault.kernel).report(fault))
+
+
+def test_faults_are_noticed_in_the_kernel_for_ampere() -> None:
+    faults = [fault for fault in FAULTS if fault.kernel == "Ampere"]
+    for fault, report in zip(faults, reports_elsewhere("Ampere", faults, "a100"), strict=True):
+        check(fault, report)
