@@ -291,6 +291,34 @@ def targets() -> str:
     return "\n".join([*rows, "", _machine(found)])
 
 
+def executed_kernels() -> str:
+    found = json.loads((RESULTS / "executed_kernels.json").read_text())
+    titles = ("Kernel", "Case", "Blocks of threads", "Instructions", "Seconds", "Schedules", "Error", "Lines")
+    rows = ["| " + " | ".join(titles) + " |", "| --- | --- |" + " ---: |" * 6]
+    for one in found["kernels"]:
+        blocks = " x ".join(str(size) for size in one["grid"] if size > 1) or "1"
+        cells = (
+            f"`{one['kernel']}`" + (" (A100)" if one["target"] == "a100" else ""),
+            one["case"],
+            f"{blocks} of {one['threads']}",
+            f"{one['instructions']:,}",
+            one["seconds"],
+            one["schedules"],
+            f"{one['error']:.1g}",
+            f"{one['executed_lines']:,} of {one['lines']:,}",
+        )
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*rows, "", _machine(found)])
+
+
+def planted_faults() -> str:
+    rows = ["| Kernel | Fault | Told by | Message | Where |", "| --- | --- | --- | --- | --- |"]
+    for one in json.loads((RESULTS / "executed_kernels.json").read_text())["faults"]:
+        where = f"`{one['source']}`, PTX line {one['line']}" if one["line"] else ""
+        rows.append(f"| {one['kernel']} | {one['fault']} | {one['told']} | {one['message']} | {where} |")
+    return "\n".join(rows)
+
+
 def simulation() -> str:
     million = json.loads((RESULTS / "simulation.json").read_text())["million"]
     return (
@@ -366,6 +394,8 @@ CONTENT: dict[str, Callable[[], str]] = {
     "sharing": sharing,
     "targets": targets,
     "simulation": simulation,
+    "executed kernels": executed_kernels,
+    "planted faults": planted_faults,
     "popular checkpoints": lambda: readme("popular checkpoints"),
     "ARCHITECTURE.md": lambda: included("ARCHITECTURE.md"),
     "CONTRIBUTING.md": lambda: included("CONTRIBUTING.md"),
