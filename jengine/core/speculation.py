@@ -49,8 +49,9 @@ class Speculation:
                 raise InvalidArgument(f"{NAME}.{key}", fields[key], f"unknown; known: {', '.join(known)}")
         if "num_speculative_tokens" not in fields:
             raise InvalidArgument(f"{NAME}.num_speculative_tokens", None, "must be set")
-        low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
-        low, high = (low or high or LOOKUP), (high or low or LOOKUP)
+        low, high = (fields.get(f"prompt_lookup_{end}") for end in ("min", "max"))
+        low = next(given for given in (low, high, LOOKUP) if given is not None)
+        high = low if high is None else high
         check_whole(f"{NAME}.num_speculative_tokens", fields["num_speculative_tokens"], 1, MOST_DRAFTS)
         check_whole(f"{NAME}.prompt_lookup_min", low, 1, None)
         check_whole(f"{NAME}.prompt_lookup_max", high, low, None)

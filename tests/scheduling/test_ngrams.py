@@ -105,6 +105,10 @@ def test_options() -> None:
             {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 3, "prompt_lookup_max": 2},
             "prompt_lookup_max=2: must be a whole number, at least 3",
         ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 0},
+            "prompt_lookup_min=0: must be a whole number, at least 1",
+        ),
     ],
 )
 def test_what_is_refused(value: Any, says: str) -> None:

@@ -42,6 +42,7 @@ OTHER: dict[str, Any] = {
     "programs": "compiled",
     # batch_invariant allows no other
     "warm_up": "all", "log_stats": False, "stream_interval": 3, "num_scheduler_steps": 1,
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
 }  # fmt: skip
 
 
