@@ -131,7 +131,11 @@ BATCHES = st.builds(
         *[COUNT] * 3,
         **HOST,
         resumptions=THREE,
+        first_token_seconds=st.none() | st.floats(0, 1e9),
         report_faults=COUNT,
+        drafts=COUNT,
+        draft_tokens=COUNT,
+        accepted_tokens=st.lists(COUNT, max_size=2).map(tuple),
     ),
 )
 
