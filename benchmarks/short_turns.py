@@ -23,7 +23,7 @@ from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 
-TURNS, ANSWER, ROUNDS = 10, 4, 3
+TURNS, ANSWER, ROUNDS = 10, 4, 6
 
 
 def first_tokens(engine: Engine, context: int, question: int, name: str, seed: int) -> list[float]:
@@ -45,20 +45,28 @@ def first_tokens(engine: Engine, context: int, question: int, name: str, seed: i
     return seconds[1:]
 
 
+def on_rows(engine: Engine) -> int:
+    """Number of steps with a prompt on rows."""
+    return sum(step.prompt_rows > 0 for step in engine.records.steps)
+
+
 def measure(engine: Engine, context: int, question: int) -> dict[str, Any]:
     most, rows, tiles = engine.scheduler.table.tile_size - 1, list[float](), list[float]()
+    before = on_rows(engine)
     for number in range(ROUNDS):
-        for found, limit in ((rows, most), (tiles, 0)):
+        ways = [(rows, most), (tiles, 0)]
+        for found, limit in ways if number % 2 else reversed(ways):
             engine.scheduler.rows_or_tiles.most = limit
             engine.scheduler.blocks.reset()
             found += first_tokens(engine, context, question, f"{number} {limit}", number)
-    steps = sum(step.prompt_rows > 0 for step in engine.records.steps)
+    turns = on_rows(engine) - before
     ms = {name: 1e3 * statistics.median(values) for name, values in (("rows", rows), ("tiles", tiles))}
     result = {"context": context, "question": question, **ms, "ratio": ms["tiles"] / ms["rows"]}
+    result |= {"turns": len(rows), "turns_on_rows": turns}
     print(
         f"context {context}, {question} new tokens: first token after {ms['rows']:.1f} ms on rows,"
-        f" {ms['tiles']:.1f} ms in a tile: {result['ratio']:.2f} times as fast; {steps} steps with prompts on"
-        " rows so far",
+        f" {ms['tiles']:.1f} ms in a tile: {result['ratio']:.2f} times as fast; costs chose rows in"
+        f" {turns} of {len(rows)} turns",
         flush=True,
     )
     return result
