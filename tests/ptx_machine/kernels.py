@@ -7,7 +7,8 @@ import re
 import numpy as np
 
 from tools.ptx_machine.launch import Launch, addresses
-from tools.ptx_machine.machine import Array, Result, execute
+from tools.ptx_machine.machine import Result, execute
+from tools.ptx_machine.memory import Array
 from tools.ptx_machine.schedules import Schedule
 from tools.ptx_machine.syntax import parse
 from tools.ptx_machine.translate import translate

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.ptx_machine.kernels import lines_of, run, swapped, without
-from tools.ptx_machine.machine import Array
+from tools.ptx_machine.memory import Array
 from tools.ptx_machine.schedules import ORDERS, Schedule
 
 RANDOM = np.random.default_rng(0)

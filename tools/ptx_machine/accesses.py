@@ -45,26 +45,29 @@ class Order:
         self.observed: dict[int, Knowledge] = {}  # of a lane: given by what it read, not yet acquired
         self.looked: dict[tuple[Any, int], int] = {}
 
+    def leave(self, lanes: Lanes) -> None:
+        """See Part."""
+
     def fence(self, lanes: Lanes, acquires: bool, releases: bool, scope: int) -> None:
         warp = self.warp
         if acquires:
             for lane in lanes.list:
                 if lane in self.observed:
-                    warp.clock.acquire(warp.machine.lanes_of(lane), warp.alive, self.observed.pop(lane))
+                    warp.clock.acquire(warp.device.lanes_of(lane), warp.alive, self.observed.pop(lane))
         if releases:
             for lane in lanes.list:
-                given = Knowledge(warp.machine.agents)
-                warp.clock.release(warp.machine.lanes_of(lane), warp.alive, given)
+                given = Knowledge(warp.device.agents)
+                warp.clock.release(warp.device.lanes_of(lane), warp.alive, given)
                 self.before[lane] = given, scope
 
     def write(self, lane: int, key: Any, releases: bool, scope: int, modify: bool) -> None:
         """A strong write; `modify`: a read-modify-write, which continues earlier release sequences."""
         warp = self.warp
-        places = warp.machine.places
+        places = warp.device.places
         given: Knowledge | None = None
         if releases:
-            given = Knowledge(warp.machine.agents)
-            warp.clock.release(warp.machine.lanes_of(lane), warp.alive, given)
+            given = Knowledge(warp.device.agents)
+            warp.clock.release(warp.device.lanes_of(lane), warp.alive, given)
         elif lane in self.before:
             given, fence_scope = self.before[lane]
             scope = min(scope, fence_scope)
@@ -79,15 +82,15 @@ class Order:
         if given is None:
             return
         block = warp.block.number
-        place.narrow.setdefault(block, Knowledge(warp.machine.agents)).join(given)
+        place.narrow.setdefault(block, Knowledge(warp.device.agents)).join(given)
         if scope >= GPU:
-            place.wide = place.wide or Knowledge(warp.machine.agents)
+            place.wide = place.wide or Knowledge(warp.device.agents)
             place.wide.join(given)
 
     def read(self, lanes: Lanes, keys: list[Any], acquires: bool, scope: int) -> None:
         warp = self.warp
         for lane, key in zip(lanes.list, keys, strict=True):
-            place = warp.machine.places.get(key)
+            place = warp.device.places.get(key)
             if place is None or self.looked.get((key, lane)) == place.version:
                 continue
             self.looked[key, lane] = place.version
@@ -95,9 +98,9 @@ class Order:
                 if given is None:
                     continue
                 if acquires:
-                    warp.clock.acquire(warp.machine.lanes_of(lane), warp.alive, given)
+                    warp.clock.acquire(warp.device.lanes_of(lane), warp.alive, given)
                 else:
-                    self.observed.setdefault(lane, Knowledge(warp.machine.agents)).join(given)
+                    self.observed.setdefault(lane, Knowledge(warp.device.agents)).join(given)
 
 
 def vector(ins: Instruction) -> tuple[int, int]:
@@ -150,12 +153,12 @@ def _buffers(warp: Warp, at: np.ndarray, size: int) -> list[tuple[Buffer, Any]]:
     """The arrays that lanes access, and which lanes."""
     low, high = int(at.min()), int(at.max())
     if low >> 32 == high >> 32:
-        return [(warp.machine.memory.buffer(low, high + size), slice(None))]
+        return [(warp.device.memory.buffer(low, high + size), slice(None))]
     out = []
     for number in np.unique(at >> 32):
         some = np.flatnonzero(at >> 32 == number)
         part = at[some]
-        out.append((warp.machine.memory.buffer(int(part.min()), int(part.max()) + size), some))
+        out.append((warp.device.memory.buffer(int(part.min()), int(part.max()) + size), some))
     return out
 
 
@@ -165,7 +168,7 @@ def load(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
     targets = ins.args[0] if isinstance(ins.args[0], tuple) else (ins.args[0],)
     assert isinstance(mem, Mem)
     if isinstance(mem.base, Sym) and space_of(ins) == "param":
-        value = warp.machine.parameter(mem.base.name, mem.base.offset + mem.offset, width)
+        value = warp.device.parameter(mem.base.name, mem.base.offset + mem.offset, width)
         for i, target in enumerate(targets):
             if isinstance(target, Reg):
                 part = value >> (8 * width * i) & ((1 << 8 * width) - 1)
@@ -189,7 +192,7 @@ def load(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
         raise NotImplementedError(f"{ins}: loads from {space} memory")
     if strong:
         owner = warp.block.number if space == "shared" else -1
-        warp.order.read(lanes, [(owner, x) for x in at.tolist()], "acquire" in ins.parts, strong)
+        warp.part(Order).read(lanes, [(owner, x) for x in at.tolist()], "acquire" in ins.parts, strong)
         warp.spins = True
     for i, target in enumerate(targets):
         if isinstance(target, Reg):
@@ -238,14 +241,14 @@ def store(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
     if strong:
         owner = warp.block.number if space == "shared" else -1
         for lane, x in zip(lanes.list, at.tolist(), strict=True):
-            warp.order.write(lane, (owner, x), "release" in ins.parts, strong, modify=False)
-    warp.machine.moved()
+            warp.part(Order).write(lane, (owner, x), "release" in ins.parts, strong, modify=False)
+    warp.device.moved()
 
 
 def _put(warp: Warp, view: np.ndarray, cells: np.ndarray, raw: np.ndarray, name: str) -> None:
     view[cells] = raw
     if (view[cells] != raw).any():
-        warp.machine.note("race", f"lanes of one store write different values to one place of {name}")
+        warp.device.note("race", f"lanes of one store write different values to one place of {name}")
 
 
 INTEGER: dict[str, Callable[[int, list[int], int], int]] = {
@@ -286,11 +289,11 @@ def atomic(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
             memory.check(place, place + width)
             cell, owner = place, warp.block.number
         else:
-            memory = warp.machine.memory.buffer(place, place + width)
+            memory = warp.device.memory.buffer(place, place + width)
             cell, owner = place - memory.base, -1
         shadow = memory.shadow
         if shadow and shadow.writers[cell >> memory.shift] == NEVER:
-            warp.machine.note("uninitialised", f"atomic reads {shadow.name} that nothing has written")
+            warp.device.note("uninitialised", f"atomic reads {shadow.name} that nothing has written")
         memory.write(np.array([cell]), width, lane, warp.access(scope), "atomic")
         view = memory.view[width]
         old = int(view[cell // width])
@@ -306,11 +309,11 @@ def atomic(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
         view[cell // width] = new & ((1 << bits) - 1)
         changed |= old != new or op != "cas"
         result[lane] = old
-        one = warp.machine.lanes_of(lane)
-        warp.order.read(one, [(owner, place)], acquires, scope)
-        warp.order.write(lane, (owner, place), releases, scope, modify=True)
+        one = warp.device.lanes_of(lane)
+        warp.part(Order).read(one, [(owner, place)], acquires, scope)
+        warp.part(Order).write(lane, (owner, place), releases, scope, modify=True)
     if changed:
-        warp.machine.moved()
+        warp.device.moved()
     else:
         warp.spins = True
     if isinstance(target, Reg):
@@ -326,7 +329,7 @@ def prefetch(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
     """PTX ISA, "prefetch": a hint; a tensor map must exist."""
     if "tensormap" in ins.parts:
         for address in warp.addresses(ins.args[0])[lanes.index].tolist():
-            warp.machine.tensor_map(address)
+            warp.device.tensor_map(address)
 
 
 OPERATIONS: dict[str, Operation] = {

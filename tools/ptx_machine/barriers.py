@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tools.ptx_machine.accesses import Order
 from tools.ptx_machine.clocks import GLOBAL_FENCED, MANY, PLAIN, SEEN, SHARED_FENCED, Knowledge, Lanes
 from tools.ptx_machine.conversions import GENERIC_SHARED
 from tools.ptx_machine.findings import Fault
@@ -45,7 +46,7 @@ class Named:
                 f"barrier {number}: a warp expects {expected} threads, an earlier one {self.expected}"
             )
         if warp.number in self.present and threads == 32:
-            warp.machine.note(
+            warp.device.note(
                 "barrier", f"barrier {number} is reused too early: the warp has arrived in this turn"
             )
         self.present.add(warp.number)
@@ -57,7 +58,7 @@ class Named:
         if self.arrived == expected:
             self.arrived = 0
             self.turn += 1
-        warp.machine.moved()
+        warp.device.moved()
         return mine
 
 
@@ -83,7 +84,9 @@ def bar(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
         raise Fault(f"barrier {number}: there are {NAMED}")
     if expected % 32 or expected == 0:
         raise Fault(f"barrier {number}: {expected} threads are no whole warps")
-    state = warp.block.named[number]
+    state: Named | None = warp.block.named.get(number)
+    if state is None:
+        state = warp.block.named[number] = Named(warp.device.agents)
     if condition is not None and state.arrived == 0:
         state.votes = []
     gathered, votes = state.arrive(warp, lanes, 32 if whole else lanes.count, expected, number)
@@ -123,14 +126,14 @@ class MBarrier:
     def __init__(self, address: int, count: int, agent: int, warp: Warp, lane: int) -> None:
         self.address, self.count, self.pending, self.agent = address, count, count, agent
         self.tx = self.phase = 0
-        self.agents = warp.machine.agents
+        self.agents = warp.device.agents
         self.gathered, self.last = Knowledge(self.agents), Knowledge(self.agents)
         self.observers: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self.creator = warp.clock.agents[PLAIN], lane, warp.clock.count[PLAIN]
         self.line = warp.line
         self.known_to: set[tuple[int, bytes]] = set()
         self.ready = False
-        self.machine = warp.machine
+        self.device = warp.device
 
     def settle(self, line: int) -> None:
         """Completes the phase if nothing is missing.
@@ -143,7 +146,7 @@ class MBarrier:
             return
         for (agent, lanes), (count, seen_at) in self.observers.items():
             if not all(self.gathered.knows(SEEN, agent, lane, count) for lane in lanes):
-                self.machine.findings.add(
+                self.device.findings.add(
                     "barrier",
                     "an mbarrier is reused too early: its next phase can complete before a waiter has looked",
                     line,
@@ -154,7 +157,7 @@ class MBarrier:
         self.pending = self.count
         self.gathered.table[:, self.agent] = self.phase
         self.last, self.gathered = self.gathered, Knowledge(self.agents)
-        self.machine.moved()
+        self.device.moved()
 
     def land(self, size: int, line: int) -> None:
         """A copy has written its bytes (complete_tx)."""
@@ -186,7 +189,7 @@ def find_mbarrier(warp: Warp, address: int, lanes: Lanes) -> MBarrier:
         if all(warp.clock.knows(SEEN, agent, lane, count, x) for x in lanes.list):
             found.known_to.add(key)
         else:
-            warp.machine.note(
+            warp.device.note(
                 "race", "an mbarrier is used by a thread that may not see its initialisation", found.line
             )
     return found
@@ -197,7 +200,7 @@ def groups(warp: Warp, addresses: np.ndarray, lanes: Lanes) -> list[tuple[int, L
     used = addresses[lanes.index]
     if (used == used[0]).all():
         return [(int(used[0]), lanes)]
-    return [(int(a), warp.machine.lanes(lanes.mask & (addresses == a))) for a in np.unique(used)]
+    return [(int(a), warp.device.lanes(lanes.mask & (addresses == a))) for a in np.unique(used)]
 
 
 def shared_addresses(warp: Warp, x: Operand) -> np.ndarray:
@@ -212,7 +215,7 @@ def initialise(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
         if address % 8:
             raise Fault(f"misaligned: mbarrier at shared address {address}, must be a multiple of 8")
         if some.count > 1 or address in warp.block.mbarriers:
-            warp.machine.note("barrier", "an mbarrier is initialised twice")
+            warp.device.note("barrier", "an mbarrier is initialised twice")
         count = warp.one(counts, some)
         if not 1 <= count <= MOST_ARRIVALS:
             raise Fault(f"mbarrier of {count} arrivals: 1 to {MOST_ARRIVALS}")
@@ -231,7 +234,7 @@ def invalidate(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
     for address, some in groups(warp, shared_addresses(warp, ins.args[0]), lanes):
         found = find_mbarrier(warp, address, some)
         if found.tx:
-            warp.machine.note("barrier", "an mbarrier is invalidated while copies report to it")
+            warp.device.note("barrier", "an mbarrier is invalidated while copies report to it")
         del warp.block.mbarriers[address]
         shared = warp.block.shared
         if shared.shadow:
@@ -263,7 +266,7 @@ def arrive(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
         if "arrive_drop" in ins.parts:
             found.count -= arrivals
         found.settle(ins.line)
-        warp.machine.moved()
+        warp.device.moved()
 
 
 def expect(found: MBarrier, size: int) -> None:
@@ -297,9 +300,9 @@ def wait(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
         for parity, some in groups(warp, phases & phases.dtype.type(1), same):
             if found.missed(warp, some, parity):
                 text = "an mbarrier was reused too early: two phases completed before this waiter looked"
-                warp.machine.note("barrier", text)
+                warp.device.note("barrier", text)
             looks.append((found, parity, some))
-    if ins.parts[1] == "test_wait" or len(looks) > 1 or warp.machine.scheduler.times_out():
+    if ins.parts[1] == "test_wait" or len(looks) > 1 or warp.device.scheduler.times_out():
         for look in looks:
             _look(warp, ins, *look)
         return None
@@ -340,7 +343,7 @@ def fence(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
         return
     scope = CTA if "cta" in parts else GPU
     both = parts[0] == "membar" or "sc" in parts or "acq_rel" in parts
-    warp.order.fence(lanes, both or "acquire" in parts, both or "release" in parts, scope)
+    warp.part(Order).fence(lanes, both or "acquire" in parts, both or "release" in parts, scope)
 
 
 MBARRIER: dict[str, Operation] = {

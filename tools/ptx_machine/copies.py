@@ -9,22 +9,20 @@ garbage, and its source is still read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tools.ptx_machine.barriers import MBarrier, find_mbarrier, shared_addresses
+from tools.ptx_machine.block import Block
 from tools.ptx_machine.clocks import COPY, READ, SEEN, SHARED_FENCED, WRITE, Lanes
 from tools.ptx_machine.findings import Fault
 from tools.ptx_machine.memory import Access, Buffer, granules
 from tools.ptx_machine.operands import Imm, Mem
 from tools.ptx_machine.swizzle import period, swizzled
 from tools.ptx_machine.syntax import Instruction
+from tools.ptx_machine.tensor_maps import TensorMap
 from tools.ptx_machine.warp import Operation, Wait, Warp
-
-if TYPE_CHECKING:
-    from tools.ptx_machine.block import Block
-    from tools.ptx_machine.tensor_maps import TensorMap
 
 LINE = 16  # bytes that bulk copies move at once, where nothing smaller matters
 ISSUED, FETCHED, DONE = range(3)
@@ -83,11 +81,11 @@ class Move:
 
     def spoil_shared(self, block: Block) -> None:
         size = len(self.shared) * self.unit
-        self.put_shared(block, block.machine.scheduler.garbage(size).view(f"V{self.unit}"))
+        self.put_shared(block, block.device.scheduler.garbage(size).view(f"V{self.unit}"))
 
     def spoil_global(self, block: Block) -> None:
         size = len(self.shared) * self.unit
-        self.put_global(block.machine.scheduler.garbage(size).view(f"V{self.unit}"))
+        self.put_global(block.device.scheduler.garbage(size).view(f"V{self.unit}"))
 
 
 def linear(block: Block, at: int, address: int, size: int) -> Move:
@@ -96,7 +94,7 @@ def linear(block: Block, at: int, address: int, size: int) -> Move:
         what = f"bulk copy of {size} bytes, shared address {at}, global {address:#x}"
         raise Fault(f"misaligned: {what}: must be multiples of 16")
     block.shared.check(at, at + size)
-    buffer = block.machine.memory.buffer(address, address + max(size, 1))
+    buffer = block.device.memory.buffer(address, address + max(size, 1))
     offsets = np.arange(address - buffer.base, address - buffer.base + size, LINE)
     return Move(LINE, np.arange(at // LINE, (at + size) // LINE), (at, at + size), buffer, offsets, None)
 
@@ -118,7 +116,7 @@ def boxed(block: Block, tensor: TensorMap, coords: list[int], at: int) -> Move:
     places = swizzled(at + np.arange(0, size, unit), tensor.swizzle)
     whole = tensor.swizzle == 16 or not (at % period(tensor.swizzle) or size % period(tensor.swizzle))
     block.shared.check(int(places.min()), int(places.max()) + unit)
-    buffer = block.machine.memory.buffer(tensor.base, tensor.base + 1)
+    buffer = block.device.memory.buffer(tensor.base, tensor.base + 1)
     offsets = offsets + (tensor.base - buffer.base)
     used = offsets if inside is None else offsets[inside]
     if used.size and (used.min() < 0 or used.max() + unit > buffer.size):
@@ -133,6 +131,8 @@ def boxed(block: Block, tensor: TensorMap, coords: list[int], at: int) -> Move:
 
 class Load:
     """A bulk or tensor load in flight."""
+
+    fills = True
 
     def __init__(self, warp: Warp, lane: int, move: Move, found: MBarrier) -> None:
         self.block, self.move, self.barrier, self.line = warp.block, move, found, warp.line
@@ -150,7 +150,7 @@ class Load:
             text = (
                 "an mbarrier's phase completed before a copy that reports to it: its bytes were not expected"
             )
-            self.block.machine.findings.add("race", text, self.line, self.barrier.line)
+            self.block.device.findings.add("race", text, self.line, self.barrier.line)
             if shadow := self.block.shared.shadow:
                 late = replace(self.access, count=self.barrier.phase + 1)
                 shadow.writers[self.move.shared_granules(self.block.shared.shift)] = shadow.log.writer(late)
@@ -164,12 +164,12 @@ def load(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
     bars = shared_addresses(warp, ins.args[3 if "tensor" not in ins.parts else 2])
     to = shared_addresses(warp, ins.args[0])
     for lane in lanes.list:
-        found = find_mbarrier(warp, int(bars[lane]), warp.machine.lanes_of(lane))
+        found = find_mbarrier(warp, int(bars[lane]), warp.device.lanes_of(lane))
         if not found.ready:
             agent, creator, count = found.creator
             found.ready = warp.clock.knows(SHARED_FENCED, agent, creator, count, lane)
             if not found.ready:
-                warp.machine.note(
+                warp.device.note(
                     "proxy", "an mbarrier's initialisation was not fenced for the async proxy", found.line
                 )
         if "tensor" in ins.parts:
@@ -183,7 +183,7 @@ def load(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
 def _map(warp: Warp, operand: Any, lane: int) -> tuple[TensorMap, list[int]]:
     assert isinstance(operand, Mem)
     assert operand.coords is not None
-    tensor = warp.machine.tensor_map(int(warp.addresses(operand)[lane]))
+    tensor = warp.device.tensor_map(int(warp.addresses(operand)[lane]))
     return tensor, [int(warp.get(c).view(np.int32)[lane]) for c in operand.coords]
 
 
@@ -202,6 +202,7 @@ class Grouped:
         waited: [2, 32]: a wait of the lane has covered it, until FETCHED, until DONE.
     """
 
+    fills = False
     block: Block
     line: int
     stamp: int
@@ -253,6 +254,7 @@ class Copy(Grouped):
 class Arrival:
     """cp.async.mbarrier.arrive: an arrival when earlier copies of its lanes are over."""
 
+    fills = False
     warp: Warp
     lanes: Lanes
     barrier: MBarrier
@@ -341,25 +343,25 @@ class LaneCopies:
         self.warp = warp
 
     def leave(self, lanes: Lanes) -> None:
-        """Lanes exit."""
+        """See Part."""
         for groups, level in ((self.stores, 0), (self.small, 1)):
             for x in groups.copies:
                 if ((x.group >= 0) & ~x.waited[level] & lanes.mask).any():
                     text = "a thread exits without waiting until its copies have used shared memory"
-                    self.warp.machine.findings.add("exit", text, x.line)
+                    self.warp.device.findings.add("exit", text, x.line)
 
 
 def store(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
     """cp.async.bulk and cp.async.bulk.tensor from shared to global memory."""
     source = shared_addresses(warp, ins.args[1])
     for lane in lanes.list:
-        one = warp.machine.lanes_of(lane)
+        one = warp.device.lanes_of(lane)
         if "tensor" in ins.parts:
             move = boxed(warp.block, *_map(warp, ins.args[0], lane), int(source[lane]))
         else:
             to, size = warp.addresses(ins.args[0]), warp.get(ins.args[2])
             move = linear(warp.block, int(source[lane]), int(to[lane]), int(size[lane]))
-        groups = warp.copies.stores
+        groups = warp.part(LaneCopies).stores
         stamp, group = groups.begin(one)
         shared, buffer = warp.block.shared, move.buffer
         if shared.shadow:
@@ -370,7 +372,7 @@ def store(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
         new = Store(warp.block, ins.line, stamp, group, move=move)
         groups.copies.append(new)
         warp.block.pending.append(new)
-    warp.machine.moved()
+    warp.device.moved()
 
 
 def small(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
@@ -392,7 +394,7 @@ def small(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
             raise Fault("cp.async: the source is larger than the copy")
     shared = warp.block.shared
     shared.check(int(at.min()), int(at.max()) + size)
-    stamp, group = warp.copies.small.begin(lanes)
+    stamp, group = warp.part(LaneCopies).small.begin(lanes)
     access = warp.asynchronous(COPY, stamp, False)
     shared.write(at, size, lanes.index, access, "cp.async")
     parts = []
@@ -400,14 +402,14 @@ def small(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
     for number in np.unique(source[reads] >> 32):
         some = reads[source[reads] >> 32 == number]
         low, high = int(source[some].min()), int((source[some] + kept[some]).max())
-        buffer = warp.machine.memory.buffer(low, high)
+        buffer = warp.device.memory.buffer(low, high)
         offsets = source[some] - buffer.base
         buffer.read(offsets, size, lanes.index[some], access, "cp.async")
         parts.append((buffer, some, offsets))
-    garbage = warp.machine.scheduler.garbage(len(at) * size).reshape(len(at), size)
+    garbage = warp.device.scheduler.garbage(len(at) * size).reshape(len(at), size)
     shared.bytes[at[:, None] + np.arange(size)] = garbage
     new = Copy(warp.block, ins.line, stamp, group, at=at, size=size, parts=parts, kept=kept)
-    warp.copies.small.copies.append(new)
+    warp.part(LaneCopies).small.copies.append(new)
     warp.block.pending.append(new)
 
 
@@ -415,7 +417,7 @@ def arrive(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
     """cp.async.mbarrier.arrive."""
     bar = warp.one(shared_addresses(warp, ins.args[0]), lanes)
     found = find_mbarrier(warp, bar, lanes)
-    before = [x for x in warp.copies.small.copies if ((x.group >= 0) & lanes.mask).any()]
+    before = [x for x in warp.part(LaneCopies).small.copies if ((x.group >= 0) & lanes.mask).any()]
     if "noinc" not in ins.parts:
         found.pending += lanes.count
     count = warp.clock.commit(COPY)  # later copies are not covered
@@ -423,21 +425,21 @@ def arrive(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
 
 
 def commit_bulk(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
-    warp.copies.stores.commit(lanes)
+    warp.part(LaneCopies).stores.commit(lanes)
 
 
 def wait_bulk(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait:
     state = FETCHED if "read" in ins.parts else DONE
-    return warp.copies.stores.wait(lanes, _number(ins), state, "bulk stores")
+    return warp.part(LaneCopies).stores.wait(lanes, _number(ins), state, "bulk stores")
 
 
 def commit_small(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
-    warp.copies.small.commit(lanes)
+    warp.part(LaneCopies).small.commit(lanes)
 
 
 def wait_small(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait:
     left = None if "wait_all" in ins.parts else _number(ins)
-    return warp.copies.small.wait(lanes, left, DONE, "cp.async")
+    return warp.part(LaneCopies).small.wait(lanes, left, DONE, "cp.async")
 
 
 def _number(ins: Instruction) -> int:

@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tools.ptx_machine.capture import Compiled, kernels_of
 from tools.ptx_machine.launch import Launch, addresses
-from tools.ptx_machine.machine import Array, Result, execute
+from tools.ptx_machine.machine import Result, execute
+from tools.ptx_machine.memory import Array
 from tools.ptx_machine.mosaic import launch_of
 from tools.ptx_machine.schedules import Schedule
 from tools.ptx_machine.syntax import parse

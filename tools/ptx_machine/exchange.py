@@ -47,7 +47,7 @@ def shuffle(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
     else:
         source, inside = sources(mode, warp.get(b).astype(np.int64), warp.get(c).astype(np.int64))
     if not lanes.mask[source[lanes.index]].all():
-        warp.machine.note("inactive lane", "shfl.sync reads a lane that does not take part")
+        warp.device.note("inactive lane", "shfl.sync reads a lane that does not take part")
     if isinstance(target, Pair):
         warp.set(target.second, inside, lanes)
         target = target.first
@@ -59,7 +59,7 @@ def elect(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
     """PTX ISA, "elect.sync": one lane, always the same for a mask."""
     if wait := warp.together(lanes, warp.members(ins.args[1], lanes)):
         return wait
-    leader = lanes.list[warp.machine.scheduler.leader % lanes.count]
+    leader = lanes.list[warp.device.scheduler.leader % lanes.count]
     target = ins.args[0]
     assert isinstance(target, Pair)
     warp.set(target.first, np.full(32, leader, np.uint32), lanes)

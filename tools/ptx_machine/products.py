@@ -106,26 +106,27 @@ class Accumulator:
 class Products:
     """A warp's products of warpgroups."""
 
+    fills = False
+
     def __init__(self, warp: Warp) -> None:
         self.warp = warp
         self.queue: list[Product] = []  # not performed
         self.open: list[Product] = []
         self.groups: list[list[Product]] = []
         self.flying: dict[tuple[int, ...], Accumulator] = {}
-        self.owned: set[int] = set()  # registers of accumulators in flight
 
     def start(self, product: Product, dtype: Any, packed: bool) -> None:
         warp, d = self.warp, product.d
         if d not in self.flying:
-            if not self.owned.isdisjoint(d):
-                warp.machine.note("race", "accumulators of wgmma in flight overlap")
+            if not warp.owned.isdisjoint(d):
+                warp.device.note("race", "accumulators of wgmma in flight overlap")
             registers = [warp.R[i] for i in d]
             matrix = fragments.accumulators(registers, dtype, packed)
-            garbage = warp.machine.scheduler.garbage(128).view(np.uint32)
+            garbage = warp.device.scheduler.garbage(128).view(np.uint32)
             self.flying[d] = Accumulator(matrix, garbage, packed)
             for i in d:
                 warp.R[i] = garbage
-            self.owned.update(d)
+            warp.owned.update(d)
         self.open.append(product)
         self.queue.append(product)
         warp.block.pending.append(self)
@@ -146,7 +147,7 @@ class Products:
         for i, value in x.held:
             if self.warp.R[i] is not value:
                 text = "a register of a wgmma's A changes before the product is over"
-                self.warp.machine.findings.add("race", text, x.line)
+                self.warp.device.findings.add("race", text, x.line)
         flying.matrix = add(flying.matrix if x.keeps else None, product, flying.matrix.dtype)
         x.done = True
         return True
@@ -169,18 +170,19 @@ class Products:
                 flying = self.flying.pop(d)
                 for i, value in zip(d, fragments.results(flying.matrix, flying.packed), strict=True):
                     if warp.R[i] is not flying.garbage:
-                        warp.machine.note(
+                        warp.device.note(
                             "race", "a register of an accumulator changes before the product is over"
                         )
                     warp.R[i] = value
-                    self.owned.discard(i)
+                    warp.owned.discard(i)
 
         last = next((group[-1] for group in reversed(due) if group), None)  # they are done in order
         return Wait(lambda: last is None or last.done, then, "products of the warpgroup")
 
-    def leave(self) -> None:
-        if self.flying:
-            self.warp.machine.note("exit", "a warp exits while its wgmma is in flight")
+    def leave(self, lanes: Lanes) -> None:
+        """See Part."""
+        if self.warp.done and self.flying:
+            self.warp.device.note("exit", "a warp exits while its wgmma is in flight")
 
 
 def add(c: np.ndarray | None, product: np.ndarray, dtype: Any) -> np.ndarray:
@@ -202,9 +204,9 @@ def multiply_async(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
     """wgmma.mma_async."""
     if wait := warp.together(lanes):
         return wait
-    plan = warp.machine.plans.get(ins.line)
+    plan = warp.device.plans.get(ins.line)
     if plan is None:
-        plan = warp.machine.plans[ins.line] = Plan.of(ins, warp.program.index)
+        plan = warp.device.plans[ins.line] = Plan.of(ins, warp.program.index)
     dtype, a_kind, b_kind = plan.kinds
     item = fragments.BITS[a_kind] // 8
     memory = warp.block.shared.view[item]
@@ -212,7 +214,7 @@ def multiply_async(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
 
     def operand(x: Operand, first: int, rows: int, flipped: bool, kind: str, name: str) -> Any:
         bits = warp.one(warp.get(x, "b64"), lanes)
-        at, g = warp.machine.tile(bits, first, rows, plan.k, item, flipped, warp.block.shared)
+        at, g = warp.device.tile(bits, first, rows, plan.k, item, flipped, warp.block.shared)
         shadow = warp.block.shared.shadow
         if shadow:
             shadow.read(g, MANY, access, f"wgmma's {name}", "uninitialised operand")
@@ -231,14 +233,14 @@ def multiply_async(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
     if keeps is None:
         keeps = bool(warp.one(warp.get(ins.args[3], "p"), lanes))
     product = Product(plan.d, a, b, held, plan.scale, keeps, ins.line)
-    warp.products.start(product, TYPES[dtype], dtype == "f16")
+    warp.part(Products).start(product, TYPES[dtype], dtype == "f16")
     return None
 
 
 def commit(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
     if wait := warp.together(lanes):
         return wait
-    warp.products.commit()
+    warp.part(Products).commit()
     return None
 
 
@@ -247,7 +249,7 @@ def wait_group(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
         return wait
     [left] = ins.args
     assert isinstance(left, Imm)
-    return warp.products.wait(left.bits)
+    return warp.part(Products).wait(left.bits)
 
 
 def multiply(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
@@ -306,13 +308,13 @@ def store_matrix(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
         return wait
     at = _rows(warp, ins, ins.args[0])
     if len(set(at.tolist())) < len(at):
-        warp.machine.note("race", "rows of stmatrix overlap")
+        warp.device.note("race", "rows of stmatrix overlap")
     shared = warp.block.shared
     shared.write(at, 16, MANY, warp.access(), "stmatrix")
     sources = ins.args[1] if isinstance(ins.args[1], tuple) else (ins.args[1],)
     rows = fragments.stored([warp.get(x) for x in sources], "trans" in ins.parts)
     shared.view[4][(at >> 2)[:, None] + np.arange(4)] = rows
-    warp.machine.moved()
+    warp.device.moved()
     return None
 
 

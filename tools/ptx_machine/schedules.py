@@ -108,7 +108,7 @@ class Scheduler:
                 slow = order == "slow_producer"
                 quick = [w for w in ready if w.produces != slow]
             elif order == "straggler":
-                quick = [w for w in ready if w.number != self.straggler % len(w.block.warps)]
+                quick = [w for w in ready if w.number != self.straggler % w.block.warp_count]
             else:
                 quick = ready
             ready = quick or ready

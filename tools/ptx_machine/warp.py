@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 
+from tools.ptx_machine.block import Block
 from tools.ptx_machine.clocks import KINDS, PLAIN, Lanes, WarpClock
 from tools.ptx_machine.findings import Fault
 from tools.ptx_machine.memory import WEAK, Access
 from tools.ptx_machine.operands import Imm, Mem, Operand, Reg, Sym
 from tools.ptx_machine.syntax import Instruction
 from tools.ptx_machine.translate import DTYPES, SPECIAL
-
-if TYPE_CHECKING:
-    from tools.ptx_machine.block import Block
-    from tools.ptx_machine.copies import LaneCopies
-    from tools.ptx_machine.products import Products
 
 LANE = np.arange(32)
 EVERY = np.ones(32, bool)
@@ -50,6 +46,15 @@ class Wait:
 type Operation = Callable[[Warp, Instruction, Lanes], Wait | None]
 
 
+class Part(Protocol):
+    """What a group of operations remembers of a warp."""
+
+    def __init__(self, warp: Warp) -> None: ...
+
+    def leave(self, lanes: Lanes) -> None:
+        """Lanes exit; the warp is done if they are the last."""
+
+
 class Warp:
     """A warp of a block.
 
@@ -60,35 +65,39 @@ class Warp:
         blocked: groups of lanes that wait.
         clock: what the lanes know of accesses to memory.
         produces: it has started copies whose end is told to an mbarrier.
+        owned: registers that products in flight read and write.
+        parts: see `part`.
     """
 
     def __init__(self, block: Block, number: int) -> None:
-        from tools.ptx_machine.accesses import Order
-        from tools.ptx_machine.copies import LaneCopies
-        from tools.ptx_machine.products import Products
-
-        machine = block.machine
-        self.block, self.number, self.machine = block, number, machine
-        self.program = machine.program
-        self.R = list(machine.blank)
+        device = block.device
+        self.block, self.number, self.device = block, number, device
+        self.program = device.program
+        self.R = list(device.blank)
         self.S = self._special()
         self.pc, self.pcs = 0, None
-        self.alive = machine.lanes(np.ones(32, bool))
+        self.alive = device.lanes(np.ones(32, bool))
         self.blocked: list[tuple[Lanes, Wait]] = []
         self.done = self.spins = self.produces = False
         self.apart = 0
         self.first = 0  # a lane of the group that goes first, while `apart` says so
         agents = [block.first_agent + kind * block.warp_count + number for kind in range(KINDS)]
-        self.clock = WarpClock(agents, machine.agents)
+        self.clock = WarpClock(agents, device.agents)
         self.line = 0
-        self.order = Order(self)
-        self.copies: LaneCopies = LaneCopies(self)
-        self.products: Products = Products(self)
+        self.owned: set[int] = set()
+        self.parts: dict[type[Part], Part] = {}
 
     pcs: np.ndarray | None
 
+    def part[P: Part](self, kind: type[P]) -> P:
+        """What operations of this kind remember."""
+        found = self.parts.get(kind)
+        if found is None:
+            found = self.parts[kind] = kind(self)
+        return cast(P, found)
+
     def _special(self) -> list[Any]:
-        block, launch = self.block, self.machine.launch
+        block, launch = self.block, self.device.launch
         x = LANE + 32 * self.number
         bx, by, _ = launch.block
         values: dict[str, Any] = {
@@ -199,9 +208,9 @@ class Warp:
 
     def run(self, burst: int) -> None:
         """At most `burst` steps."""
-        machine, steps = self.machine, self.program.steps
+        device, steps = self.device, self.program.steps
         executed = 0
-        owned = self.products.owned
+        owned = self.owned
         self.spins = False
         while burst > 0 and not self.done:
             burst = min(burst - 1, 3) if self.spins else burst - 1
@@ -215,10 +224,10 @@ class Warp:
                     break
                 pc, lanes = chosen
             step = steps[pc]
-            machine.covered[pc] = 1
-            if owned and not owned.isdisjoint(machine.registers(pc)):
+            device.covered[pc] = 1
+            if owned and not owned.isdisjoint(device.registers(pc)):
                 text = "a register of an accumulator is used before wgmma.wait_group covers its product"
-                machine.findings.add("race", text, step.line)
+                device.findings.add("race", text, step.line)
             if step.kind == "alu":
                 executed += step.count
                 if lanes.count == 32:
@@ -229,7 +238,7 @@ class Warp:
                 continue
             executed += 1
             ins = step.instruction
-            machine.at = ins
+            device.at = ins
             guard = None
             if ins.guard is not None:
                 guard = self.R[self.program.index[ins.guard.name]]
@@ -243,19 +252,19 @@ class Warp:
                 if not mask.any():
                     self._advance(lanes)
                     continue
-                active = machine.lanes(mask)
+                active = device.lanes(mask)
             if step.kind == "return":
                 self._exit(active, lanes)
                 continue
             self.line = ins.line
-            wait = machine.operations[pc](self, ins, active)
+            wait = device.operations[pc](self, ins, active)
             if wait is None:
                 self._advance(lanes)
             elif not wait.again and wait.ready():
                 self._resume(lanes, wait)
             else:
                 self.blocked.append((lanes, wait))
-        machine.executed += executed
+        device.executed += executed
 
     def _choose(self) -> tuple[int, Lanes] | None:
         runnable = self._runnable()
@@ -263,7 +272,7 @@ class Warp:
             return None
         self.apart += 1
         if self.apart % PATIENCE == 0:
-            self.first = self.machine.scheduler.random.choice(np.flatnonzero(runnable).tolist())
+            self.first = self.device.scheduler.random.choice(np.flatnonzero(runnable).tolist())
         if self.apart > PATIENCE and self.apart % PATIENCE < PATIENCE // 8 and runnable[self.first]:
             at = int(self.pcs[self.first])
         else:
@@ -273,7 +282,7 @@ class Warp:
             if self.pcs[entry[0].list[0]] == at:
                 mask = mask | entry[0].mask
                 self.blocked.remove(entry)
-        return at, self.machine.lanes(mask)
+        return at, self.device.lanes(mask)
 
     def _advance(self, lanes: Lanes) -> None:
         if self.pcs is None:
@@ -312,19 +321,18 @@ class Warp:
         self._meet()
 
     def _exit(self, leaving: Lanes, lanes: Lanes) -> None:
-        self.copies.leave(leaving)
         rest = self.alive.mask & ~leaving.mask
-        if not rest.any():
-            self.done = True
-            self.products.leave()
-            self.block.leave()
+        self.done = not rest.any()
+        for part in self.parts.values():
+            part.leave(leaving)
+        if self.done:
             return
         if self.pcs is None:
             self.pcs = np.full(32, self.pc)
-        self.alive = self.machine.lanes(rest)
-        self.machine.moved()
+        self.alive = self.device.lanes(rest)
+        self.device.moved()
         if leaving.count < lanes.count:
-            self.pcs[self.machine.lanes(lanes.mask & ~leaving.mask).index] += 1
+            self.pcs[self.device.lanes(lanes.mask & ~leaving.mask).index] += 1
         self._meet()
 
     def together(self, lanes: Lanes, members: np.ndarray | None = None) -> Wait | None:
@@ -362,7 +370,7 @@ class Warp:
         name = f"block {self.block.number} warp {self.number}"
         groups = [(lanes, f"waits for {wait.what}") for lanes, wait in self.blocked]
         if (rest := self._runnable()).any():
-            groups.append((self.machine.lanes(rest), "runs"))
+            groups.append((self.device.lanes(rest), "runs"))
         out = []
         for lanes, what in groups:
             pc = self.pc if self.pcs is None else int(self.pcs[lanes.list[0]])
