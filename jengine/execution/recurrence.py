@@ -42,7 +42,10 @@ class Recurrence:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
         if key.rows:
             (sources, targets), fresh = self._rows
-            every = jnp.concatenate([_begin(pages[sources], fresh), x[: key.rows, None]], axis=1)
+            before = _begin(pages[sources], fresh)
+            if key.tiles:  # else XLA may read again after the update, from a copy of all pages
+                before = lax.optimization_barrier(before)
+            every = jnp.concatenate([before, x[: key.rows, None]], axis=1)
             pages = pages.at[targets].set(every[:, 1:])
             out.append(_weighted(every, weight, 1)[:, 0])
         if key.tiles:
