@@ -258,7 +258,7 @@ def test_options_in_python() -> None:
         dtype="float16", swap_space=4
     )
     assert EngineConfig(hf_overrides={}, speculative_config=None, runner="pooling") == EngineConfig(
-        embeddings=True
+        embeddings=True, speculative_config=None
     )  # type: ignore[call-arg]
     for options, says in (
         ({"enable_lora": True}, "enable_lora=True: LoRA adapters are not supported"),

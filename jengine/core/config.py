@@ -113,11 +113,12 @@ class EngineConfig:
         num_scheduler_steps: decode steps that run as one program, without the host in between: 1 or 8; auto:
             8 while no request waits. Steps with prompts, masks, penalties, log probabilities or beams run
             singly. A new request may wait for two such bursts.
-        speculative_config: speculative decoding, which changes no output. An object with method
-            (ngram: drafts are what followed the same tokens earlier in the request), num_speculative_tokens
-            (most drafts of a sequence in a step, up to 15), and prompt_lookup_min and prompt_lookup_max
-            (tokens that must be equal, and that are compared at most; by default 5). Tokens that a grammar
-            leaves no choice are drafts too. Not for models with recurrent states; None: off.
+        speculative_config: speculative decoding, which changes no output. auto: each step verifies as many
+            drafts as pay, according to what steps cost and how often drafts are right; drafts are what
+            followed the same tokens earlier in the request, and tokens that a grammar leaves no choice. An
+            object sets method (ngram), num_speculative_tokens (most drafts of a sequence in a step, up to
+            15), and prompt_lookup_min and prompt_lookup_max (tokens that must be equal, and that are compared
+            at most; by default 5). none: off, as for models with recurrent states; None: the same.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
@@ -174,7 +175,7 @@ class EngineConfig:
     record_trace: str | Path | None = None
     overlap: bool = True
     num_scheduler_steps: int | str = 1
-    speculative_config: dict[str, Any] | str | None = None
+    speculative_config: dict[str, Any] | str | None = "auto"
     stream_interval: int = 1
     seed: int = 0
     cache_dir: str | Path | None = None

@@ -13,11 +13,12 @@ from jengine.base.errors import InvalidArgument
 NAME = "speculative_config"
 MOST_DRAFTS = 15  # of a sequence in a step
 LOOKUP = 5  # default of both bounds, as in vLLM
+AUTO, OFF = "auto", "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A checked `speculative_config` of method ngram. Names as in vLLM."""
+    """A checked `speculative_config`. Names as in vLLM; num_speculative_tokens is a maximum."""
 
     num_speculative_tokens: int
     prompt_lookup_min: int
@@ -25,20 +26,24 @@ class Speculation:
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | str | None) -> Speculation | None:
-        """Reads the option: None, an object, or an object as JSON.
+        """Reads the option: auto, an object, or an object as JSON. Returns None for None and none.
 
         Raises:
             InvalidArgument: naming the field and its limit.
         """
-        if value is None:
+        if value is None or value == OFF:
             return None
+        if value == AUTO:  # costs decide how many drafts pay, so that short matches do no harm
+            return cls(MOST_DRAFTS, 2, 16)
         if isinstance(value, str):
             try:
                 value = json.loads(value)
             except ValueError:
-                raise InvalidArgument(NAME, value, "must be a JSON object") from None
+                raise InvalidArgument(NAME, value, f"must be {AUTO}, {OFF} or a JSON object") from None
+        if value is None:
+            return None
         if not isinstance(value, Mapping):
-            raise InvalidArgument(NAME, value, "must be an object")
+            raise InvalidArgument(NAME, value, f"must be {AUTO}, {OFF} or an object")
         fields = {key: given for key, given in value.items() if given is not None}
         method = fields.pop("method", None)
         if method != "ngram":

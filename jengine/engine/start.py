@@ -21,6 +21,7 @@ from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
+from jengine.core.speculation import AUTO, OFF
 from jengine.devices.device_defaults import sizes
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
@@ -258,7 +259,7 @@ def _facts(
 
 
 def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -> Scheduler:
-    if spec.num_states and config.speculative_config is not None:
+    if spec.num_states and config.speculative_config not in (None, AUTO, OFF):
         raise InvalidArgument(
             "speculative_config", config.speculative_config, "not for models with recurrent states"
         )

@@ -11,6 +11,7 @@ from jengine.core.request import FinishReason, Request
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.updates import ScoredToken
 from jengine.scheduling.admission.admission import Admission
+from jengine.scheduling.costs.draft_count import HowMany, most_a_second
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.costs.step_costs import StepCosts
@@ -70,6 +71,7 @@ class Scheduler:
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
         predictor: class of the object that predicts steps.
         drafter: proposes tokens to verify; None: as speculative_config says.
+        how_many_drafts: decides how many of them a step verifies.
 
     Attributes:
         registry: unfinished sequences.
@@ -106,6 +108,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         predictor: type[StepPredictor] = StepPredictor,
         drafter: Drafter | None = None,
+        how_many_drafts: HowMany = most_a_second,
     ) -> None:
         self.table, self.options, self.clock = table, options, clock
         costs = StepCosts(table) if costs is None else costs
@@ -164,7 +167,9 @@ class Scheduler:
         )
         if drafter is None:
             drafter = drafter_of(options)
-        self.speculation = Speculation(self.registry, self.limits, self.predictor, drafter)
+        self.speculation = Speculation(
+            self.registry, self.limits, self.predictor, self.timeline, drafter, how_many_drafts
+        )
         self.rules: tuple[Rule, ...] = (
             repeats,
             self.speculation,

@@ -32,7 +32,7 @@ SAME: dict[str, str] = {
         "vLLM has removed it (0.18); here GiB of host memory for each device that hold evicted cached pages"
     ),
     "num_scheduler_steps": "vLLM has removed it (2025); here decode steps that run as one program",
-    "speculative_config": "method ngram; it changes no output",
+    "speculative_config": "auto, or method ngram; it changes no output",
 }
 PROGRAMS = (
     "a fixed table of programs is compiled before the first request; see max_num_seqs, max_num_batched_tokens"

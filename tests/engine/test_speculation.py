@@ -13,12 +13,14 @@ from jengine import LLM
 from jengine.base.errors import InvalidArgument
 from jengine.core.request import SamplingParams, StructuredOutputs
 from jengine.engine.engine import Engine
+from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.text.masks import AllOf, AllowedTokens, BadWords
 from tests.engine.on_demand import on_demand
 from tests.engine.running import Answer, Work, run
 from tests.scheduling.adversaries import Knowing
 
+ALL: dict[str, Any] = {"how_many_drafts": all_of_them}
 OPTIONS: dict[str, Any] = {"optimized": True, "dtype": "float32", "max_num_seqs": 8, "num_pages": 100}
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -67,7 +69,7 @@ def compare(engine: Engine, count: int, exact: bool = False, **changes: Any) -> 
     restart_scheduler(engine)
     plain = run(engine, work(random.Random(5), count))
     for right in (1.0, 0.0, 0.7):
-        restart_scheduler(engine, drafter=drafter(plain, right), **changes)
+        restart_scheduler(engine, drafter=drafter(plain, right), **ALL, **changes)
         before = len(engine.records.steps)
         check_equal(run(engine, work(random.Random(5), count)), plain, exact)
         speculation, steps = engine.scheduler.speculation, [*engine.records.steps][before:]
@@ -85,7 +87,7 @@ def compare(engine: Engine, count: int, exact: bool = False, **changes: Any) -> 
 def test_tokens_are_those_without_drafts(make_engine: Callable[..., Engine]) -> None:
     found = compare(make_engine(**OPTIONS), 16)
     assert found[0.0][1] > 20 and found[0.0][2] == 0, "a wrong draft was accepted"
-    assert found[1.0][1] == found[1.0][2] > 25, "a right draft was not accepted"
+    assert found[1.0][1] == found[1.0][2] > 15, "a right draft was not accepted"
     assert 0 < found[0.7][2] < found[0.7][1]
     assert found[1.0][0] < found[0.0][0], "drafts saved no step"
 
@@ -93,13 +95,13 @@ def test_tokens_are_those_without_drafts(make_engine: Callable[..., Engine]) -> 
 def test_bits_of_a_batch_invariant_engine(make_engine: Callable[..., Engine]) -> None:
     """Log probabilities are equal to the last bit, in bfloat16."""
     engine = make_engine(**{**OPTIONS, "dtype": "bfloat16"}, batch_invariant=True)
-    assert compare(engine, 16, exact=True)[1.0][2] > 25
+    assert compare(engine, 16, exact=True)[1.0][2] > 15
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("variant", ["gemma3", "deepseek_v3", "gpt_oss", "mixtral", "gemma3n"])
 def test_families(variant: str, make_engine: Callable[..., Engine]) -> None:
-    assert compare(make_engine(variant, **OPTIONS), 16)[1.0][2] > 25
+    assert compare(make_engine(variant, **OPTIONS), 16)[1.0][2] > 15
 
 
 @pytest.mark.full
@@ -166,7 +168,7 @@ def test_masks_of_each_row(right: float, make_engine: Callable[..., Engine]) -> 
     plain = answers()
     tokens = {answer.sequence.request_id: _tokens(answer) for answer in plain}
     assert tokens["0"][0] % 2 and len(tokens["1"]) == 7 and len(tokens["0"]) == 16
-    restart_scheduler(engine, drafter=Knowing(lambda s: [*tokens[s.request_id], 1, 2, 3], right))
+    restart_scheduler(engine, drafter=Knowing(lambda s: [*tokens[s.request_id], 1, 2, 3], right), **ALL)
     speculated = answers()
     assert {answer.sequence.request_id: _tokens(answer) for answer in speculated} == tokens
     for one, other in zip(speculated, plain, strict=True):
@@ -189,7 +191,7 @@ def test_text_stops_in_the_middle_of_accepted_drafts(make_engine: Callable[..., 
     one: list[Work] = [([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))]
     plain = run(engine, one)
     stop = plain[0].tokens[6]
-    restart_scheduler(engine, drafter=drafter(plain, 1.0))
+    restart_scheduler(engine, drafter=drafter(plain, 1.0), **ALL)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop])
     (answer,) = run(engine, [([1, 2, 3], params)])
     end = plain[0].tokens.index(stop)
@@ -206,6 +208,7 @@ def test_ngrams(make_engine: Callable[..., Engine]) -> None:
     ids: list[Work] = [(prompt, repeating), *work(random.Random(1), 8)]
     plain = run(make_engine(**OPTIONS), ids)
     engine = make_engine(**OPTIONS, speculative_config=config)
+    restart_scheduler(engine, **ALL)
     check_equal(run(engine, ids), plain)
     load = engine.load
     assert load.drafts > 5 and load.draft_tokens > load.drafts
@@ -237,6 +240,7 @@ def test_grammars_draft_their_forced_tokens(make_engine: Callable[..., Engine]) 
             LLM("demo", **options, speculative_config=config)
             for config in (None, {"method": "ngram", "num_speculative_tokens": 6})
         )
+    restart_scheduler(drafting._shared.engine, **ALL)
     prompts = ["def", "class", "import", "return"]
     expected, got = (llm.generate(prompts, params, use_tqdm=False) for llm in (plain, drafting))
     assert [one.outputs[0].token_ids for one in got] == [one.outputs[0].token_ids for one in expected]

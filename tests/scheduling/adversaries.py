@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.requests.sequence import Sequence
 from tests.scheduling.answers import alone
 
@@ -23,11 +24,12 @@ class Knowing:
         self._output, self._right, self.most, self._draw = output, right, most, random.Random(seed)
         self.asked = 0
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
+    def draft(self, sequence: Sequence, most: int) -> Draft | None:
         self.asked += 1
         known = len(sequence.tokens) - sequence.prompt_len
         right = self._output(sequence)[known : known + most]
-        return [token if self._draw.random() < self._right else abs(token - 1) for token in right]
+        drafts = [token if self._draw.random() < self._right else abs(token - 1) for token in right]
+        return Draft(drafts, source="knowing") if drafts else None
 
     def forget(self, sequence: Sequence) -> None:
         pass

@@ -14,6 +14,7 @@ from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import Speculation
 from jengine.scheduling.drafters.choice import FirstOf, drafter_of
+from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.drafters.ngrams import PLACES, Ngrams
 
 
@@ -25,8 +26,8 @@ class Request(SimpleNamespace):
 
 def drafts(tokens: list[int], shortest: int = 2, longest: int = 4, most: int = 5) -> list[int]:
     drafter: Any = Ngrams(shortest, longest, most)
-    found: list[int] = drafter.draft(Request(tokens=tokens), most)
-    return found
+    found: Draft | None = drafter.draft(Request(tokens=tokens), most)
+    return [] if found is None else found.tokens
 
 
 def test_what_followed_before() -> None:
@@ -55,10 +56,11 @@ def test_as_a_search_finds_them(tokens: list[int], shortest: int, more: int, dat
         for i in range(8 if best[0] else 0):
             expected.append([*known, *expected][best[1] + i])
         places = sum(known[i : i + shortest] == known[-shortest:] for i in range(len(known) - shortest))
+        found = drafter.draft(request, 8)  # type: ignore[arg-type]
         if places <= PLACES:
-            assert drafter.draft(request, 8) == expected  # type: ignore[arg-type]
+            assert found == (Draft(expected, best[0], "ngram") if expected else None)
         else:
-            assert len(drafter.draft(request, 8)) == 8  # type: ignore[arg-type]
+            assert found is not None and len(found.tokens) == 8
     drafter.forget(request)  # type: ignore[arg-type]
     assert not drafter._known
 
@@ -70,11 +72,12 @@ def test_forced_tokens_come_first() -> None:
         )
     )
     mask = SimpleNamespace(forced=lambda: [8, 9, 10])
-    assert drafter.draft(Request(tokens=[1, 2, 1], request=SimpleNamespace(mask=mask)), 9) == [8, 9]
+    request = Request(tokens=[1, 2, 1], request=SimpleNamespace(mask=mask))
+    assert drafter.draft(request, 9) == Draft([8, 9], source="grammar")
     other = SimpleNamespace(forced=list)
     for mask_or_none in (None, other):
         request = Request(tokens=[1, 2, 1], request=SimpleNamespace(mask=mask_or_none))
-        assert drafter.draft(request, 9) == [2, 1]
+        assert drafter.draft(request, 9) == Draft([2, 1], 1, "ngram")
 
 
 def test_options() -> None:
@@ -84,6 +87,9 @@ def test_options() -> None:
     assert Speculation.of('{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}') == (
         Speculation(2, 1, 1)
     )
+    assert EngineConfig().speculative_config == "auto"
+    assert Speculation.of("auto") == Speculation(15, 2, 16)
+    assert Speculation.of(None) is Speculation.of("none") is Speculation.of("null") is None
     assert drafter_of(SchedulingOptions()) is None
     drafter = drafter_of(SchedulingOptions(speculative_config=ngram))
     assert isinstance(drafter, FirstOf) and drafter.most == 3
@@ -92,8 +98,8 @@ def test_options() -> None:
 @pytest.mark.parametrize(
     "value, says",
     [
-        ("ngram", "speculative_config='ngram': must be a JSON object"),
-        (3, "must be an object"),
+        ("ngram", "speculative_config='ngram': must be auto, none or a JSON object"),
+        (3, "must be auto, none or an object"),
         ({"method": "eagle3"}, "speculative_config.method='eagle3': must be ngram"),
         ({"method": "ngram"}, "speculative_config.num_speculative_tokens=None: must be set"),
         ({"method": "ngram", "num_speculative_tokens": 16}, "at most 15"),

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
+from jengine.scheduling.costs.draft_count import all_of_them, most_a_second
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.work import NO_WORK, Work
@@ -57,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         more_states=st.sampled_from([None, None, 0, 2, 20]),
         prompt_rows=st.booleans(),
         right=st.sampled_from([None, None, 0.0, 0.6, 1.0]),
+        how_many_drafts=st.sampled_from([all_of_them, most_a_second]),
     )
     def start(
         self,
@@ -83,6 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         more_states,
         prompt_rows,
         right,
+        how_many_drafts,
     ):
         if more_states is not None:
             host_pages = invariant_tiles = 0  # refused with recurrent states
@@ -112,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_states=0 if more_states is None else max(1 + max_num_seqs + more_states, 3),
             prompt_rows=prompt_rows and more_states is None and not invariant_tiles,
             drafter=None if right is None else knowing(right, max_model_len),
+            how_many_drafts=how_many_drafts,
         )
         if few:
             self.loop.begin_with_few()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.scheduling.pages.block_table import GroupPages
-from tests.scheduling.adversaries import Knowing, knowing
+from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB, alone
 from tests.scheduling.strict_device import Loop
 
@@ -23,7 +24,8 @@ def speculating(right: float = 1.0, seed: int = 0, most: int = 15, **changes: An
         "max_num_batched_tokens": 72,
     }
     options |= changes
-    return Loop(**options, drafter=knowing(right, options["max_model_len"], most, seed))
+    drafter = knowing(right, options["max_model_len"], most, seed)
+    return Loop(**options, drafter=drafter, how_many_drafts=all_of_them)
 
 
 def test_drafts_lie_on_rows_behind_the_last_token() -> None:
@@ -103,13 +105,7 @@ def test_without_a_drafter_steps_overlap() -> None:
 def test_steps_overlap_while_there_are_no_drafts(most: int, waits: bool) -> None:
     """A single token that known ones suggest is the one in flight."""
     one = speculating(most=most)
-    one.scheduler.speculation.most = 0  # none is ever in flight
-    drafter = one.scheduler.speculation._drafter
-    assert isinstance(drafter, Knowing)
-    output = drafter._output
-    drafter._output = lambda sequence: output(sequence)[: len(sequence.tokens) - sequence.prompt_len + most]
     one.add([1], max_tokens=20, ignore_eos=True)
-    one.step(ahead=1)
     one.step(ahead=1)
     assert one.scheduler.speculation.awaited == waits
 

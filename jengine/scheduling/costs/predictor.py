@@ -36,6 +36,12 @@ class StepPredictor:
         most = max((self.max_num_batched_tokens - rows) // self.tile_size, 1)
         return [tiles for tiles in self.ready.tile_buckets if tiles <= most] or [self.ready.tile_buckets[0]]
 
+    def row_buckets(self, rows: int, tiles: int) -> list[int]:
+        """Row counts, from this one on, of programs that can run beside this many tiles."""
+        table = self.ready.table
+        buckets = table.mixed_row_buckets if tiles and not self._apart else table.row_buckets
+        return [bucket for bucket in buckets if rows <= bucket <= self.ready.max_rows]
+
     def room(self, rows: int, tiles: int) -> int:
         """Number of tokens that max_num_batched_tokens leaves beside these."""
         return self.max_num_batched_tokens - rows - tiles * self.tile_size
@@ -54,6 +60,18 @@ class StepPredictor:
             )
         trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self._blocks.pages_of(tokens))
         return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
+
+    def row_seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
+        """The same if rows alone may run as a burst: seconds of one of its steps, if these are fewer."""
+        seconds, steps = self.seconds(rows, tiles, work, tokens, rank), self.ready.table.steps
+        if tiles or steps == 1:
+            return seconds
+        trunk = self.ready.trunk(rows, 0, self._blocks.pages_of(tokens))
+        burst = self.ready.burst(trunk, VARIANTS[rank])
+        if burst is None:
+            return seconds
+        whole = Work(work.context * steps, work.longest * steps)
+        return min(seconds, self.costs.burst_seconds(burst, whole) / steps)
 
     def prompt_seconds(self, tokens: int) -> float:
         """Predicted seconds of a prompt alone."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence as List
 
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import Speculation
-from jengine.scheduling.drafters.drafter import Drafter
+from jengine.scheduling.drafters.drafter import Draft, Drafter
 from jengine.scheduling.drafters.forced import Forced
 from jengine.scheduling.drafters.ngrams import Ngrams
 from jengine.scheduling.requests.sequence import Sequence
@@ -18,10 +18,10 @@ class FirstOf:
     def __init__(self, drafters: List[Drafter]) -> None:
         self._drafters, self.most = drafters, max(drafter.most for drafter in drafters)
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
+    def draft(self, sequence: Sequence, most: int) -> Draft | None:
         """See Drafter."""
         found = (drafter.draft(sequence, min(most, drafter.most)) for drafter in self._drafters)
-        return next(filter(None, found), [])
+        return next(filter(None, found), None)
 
     def forget(self, sequence: Sequence) -> None:
         """See Drafter."""

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jengine.scheduling.requests.sequence import Sequence
+
+
+class Draft(NamedTuple):
+    """Tokens that may follow a sequence's known tokens.
+
+    Attributes:
+        tokens: at least one.
+        agreed: number of tokens before the first one that the sequence has in common with the draft's source;
+            0: unknown, or the source is no text. More of them make a draft likelier.
+        source: name of the drafter that proposes it.
+    """
+
+    tokens: list[int]
+    agreed: int = 0
+    source: str = ""
 
 
 class Drafter(Protocol):
@@ -16,8 +31,8 @@ class Drafter(Protocol):
 
     most: int
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
-        """At most `most` tokens that may follow the sequence's known tokens; none is a normal answer."""
+    def draft(self, sequence: Sequence, most: int) -> Draft | None:
+        """At most `most` tokens that may follow the sequence's known tokens; None is a normal answer."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence gives back its slot and its pages, and may come back later."""

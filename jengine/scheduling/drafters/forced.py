@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.requests.sequence import Sequence
 
 
@@ -16,10 +17,11 @@ class Forced:
     def __init__(self, most: int) -> None:
         self.most = most
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
+    def draft(self, sequence: Sequence, most: int) -> Draft | None:
         """See Drafter."""
         mask = sequence.request.mask
-        return [] if mask is None else mask.forced()[:most]
+        tokens = [] if mask is None else mask.forced()[:most]
+        return Draft(tokens, source="grammar") if tokens else None
 
     def forget(self, sequence: Sequence) -> None:
         """See Drafter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.requests.sequence import Sequence
 
 PLACES = 8  # of an n-gram that are compared, the latest ones
@@ -22,7 +23,7 @@ class Ngrams:
         self._shortest, self._longest, self.most = shortest, longest, most
         self._known: dict[Sequence, _Places] = {}
 
-    def draft(self, sequence: Sequence, most: int) -> list[int]:
+    def draft(self, sequence: Sequence, most: int) -> Draft | None:
         """See Drafter."""
         tokens, shortest = sequence.tokens, self._shortest
         known = self._known.get(sequence)
@@ -42,11 +43,11 @@ class Ngrams:
             if same > length:
                 best, length = end, same
         if not length:
-            return []
+            return None
         drafts = tokens[best : best + most]
         while len(drafts) < most:
             drafts.append(drafts[len(drafts) - (len(tokens) - best)])
-        return drafts
+        return Draft(drafts, length, "ngram")
 
     def forget(self, sequence: Sequence) -> None:
         """See Drafter."""

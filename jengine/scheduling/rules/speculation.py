@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import math
+
+from jengine.scheduling.costs.draft_costs import DraftCosts, Likely, Rows
+from jengine.scheduling.costs.draft_count import HowMany
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.drafters.drafter import Drafter
+from jengine.scheduling.drafters.watched import Watched
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.step.plan_builder import PlanBuilder
+from jengine.scheduling.step.timeline import Timeline
 from jengine.scheduling.step_plan import Sample, Span
 from jengine.scheduling.work import rows_work
 from jengine.table.program_table import MOST_DRAFTS
 
 
 class Speculation(Rule):
-    """Gives each draft a row behind its sequence's last token. A draft counts if it is what the row before it
-    samples, so tokens are those of an engine without drafts.
+    """Gives drafts rows behind their sequences' last tokens, as many as pay. A draft counts if it is what the
+    row before it samples, so tokens are those of an engine without drafts.
 
     A sequence gets drafts only if all of its tokens are known, so the caller must first read the steps in
     flight; see `awaited`.
 
     Args:
+        timeline: the predicted start of steps.
         drafter: None: no drafts.
+        how_many: decides how many drafts a step verifies.
 
     Attributes:
         most: maximum number of drafts of a sequence in a step.
@@ -32,12 +40,18 @@ class Speculation(Rule):
     """
 
     def __init__(
-        self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor, drafter: Drafter | None
+        self,
+        registry: Registry,
+        limits: SequenceLimits,
+        predictor: StepPredictor,
+        timeline: Timeline,
+        drafter: Drafter | None,
+        how_many: HowMany,
     ) -> None:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
-        self._predictor = predictor
+        self._timeline, self._costs = timeline, DraftCosts(predictor, limits.windows, how_many)
         # recurrent layers would have to take back what they have made of a wrong draft
-        self._drafter = None if limits.recurrent else drafter
+        self._drafter = None if limits.recurrent or drafter is None else Watched(drafter)
         self.most = MOST_DRAFTS if drafter is None else min(drafter.most, MOST_DRAFTS)
         self.drafts = self.tokens = 0
         self.accepted = [0] * MOST_DRAFTS
@@ -52,16 +66,21 @@ class Speculation(Rule):
         """Whether to read the steps in flight before the next one is planned.
 
         If drafts are in flight, since they determine the next rows; and if there may be drafts behind the
-        token in flight: then known tokens suggest at least two more.
+        token in flight that pay although the device waits for the host.
         """
-        drafter = self._drafter
-        if drafter is None:
+        if self._drafter is None:
             return False
-        return any(
-            sequence.tentative or (self._may_have(sequence) and len(drafter.draft(sequence, 2)) > 1)
-            for sequence in self._registry.running
-            if sequence.in_flight and sequence.state is State.DECODING
-        )
+        decoding = [s for s in self._registry.running if s.state is State.DECODING]
+        if not any([s.in_flight for s in decoding]):
+            return False
+        if any([s.tentative for s in decoding]):
+            return True
+        rows = Rows.of([s for s in decoding if s.num_computed < s.last_position], self._windows)
+        offer = self._costs.offer_while_in_flight(rows)
+        if not self._costs.could_pay(offer):
+            return False
+        likely = [self._likely(s, s.in_flight) for s in decoding if self._may_have(s) and s.in_flight < 2]
+        return self._costs.count(offer, [one for one in likely if one is not None]) > 0
 
     def _may_have(self, sequence: Sequence) -> bool:
         return not sequence.searches and len(sequence.tokens) >= sequence.prompt_len
@@ -70,31 +89,49 @@ class Speculation(Rule):
         """See Rule."""
         if self._drafter is None or not plan.rows:
             return
+        limit = math.inf
+        if plan.paced:
+            limit = min([sequence.due for sequence in plan.rows]) - self._timeline.start(plan.now)
         # prompts of the step have samples too; programs with the most rows hold as many samples
-        rows, found = len(plan.rows) + plan.more_rows, False
-        room = min(
-            self._predictor.ready.max_rows - max(rows, len(plan.samples)),
-            self._predictor.room(rows, plan.tiles),
-        )
+        count = max(len(plan.rows) + plan.more_rows, len(plan.samples))
+        offer = self._costs.offer(Rows(count, plan.longest, plan.rank, plan.work), plan.tiles, limit)
+        if not self._costs.could_pay(offer):
+            return
+        spans, likely = list[Span](), list[Likely]()
         for span, sequence in zip(plan.spans, plan.rows, strict=False):
-            # the last possible token is never an input
-            most = min(self.most, room, sequence.last_position - 1 - span.start)
-            if most <= 0 or sequence.in_flight or span.following or not self._may_have(sequence):
+            if sequence.in_flight or span.following or not self._may_have(sequence):
                 continue
             if len(sequence.tokens) != span.start + 1:  # it computes known tokens again
                 continue
-            if drafts := self._drafter.draft(sequence, most)[:most]:
-                room -= self._add(plan, span, drafts)
-                found = found or span.guesses > 0
-        if found:
+            if (found := self._likely(sequence)) is not None:
+                spans.append(span)
+                likely.append(found)
+        for span, one, most in zip(spans, likely, self._costs.counts(offer, likely), strict=True):
+            if most:
+                self._add(plan, span, one.tokens[:most])
+        if plan.guesses:
             self._add_samples(plan)
 
-    def _add(self, plan: PlanBuilder, span: Span, drafts: list[int]) -> int:
-        """Adds rows for drafts, as many as there are pages. Returns their number."""
+    def _likely(self, sequence: Sequence, skipped: int = 0) -> Likely | None:
+        """Drafts of a sequence, without the first `skipped`, whose chances count nevertheless."""
+        assert self._drafter is not None
+        draft = self._drafter.draft(sequence)
+        start = len(sequence.tokens) + skipped
+        # the last possible token is never an input
+        most = min(self.most, sequence.last_position - start)
+        if draft is None or most <= 0 or len(draft.tokens) <= skipped:
+            return None
+        chances = self._drafter.rates.chances(draft)
+        return Likely(start, draft.tokens[skipped : skipped + most], chances[skipped : skipped + most])
+
+    # --- rows -----------------------------------------------------------------------------------------
+
+    def _add(self, plan: PlanBuilder, span: Span, drafts: list[int]) -> None:
+        """Adds rows for drafts, as many as there are pages."""
         start = span.start + 1
         end = self._blocks.room(span.seq, start + len(drafts))
         if end <= start:
-            return 0
+            return
         plan.enter(span.slot, self._blocks.grow(span.seq, end))
         span.guesses = end - start
         span.length, span.following = 1 + span.guesses, drafts[: span.guesses]
@@ -105,7 +142,6 @@ class Speculation(Rule):
         plan.longest, plan.lengthened = max(plan.longest, end), True
         plan.more_rows += span.guesses
         plan.guesses += span.guesses
-        return span.guesses
 
     def _add_samples(self, plan: PlanBuilder) -> None:
         """Each row of a draft has a sample, behind that of its sequence's last token."""

@@ -1,0 +1,90 @@
+"""How often drafts are right, learned from what follows them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jengine.scheduling.drafters.drafter import Draft
+from jengine.scheduling.drafters.rates import TEXT, Rates
+from jengine.scheduling.drafters.watched import Watched
+
+
+class Request(SimpleNamespace):
+    """A sequence without more than tokens."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class Fixed:
+    """Proposes what it is told."""
+
+    most = 4
+
+    def __init__(self) -> None:
+        self.next: Draft | None = None
+        self.asked = 0
+
+    def draft(self, sequence: Any, most: int) -> Draft | None:
+        self.asked += 1
+        return self.next
+
+    def forget(self, sequence: Any) -> None:
+        self.next = None
+
+
+def test_longer_agreements_are_likelier() -> None:
+    rates = Rates()
+    chances = [rates.chances(Draft([1], agreed, "ngram"))[0] for agreed in (1, 2, 4, 8, 16, 400)]
+    assert chances == [TEXT[1], *TEXT[2:], TEXT[-1]] and chances == sorted(chances)
+    assert rates.chances(Draft([1, 2, 3], 3, "ngram")) == pytest.approx([0.5, 0.5 * 0.65, 0.5 * 0.65**2])
+
+
+def test_shares_follow_what_comes() -> None:
+    rates = Rates()
+    for _ in range(400):
+        rates.note("ngram", 5, False)
+        rates.note("ngram", 20, True)
+    few, many = rates.chances(Draft([1], 5, "ngram"))[0], rates.chances(Draft([1], 20, "ngram"))[0]
+    assert few < 0.05 and many > 0.99
+    assert rates.chances(Draft([1], 5, "other"))[0] == TEXT[3], "sources differ"
+    for _ in range(400):
+        rates.note("ngram", 5, True)
+    assert rates.chances(Draft([1], 5, "ngram"))[0] > 0.9, "old tokens fade"
+
+
+def test_drafts_are_compared_whether_or_not_they_were_verified() -> None:
+    drafter, sequence = Fixed(), Request(tokens=[1, 2])
+    watched: Any = Watched(drafter)
+    noted: list[tuple[str, int, bool]] = []
+    watched.rates.note = lambda *what: noted.append(what)
+    drafter.next = Draft([3, 4, 5, 6], 2, "ngram")
+    assert watched.draft(sequence) is drafter.next and watched.draft(sequence) is drafter.next
+    assert drafter.asked == 1, "nothing has come since"
+    sequence.tokens.append(3)
+    assert watched.draft(sequence) == Draft([4, 5, 6], 3, "ngram") and drafter.asked == 1
+    sequence.tokens.append(9)
+    drafter.next = None
+    assert watched.draft(sequence) is None and watched.draft(sequence) is None and drafter.asked == 2
+    assert noted == [("ngram", 2, True), ("ngram", 3, False)]
+    drafter.next = Draft([7, 7, 7, 7], 0, "other")
+    sequence.tokens.append(7)
+    assert watched.draft(sequence) is drafter.next
+    sequence.tokens += [7, 7, 7, 7, 7]
+    drafter.next = Draft([1])
+    assert watched.draft(sequence) == Draft([1]), "the draft is used up"
+    assert noted[2:] == [("other", i, True) for i in range(4)]
+
+
+def test_little_that_is_left_is_drafted_anew() -> None:
+    drafter, sequence = Fixed(), Request(tokens=[1])
+    watched: Any = Watched(drafter)
+    drafter.next = Draft([2, 3, 4], 1)
+    watched.draft(sequence)
+    sequence.tokens.append(2)
+    drafter.next = Draft([3, 4, 5, 6], 2)
+    assert watched.draft(sequence) is drafter.next
+    watched.forget(sequence)
+    assert not watched._last
