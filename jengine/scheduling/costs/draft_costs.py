@@ -12,6 +12,8 @@ from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.work import NO_WORK, Windows, Work, rows_work
 
+REUSED = 16  # steps that use the same costs of programs
+
 
 class Rows(NamedTuple):
     """Decode rows of a step, before drafts.
@@ -58,6 +60,8 @@ class DraftCosts:
 
     def __init__(self, predictor: StepPredictor, windows: Windows, how_many: HowMany) -> None:
         self._predictor, self._windows, self._how_many = predictor, windows, how_many
+        self._known: dict[tuple[int, int, int, int], tuple[float, list[Bucket]]] = {}  # see _programs
+        self._uses = 0
 
     def offer(self, rows: Rows, tiles: int, limit: float = math.inf, wait: float = 0.0) -> Offer:
         """The programs that such a step may use, still without drafts.
@@ -66,13 +70,36 @@ class DraftCosts:
             limit: see Offer.
             wait: seconds that the device waits for the host if there are drafts.
         """
-        predictor, (count, longest, rank, work) = self._predictor, rows
-        room, buckets = predictor.room(count, tiles), list[Bucket]()
-        for bucket in predictor.row_buckets(count, tiles):
-            # drafts make the longest sequence longer, perhaps by a page bucket
-            seconds = predictor.seconds(bucket, tiles, work, longest + min(bucket - count, 1), rank)
-            buckets.append(Bucket(min(bucket - count, room), seconds + wait))
-        return Offer(count, predictor.row_seconds(count, tiles, work, longest, rank), (), (), buckets, limit)
+        alone, buckets = self._programs(rows, tiles)
+        seconds = self._predictor.costs.work_seconds(rows.work)
+        return Offer(
+            rows.rows,
+            alone + seconds,
+            (),
+            (),
+            [Bucket(drafts, base + seconds + wait) for drafts, base in buckets],
+            limit,
+        )
+
+    def _programs(self, rows: Rows, tiles: int) -> tuple[float, list[Bucket]]:
+        """Seconds without work: of the step without drafts, and of programs with rows for drafts. Looked up
+        once in REUSED steps.
+        """
+        predictor, (count, longest, rank, _) = self._predictor, rows
+        self._uses = (self._uses + 1) % REUSED
+        if not self._uses:
+            self._known.clear()
+        key = count, tiles, rank, predictor.pages(longest + 1)  # drafts may enter another page
+        if key not in self._known:
+            room = predictor.room(count, tiles)
+            buckets = [
+                Bucket(
+                    min(bucket - count, room), predictor.seconds(bucket, tiles, NO_WORK, longest + 1, rank)
+                )
+                for bucket in predictor.row_buckets(count, tiles)
+            ]
+            self._known[key] = predictor.row_seconds(count, tiles, longest, rank), buckets
+        return self._known[key]
 
     def offer_while_in_flight(self, rows: Rows) -> Offer:
         """The same while a step is in flight, which must be read before the next one if that has drafts."""

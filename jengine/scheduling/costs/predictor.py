@@ -5,7 +5,7 @@ from __future__ import annotations
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.requests.composition import Composition
-from jengine.scheduling.work import Work
+from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import VARIANTS
 from jengine.table.ready_programs import ReadyPrograms
 
@@ -46,6 +46,10 @@ class StepPredictor:
         """Number of tokens that max_num_batched_tokens leaves beside these."""
         return self.max_num_batched_tokens - rows - tiles * self.tile_size
 
+    def pages(self, tokens: int) -> int:
+        """Number of pages of a sequence of this length."""
+        return self._blocks.pages_of(tokens)
+
     def seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
         """Predicted seconds of a step, or of two if rows and tiles are kept apart.
 
@@ -58,20 +62,16 @@ class StepPredictor:
             return self.seconds(rows, 0, alone, tokens, rank) + self.seconds(
                 0, tiles, Work(attended=work.attended), tokens, rank
             )
-        trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self._blocks.pages_of(tokens))
+        trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self.pages(tokens))
         return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
 
-    def row_seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
-        """The same if rows alone may run as a burst: seconds of one of its steps, if these are fewer."""
-        seconds, steps = self.seconds(rows, tiles, work, tokens, rank), self.ready.table.steps
+    def row_seconds(self, rows: int, tiles: int, tokens: int, rank: int = 0) -> float:
+        """The same without work; if the rows may run as a burst, seconds of one of its steps."""
+        seconds, steps = self.seconds(rows, tiles, NO_WORK, tokens, rank), self.ready.table.steps
         if tiles or steps == 1:
             return seconds
-        trunk = self.ready.trunk(rows, 0, self._blocks.pages_of(tokens))
-        burst = self.ready.burst(trunk, VARIANTS[rank])
-        if burst is None:
-            return seconds
-        whole = Work(work.context * steps, work.longest * steps)
-        return min(seconds, self.costs.burst_seconds(burst, whole) / steps)
+        burst = self.ready.burst(self.ready.trunk(rows, 0, self.pages(tokens)), VARIANTS[rank])
+        return seconds if burst is None else min(seconds, self.costs.burst_seconds(burst) / steps)
 
     def prompt_seconds(self, tokens: int) -> float:
         """Predicted seconds of a prompt alone."""

@@ -87,7 +87,7 @@ class Speculation(Rule):
 
     def lengthen(self, plan: PlanBuilder) -> None:
         """See Rule."""
-        if self._drafter is None or not plan.rows:
+        if self._drafter is None or all([sequence.in_flight for sequence in plan.rows]):
             return
         limit = math.inf
         if plan.paced:
