@@ -314,8 +314,17 @@ class Engine:
                 updates += self._prompt_scores(step.plan, result.tiles["score"])
             if "pool" in result.tiles:
                 self._pool(step.plan, result.tiles["pool"])
+            before = self.scheduler.speculation.right
             updates += self._collect(step, result)
-            self.records.read(record, begun, now, time.perf_counter(), waited=result.waited, device=device)
+            self.records.read(
+                record,
+                begun,
+                now,
+                time.perf_counter(),
+                waited=result.waited,
+                device=device,
+                accepted=self.scheduler.speculation.right - before,
+            )
         if not self.has_work:
             self._clock.pause()
             self.records.pause()

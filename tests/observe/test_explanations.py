@@ -17,8 +17,10 @@ from jengine.insight.explanations.window import Window
 from jengine.insight.recording import step_recorder
 from jengine.insight.recording.records import Memory
 from jengine.insight.recording.trace import Readers, Trace
+from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.table.program_table import TrunkKey
 from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
+from tests.scheduling.adversaries import Knowing
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +144,35 @@ def test_rows_that_compute_short_prompts(monkeypatch: pytest.MonkeyPatch) -> Non
     trace = virtual.run()
     assert not explain(trace).findings
     assert all(step.rows == step.prompt_rows == 6 and not step.trunk.tiles for step in trace.steps)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 1.0])
+def test_wrong_drafts(right: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that have rows are verified, whatever that costs."""
+    drafter = Knowing(lambda sequence: [7] * 600, right, most=3)
+    virtual = make_virtual(monkeypatch, token=1 * MS, drafter=drafter, how_many_drafts=all_of_them, places=32)
+    trace = busy(virtual, requests=8, output=300).run()
+    steps = [step for step in trace.steps if step.drafts]
+    assert max(step.drafts for step in steps) == 24 and steps[0].rows == 8 + steps[0].drafts
+    assert sum(step.generated for step in trace.steps) == 8 * 299
+    if right == 1.0:
+        assert not explain(trace).findings
+        return
+    finding = explain(trace).findings[0]
+    assert (finding.name, finding.option) == ("wrong_drafts", "speculative_config")
+    wrong = 1 - sum(step.accepted for step in steps) / sum(step.drafts for step in steps)
+    assert finding.summary.startswith(f"{wrong:.0%} of the drafts are wrong")
+    assert finding.evidence["without its drafts"] in ("18.1 ms", "17.9 ms")  # at the end there are fewer rows
+
+
+def test_drafts_by_cost_are_never_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for right in (0.0, 0.5, 0.9):
+        drafter = Knowing(lambda sequence: [7] * 600, right, most=3)
+        virtual = make_virtual(monkeypatch, token=1 * MS, drafter=drafter, places=32)
+        trace = busy(virtual, requests=8, output=300).run()
+        assert "wrong_drafts" not in [finding.name for finding in explain(trace).findings]
+        gain = virtual.engine.scheduler.speculation.gain
+        assert (gain > 1.2) == (right == 0.9) and gain > 0.999
 
 
 def test_queueing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class VirtualRunner:
     def read(self, step: InFlight) -> StepResult:
         waited = step.done > self._clock.now
         self._clock.now = max(self._clock.now, step.done)
-        return StepResult([[7]] * len(step.plan.samples), waited=waited)
+        return StepResult([7] * len(step.plan.samples), waited=waited)
 
 
 @dataclass
@@ -154,8 +154,13 @@ def make_virtual(
     budget: int = 0,
     tile: int = TILE,
     options: SchedulingOptions | None = None,
+    **drafts: Any,
 ) -> Virtual:
-    """A step takes `base` plus `token` for each of its program's tokens, or the time returned by `trunk`."""
+    """A step takes `base` plus `token` for each of its program's tokens, or the time returned by `trunk`.
+
+    Args:
+        drafts: drafter and how_many_drafts of the scheduler.
+    """
     clock, load = Clock(), load or Load()
     virtual_time = SimpleNamespace(
         perf_counter=lambda: clock.now,
@@ -185,6 +190,7 @@ def make_virtual(
         costs=costs,
         options=options or SchedulingOptions(),
         clock=lambda: clock.now,
+        **drafts,
     )
     slow(scheduler, "schedule", lambda: clock.work(load.schedule, load.processor))
     slow(scheduler, "collect", lambda: clock.work(load.collect, load.processor))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jengine.insight.explanations.batches import batches_too_small, padding, prefill_interference
+from jengine.insight.explanations.drafts import wrong_drafts
 from jengine.insight.explanations.finding import Explanation, Finding
 from jengine.insight.explanations.loop import compilation, garbage_collection, host, masks, slow_readers
 from jengine.insight.explanations.machine import busy_machine, memory_growth
@@ -18,6 +19,7 @@ RULES = (
     page_pressure,
     batches_too_small,
     padding,
+    wrong_drafts,
     queueing,
     slow_readers,
     masks,

@@ -95,6 +95,8 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
         "program": step.name,
         "rows": step.rows,
         "rows of prompts": step.prompt_rows,
+        "drafts": step.drafts,
+        "accepted drafts": step.accepted,
         "padded rows": step.padded_rows,
         "tiles": step.tiles,
         "prompt tokens": step.prompt_tokens,

@@ -61,6 +61,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         reason: why it has this number of tiles; empty if there was nothing to decide.
         steps: number of decode steps in a burst; otherwise 1.
         prompt_rows: how many of its rows hold tokens of prompts.
+        drafts: how many of its rows verify drafts.
+        accepted: how many of these drafts became output.
     """
 
     number: int
@@ -108,6 +110,13 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     away: float = 0.0
     device: float = 0.0
     prompt_rows: int = 0
+    drafts: int = 0
+    accepted: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens that its decode rows gave."""
+        return (self.rows - self.prompt_rows - self.drafts) * self.steps + self.accepted
 
     @property
     def padded_rows(self) -> int:

@@ -145,14 +145,23 @@ class StepRecorder:
             plan.steps,
             self._cpu,
             prompt_rows=prompt_rows,
+            drafts=plan.guesses,
         )
 
     def read(
-        self, record: StepRecord, begun: float, now: float, collected: float, *, waited: bool, device: float
+        self,
+        record: StepRecord,
+        begun: float,
+        now: float,
+        collected: float,
+        *,
+        waited: bool,
+        device: float,
+        accepted: int = 0,
     ) -> None:
         """A step's tokens were requested, arrived, and were given to their sequences; see StepRecord."""
         record.wait, record.waited, record.ended = now - begun, waited, now
-        record.collect, record.device = collected - now, device
+        record.collect, record.device, record.accepted = collected - now, device, accepted
         self._reading += collected - begun
         self._last, self._passed_on = record, collected
         self.steps.append(record)

@@ -151,13 +151,15 @@ class Trace(msgspec.Struct, kw_only=True):
         known = [step for step in self.steps if step.device]
         device, predicted = sum([step.device for step in known]), sum([step.predicted for step in known])
         rows = sum([step.trunk.rows * step.steps for step in self.steps])
+        drafts, accepted = sum([s.drafts for s in self.steps]), sum([s.accepted for s in self.steps])
         shown = [
             ("trace", repr(self)),
-            ("generated", f"{sum([(s.rows - s.prompt_rows) * s.steps for s in self.steps]):,} tokens"),
+            ("generated", f"{sum([s.generated for s in self.steps]):,} tokens"),
             (
                 "prefill",
                 f"{sum([s.prompt_tokens + s.prompt_rows for s in self.steps]):,} tokens of prompts",
             ),
+            ("drafts", f"{drafts:,}, of which {accepted / max(drafts, 1):.0%} were right"),
             (
                 "padding",
                 f"{sum([s.padded_rows * s.steps for s in self.steps]) / max(rows, 1):.0%} of the decode rows",

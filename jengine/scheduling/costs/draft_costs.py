@@ -7,7 +7,7 @@ from collections.abc import Sequence as List
 from itertools import islice
 from typing import NamedTuple
 
-from jengine.scheduling.costs.draft_count import Bucket, HowMany, Offer, all_of_them, could_pay
+from jengine.scheduling.costs.draft_count import Bucket, HowMany, Offer, all_of_them, could_pay, gain
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.work import NO_WORK, Windows, Work, rows_work
@@ -56,12 +56,15 @@ class DraftCosts:
 
     Args:
         how_many: decides how many drafts a step verifies.
+
+    Attributes:
+        expected: tokens a second that the last drafts were expected to give, relative to none.
     """
 
     def __init__(self, predictor: StepPredictor, windows: Windows, how_many: HowMany) -> None:
         self._predictor, self._windows, self._how_many = predictor, windows, how_many
         self._known: dict[tuple[int, int, int, int], tuple[float, list[Bucket]]] = {}  # see _programs
-        self._uses = 0
+        self._uses, self.expected = 0, 1.0
 
     def offer(self, rows: Rows, tiles: int, limit: float = math.inf, wait: float = 0.0) -> Offer:
         """The programs that such a step may use, still without drafts.
@@ -126,7 +129,9 @@ class DraftCosts:
             order += [(-chance, number, seconds) for chance in one.chances]
         order.sort()
         chances, contexts = [-chance for chance, _, _ in order], [seconds for _, _, seconds in order]
-        counts = [0] * len(likely)
-        for _, number, _ in islice(order, self._how_many(offer._replace(chances=chances, contexts=contexts))):
+        offer = offer._replace(chances=chances, contexts=contexts)
+        taken, counts = self._how_many(offer), [0] * len(likely)
+        for _, number, _ in islice(order, taken):
             counts[number] += 1
+        self.expected = gain(offer, taken)
         return counts

@@ -57,6 +57,15 @@ def most_a_second(offer: Offer) -> int:
     return best
 
 
+def gain(offer: Offer, count: int) -> float:
+    """Expected tokens a second with this many drafts, relative to none."""
+    if not count:
+        return 1.0
+    seconds = next(bucket.seconds for bucket in offer.buckets if bucket.drafts >= count)
+    expected = offer.tokens + sum(offer.chances[:count])
+    return expected * offer.seconds / (offer.tokens * (seconds + sum(offer.contexts[:count])))
+
+
 def all_of_them(offer: Offer) -> int:
     """Every draft that has a row."""
     return min(len(offer.chances), max([bucket.drafts for bucket in offer.buckets], default=0))

@@ -10,7 +10,7 @@ from jengine.scheduling.drafters.drafter import Draft
 # Shares of tokens that are assumed to be right before any were compared, after 0, 1, 2-3, 4-7, 8-15 and more
 # tokens that agreed with the draft's source.
 TEXT = (0.4, 0.4, 0.5, 0.65, 0.8, 0.9)
-PRIORS: Mapping[str, tuple[float, ...]] = MappingProxyType({"grammar": (0.8, 0.9, 0.9, 0.9, 0.95, 0.95)})
+PRIORS: Mapping[str, tuple[float, ...]] = MappingProxyType({"grammar": (0.9,) * len(TEXT)})
 PRIOR_WEIGHT = 8  # tokens that an assumption counts for
 FADE = 1 / 128  # least weight of a newly compared token
 
@@ -20,7 +20,7 @@ class Rates:
     that agreed. Older tokens count less and less.
 
     A draft's later tokens count as tokens after a longer agreement, since they matter only if the earlier
-    ones are right.
+    ones are right. Without any agreement, all count alike.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class Rates:
     def chances(self, draft: Draft) -> list[float]:
         """For each token, the probability that it and all before it are right."""
         shares, chance, out = self._of(draft.source), 1.0, list[float]()
-        for agreed in range(draft.agreed, draft.agreed + len(draft.tokens)):
-            chance *= shares[_kind(agreed)]
+        for place in range(len(draft.tokens)):
+            chance *= shares[_kind(draft.agreed and draft.agreed + place)]
             out.append(chance)
         return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jengine.scheduling.drafters.drafter import Draft, Drafter
 from jengine.scheduling.drafters.rates import Rates
@@ -10,8 +10,7 @@ from jengine.scheduling.requests.sequence import Sequence
 
 
 class Watched:
-    """Asks a drafter, and learns how often it is right. While a sequence follows its last draft, the rest of
-    that is the answer.
+    """Asks a drafter, and learns how often it is right.
 
     Attributes:
         most: see Drafter.
@@ -23,13 +22,12 @@ class Watched:
         self._last: dict[Sequence, _Last] = {}
 
     def draft(self, sequence: Sequence) -> Draft | None:
-        """See Drafter."""
+        """See Drafter. The answer is the same until new tokens are known."""
         length, last = len(sequence.tokens), self._last.get(sequence)
-        if last is not None and last.length != length:
-            last = self._compared(sequence, last)
-        if last is None:
-            draft = self._drafter.draft(sequence, self.most)
-            self._last[sequence] = last = _Last(draft, length)
+        if last is None or last.length != length:
+            if last is not None and last.draft is not None:
+                self._compare(last.draft, sequence.tokens[last.length : last.length + self.most])
+            self._last[sequence] = last = _Last(self._drafter.draft(sequence, self.most), length)
         return last.draft
 
     def forget(self, sequence: Sequence) -> None:
@@ -37,26 +35,14 @@ class Watched:
         self._last.pop(sequence, None)
         self._drafter.forget(sequence)
 
-    def _compared(self, sequence: Sequence, last: _Last) -> _Last | None:
-        """What the tokens that have come since leave of a draft; None: too little, or it was wrong."""
-        draft = last.draft
-        if draft is None:
-            return None
-        known = sequence.tokens[last.length : last.length + len(draft.tokens)]
-        for count, (token, drafted) in enumerate(zip(known, draft.tokens, strict=False)):
-            self.rates.note(draft.source, draft.agreed + count, token == drafted)
+    def _compare(self, draft: Draft, came: list[int]) -> None:
+        for place, (token, drafted) in enumerate(zip(came, draft.tokens, strict=False)):
+            self.rates.note(draft.source, draft.agreed and draft.agreed + place, token == drafted)
             if token != drafted:
-                return None
-        rest = draft.tokens[len(known) :]
-        if 2 * len(rest) <= self.most or last.length + len(known) != len(sequence.tokens):
-            return None
-        last.draft = Draft(rest, draft.agreed + len(known), draft.source)
-        last.length = len(sequence.tokens)
-        return last
+                break
 
 
-@dataclass(slots=True)
-class _Last:
+class _Last(NamedTuple):
     """
     Attributes:
         draft: None: there was none.

@@ -151,11 +151,14 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
     )
     pages = blocks.pages_of(max([len(sequence.tokens) for sequence in running], default=1))
     variant = VARIANTS[max([sequence.variant_rank for sequence in running], default=0)]
+    gain = scheduler.speculation.gain
     # (rows, tiles): seconds of the device without work, and of the host
     known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def seconds(rows: int, tiles: int, work: Work) -> float:
-        """The longer of host and device, since their work overlaps."""
+        """The longer of host and device, since their work overlaps. With drafts, a token of a row takes as
+        much less as lately.
+        """
         if rows and tiles and scheduler.composition.apart:  # two steps
             return seconds(rows, 0, work._replace(attended=0)) + seconds(
                 0, tiles, Work(attended=work.attended)
@@ -169,7 +172,8 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
                 sum(costs.host_seconds(rows + tiles, trunk.tiles)),
             )
         device, host = known[rows, tiles]
-        return max(device + costs.drift * costs.slopes.seconds(work), host)
+        longer = max(device + costs.drift * costs.slopes.seconds(work), host)
+        return longer / gain if rows else longer
 
     return Machine(
         max_rows=min(scheduler.registry.max_num_seqs, ready.max_rows),

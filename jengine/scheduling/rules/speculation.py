@@ -19,6 +19,8 @@ from jengine.scheduling.step_plan import Sample, Span
 from jengine.scheduling.work import rows_work
 from jengine.table.program_table import MOST_DRAFTS
 
+GAIN = 0.03  # weight of a step in the mean gain
+
 
 class Speculation(Rule):
     """Gives drafts rows behind their sequences' last tokens, as many as pay. A draft counts if it is what the
@@ -36,7 +38,9 @@ class Speculation(Rule):
         most: maximum number of drafts of a sequence in a step.
         drafts: number of spans with drafts that were collected.
         tokens: of drafts, in these spans.
-        accepted: those that counted, by position behind the sequence's last token.
+        right: those that counted.
+        accepted: the same, by position behind the sequence's last token.
+        gain: expected tokens a second of decode steps relative to those without drafts, lately.
     """
 
     def __init__(
@@ -53,8 +57,9 @@ class Speculation(Rule):
         # recurrent layers would have to take back what they have made of a wrong draft
         self._drafter = None if limits.recurrent or drafter is None else Watched(drafter)
         self.most = MOST_DRAFTS if drafter is None else min(drafter.most, MOST_DRAFTS)
-        self.drafts = self.tokens = 0
+        self.drafts = self.tokens = self.right = 0
         self.accepted = [0] * MOST_DRAFTS
+        self.gain = 1.0
 
     def forget(self, sequence: Sequence) -> None:
         """See Rememberer."""
@@ -87,8 +92,14 @@ class Speculation(Rule):
 
     def lengthen(self, plan: PlanBuilder) -> None:
         """See Rule."""
-        if self._drafter is None or all([sequence.in_flight for sequence in plan.rows]):
-            return
+        if self._drafter is not None and plan.rows:
+            self._costs.expected = 1.0
+            if not all([sequence.in_flight for sequence in plan.rows]):
+                self._draft(plan)
+            self.gain += GAIN * (self._costs.expected - self.gain)
+
+    def _draft(self, plan: PlanBuilder) -> None:
+        """Gives the likeliest drafts rows."""
         limit = math.inf
         if plan.paced:
             limit = min([sequence.due for sequence in plan.rows]) - self._timeline.start(plan.now)
@@ -158,5 +169,6 @@ class Speculation(Rule):
         """Records how many of a span's drafts have counted."""
         self.drafts += 1
         self.tokens += drafts
+        self.right += accepted
         for position in range(accepted):
             self.accepted[position] += 1
