@@ -39,6 +39,7 @@ LOGPROBS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
 )
 def sharing(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Sharing:
     variant, options = request.param
+    options = {**options, "speculative_config": "none"}  # so that steps overlap
     sharing = Sharing(
         make_engine(variant, swap_space=SPACE, **options),
         make_engine(variant, enable_prefix_caching=False, **options),

@@ -107,7 +107,7 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -
             for module in ("pallas_kernels.products", "jengine.execution.spec", "jengine.engine.shapes"):
                 patch.setattr(f"{module}.cpu_refused", lambda: "XLA's form is wanted")
         # what is patched must last until all is compiled
-        engine: Engine = make_engine(variant, whole=form == "xla", **options)
+        engine: Engine = make_engine(variant, whole=form == "xla", speculative_config="none", **options)
         assert isinstance(engine.runner, Runner)
         assert (engine.runner.spec.identity()["kernels"] == "llvm") == (form == "llvm")
     return engine

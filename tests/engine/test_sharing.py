@@ -27,7 +27,12 @@ REST = ["mistral_window", "gemma3", "qwen2_window", "gpt_oss", "deepseek_v3"]
     scope="module", params=[*VARIANTS, *(pytest.param(variant, marks=pytest.mark.full) for variant in REST)]
 )
 def sharing(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Sharing:
-    return Sharing(make_engine(request.param), make_engine(request.param, enable_prefix_caching=False))
+    # without drafts, steps overlap and sequences hold no page beyond the next token's
+    options = {"speculative_config": "none"}
+    return Sharing(
+        make_engine(request.param, **options),
+        make_engine(request.param, enable_prefix_caching=False, **options),
+    )
 
 
 def whole(tokens: int) -> int:

@@ -70,7 +70,7 @@ def test_masks_have_a_stage(engine: Engine) -> None:
 def test_an_async_llm_tells_too(text_model: Path) -> None:
     async def main() -> None:
         with on_demand():
-            llm = AsyncLLM(text_model, progress=False, **OPTIONS)
+            llm = AsyncLLM(text_model, progress=False, speculative_config="none", **OPTIONS)
         async with llm:
             async for _ in llm.generate("The quick", PARAMS):
                 pass
