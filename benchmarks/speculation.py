@@ -175,7 +175,8 @@ def cell(
         }
     shown = ", ".join(f"{name} {result[name]['ratio']:.2f}" for name in named if name != "none")
     print(
-        f"{task:8} {streams:2} streams, context {context}: {result['none']['tokens_per_second']:.0f} tokens/s;"
+        f"{task:8} {streams:2} streams, context {context}:"
+        f" {result['none']['tokens_per_second']:.0f} tokens/s;"
         f" {shown}; right {counts['auto'][1]} of {counts['auto'][0]}; equal {same['auto']:.0%}",
         flush=True,
     )
