@@ -83,6 +83,14 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="step costs: a file from the folder `costs` of any machine's cache",
     )
+    parser.add_argument(
+        "--drafts-right",
+        metavar="SHARE",
+        type=float,
+        default=0.0,
+        help="share of drafted tokens that are right, such as the metrics of an engine tell; 0: no drafts"
+        " (default: 0)",
+    )
     text = "milliseconds to the first token, for goodput (default: ttft_ms)"
     parser.add_argument("--target-ttft-ms", metavar="NUMBER", type=float, help=text)
     parser.add_argument(
@@ -140,7 +148,7 @@ def _simulate(options: argparse.Namespace) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jengine.capacity.simulation.setup import Setup
 
-    shape = Setup.of(config, options.costs).shape()
+    shape = Setup.of(config, options.costs, options.drafts_right).shape()
     from jengine.capacity.simulation.replay import replay
     from jengine.capacity.simulation.replicas import replicas_needed
     from jengine.capacity.simulation.report import report, save_plot

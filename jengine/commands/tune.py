@@ -69,7 +69,7 @@ def _tune(options: argparse.Namespace) -> int:
     from jengine.capacity.simulation.setup import Setup
     from jengine.capacity.simulation.tune import Search, values
 
-    setup = Setup.of(config, options.costs)
+    setup = Setup.of(config, options.costs, options.drafts_right)
     tried = values(config, setup.shape(), targets.given(trace))
     with progress_bar(desc="simulating", unit="set of options", show=not options.quiet) as bar:
         search = Search(

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
+from jengine.capacity.simulation.drafts import AssumedDrafts
 from jengine.capacity.simulation.replay import EngineShape
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
+from jengine.core.speculation import Speculation
 from jengine.devices.device_defaults import sizes
 from jengine.engine.program_set import saved_costs
 from jengine.engine.shapes import describe_engine, host_pages, make_table, num_states, page_buckets
@@ -27,17 +29,20 @@ class Setup:
 
     Attributes:
         spec: shapes of the programs, without the number of pages.
+        drafts_right: assumed share of drafted tokens that are right; 0: no drafts.
     """
 
     config: EngineConfig
     spec: ExecutionSpec
     costs: StepCosts
+    drafts_right: float = 0.0
 
     @classmethod
-    def of(cls, config: EngineConfig, costs_file: Path | None = None) -> Setup:
+    def of(cls, config: EngineConfig, costs_file: Path | None = None, drafts_right: float = 0.0) -> Setup:
         """Describes a model with these options.
 
         Args:
+            drafts_right: see the class.
             costs_file: output of StepCosts.to_json(); None: costs that engines with these options have
                 measured here.
 
@@ -45,6 +50,8 @@ class Setup:
             InvalidArgument: nothing was measured, or the file cannot be read. Other errors as in
                 start_engine.
         """
+        if not 0.0 <= drafts_right <= 1.0:
+            raise InvalidArgument("drafts_right", drafts_right, "must be from 0 to 1")
         claim_gpu_memory(config.gpu_memory_utilization)
         config, spec = describe_engine(config)
         if costs_file is None:
@@ -60,7 +67,7 @@ class Setup:
                 costs = StepCosts.from_json(costs_file.read_bytes())
             except (OSError, ValueError) as error:
                 raise InvalidArgument("costs", str(costs_file), f"cannot be read: {error}") from None
-        return cls(config, spec, costs)
+        return cls(config, spec, costs, drafts_right)
 
     def shape(self, **changes: Any) -> EngineShape:
         """The shape of an engine with some options changed, which must be options of EngineConfig that affect
@@ -85,6 +92,10 @@ class Setup:
         table = make_table(config, chosen, platform)
         table = dataclasses.replace(table, page_buckets=buckets, paged_rows=self.spec.table.paged_rows)
         spec = dataclasses.replace(spec, table=table)
+        options: dict[str, Any] = {}
+        how = Speculation.of(config.speculative_config)
+        if how is not None and self.drafts_right and not spec.num_states:
+            options["drafter"] = AssumedDrafts(self.drafts_right, how.num_speculative_tokens)
         return EngineShape(
             table=table,
             costs=self.costs if self.costs.table == table else self.costs.for_table(table),
@@ -101,6 +112,7 @@ class Setup:
                 "host_pages": spec.host_pages,
                 "staged": spec.staged,
                 # simulated tokens say nothing about drafts
+                **options,
                 "options": dataclasses.replace(SchedulingOptions.of(config), speculative_config=None),
             },
         )

@@ -4,7 +4,7 @@ step's duration."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from jengine.capacity.simulation.times import StepTimes
 from jengine.capacity.simulation.trace import END_TOKEN, OUTPUT_TOKEN, RequestTrace
 from jengine.capacity.simulation.virtual_host import VirtualHost
 from jengine.core.request import Request, SamplingParams
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work, rows_work
@@ -76,7 +77,8 @@ class VirtualEngine:
         exact = trace.limits is None
         self._params = SamplingParams(temperature=0.0, ignore_eos=exact) if params is None else params
         self._params_of: dict[int, SamplingParams] = {}  # keyed by max_tokens
-        self._overlap, self._fast_forward = overlap, fast_forward and exact
+        self._overlap = overlap
+        self._fast_forward = fast_forward and exact and not scheduler.speculation.drafting
         self._collect = self._steady.collect if exact else scheduler.collect
         self._eos = () if exact else (END_TOKEN,)
         self._free = self.now  # time at which the device has finished all dispatched steps
@@ -156,6 +158,8 @@ class VirtualEngine:
         host = self._host_pages
         if host is not None:
             host.report(self.now)
+        if scheduler.speculation.awaited:
+            self._read_all_but(0)
         plan = scheduler.schedule()
         swapping = 0.0 if host is None else host.begin(self.now)
         if scheduler.acceptance.rejected:
@@ -199,7 +203,7 @@ class VirtualEngine:
         while len(self._in_flight) > left:
             plan, done = self._in_flight.pop(0)
             self.now = max(self.now, done)
-            collected = self._collect(plan, self._sampled(plan))
+            collected = self._collected(plan)
             self._host(self.times.host(len(plan.spans), plan.trunk.tiles).collect)
             if plan.prompts:  # samples of prompts, which follow those of the rows, are first tokens
                 decoding = len(plan.spans) - plan.prompts
@@ -210,6 +214,23 @@ class VirtualEngine:
                         self.outcome.first[int(sequence.request_id)] = self.now
             if self.scheduler.registry.ended:
                 self._note_ended()
+
+    def _collected(self, plan: StepPlan) -> Iterable[tuple[int, Sequence, int]]:
+        if plan.guesses:
+            return self.scheduler.collect(plan, self._sampled_with_drafts(plan))
+        return self._collect(plan, self._sampled(plan))
+
+    def _sampled_with_drafts(self, plan: StepPlan) -> list[int]:
+        """A token for each row. Whether it counts depends on the draft before it."""
+        tokens = [token for (token,) in self._generated(plan)]
+        if self.trace.limits is not None:
+            for i, sample in enumerate(plan.samples):
+                sequence = self.scheduler.registry.by_number.get(sample.seq)
+                if sequence is not None:
+                    known = len(sequence.tokens) - sequence.prompt_len
+                    if known + sample.offset + 1 >= self.trace.outputs[int(sequence.request_id)]:
+                        tokens[i] = END_TOKEN
+        return tokens
 
     def _sampled(self, plan: StepPlan) -> list[list[int]]:
         tokens = self._generated(plan)

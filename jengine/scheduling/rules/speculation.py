@@ -67,6 +67,11 @@ class Speculation(Rule):
             self._drafter.forget(sequence)
 
     @property
+    def drafting(self) -> bool:
+        """Whether steps may have drafts."""
+        return self._drafter is not None
+
+    @property
     def awaited(self) -> bool:
         """Whether to read the steps in flight before the next one is planned.
 
