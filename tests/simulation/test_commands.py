@@ -34,9 +34,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """Replaces every model with make_shape. Returns the requested configurations."""
     asked: list[EngineConfig] = []
 
-    def of(config: EngineConfig, costs_file: Path | None = None) -> Setup:
+    def of(config: EngineConfig, costs_file: Path | None = None, drafts_right: float = 0.0) -> Setup:
         asked.append(config)
-        return Setup(config, None, None)  # type: ignore[arg-type]
+        return Setup(config, None, None, drafts_right)  # type: ignore[arg-type]
 
     def shape(self: Setup, **changes: int) -> object:
         rows = changes.get("max_num_seqs", self.config.max_num_seqs or 4)
