@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.native import Target
@@ -21,6 +21,7 @@ class Form:
         head_dim, page_size: of the cache.
         group: query heads that share a kv head.
         rows: maximum rows of an item.
+        most: maximum rows multiplied at a time, so that their sums stay in registers.
         strip: rows multiplied at a time.
         columns: vectors of columns multiplied at a time, 1, 2 or 4.
         decode: whether each sequence has one query, its last token.
@@ -34,6 +35,7 @@ class Form:
     page_size: int
     group: int
     rows: int
+    most: int
     strip: int
     columns: int
     decode: bool
@@ -63,7 +65,20 @@ class Form:
     @property
     def in_place(self) -> bool:
         """Whether values are multiplied in place: for a single query, each of them is used only once."""
-        return self.decode and self.vectors * LANES == self.head_dim
+        return self.rows == self.group and self.decode and self.vectors * LANES == self.head_dim
+
+    @property
+    def several(self) -> Form | None:
+        """The options for several decode rows of a sequence; None if a row alone fills an item."""
+        count = ROWS // self.group
+        if not self.decode or count < 2 or self.rows != self.group:
+            return None
+
+        def padded(strip: int) -> int:
+            return sum(-(-self.group * queries // strip) * strip for queries in range(2, 9))
+
+        strip = min(range(self.most, self.most // 2, -1), key=padded)
+        return replace(self, rows=self.group * count, strip=strip)
 
     @property
     def block(self) -> int:
@@ -77,11 +92,10 @@ def form(
     """The options for such a cache, with `group` query heads per kv head, on this processor."""
     at = processor(target)
     columns = 4 if at.lanes == LANES else 1
-    # limits such that sums stay in registers
     most = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)
     strip = -(-group // -(-group // most)) if decode else most
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
     rows = group if decode else max(group, ROWS)
     return Form(
-        stored, inputs, head_dim, page_size, group, rows, strip, columns, decode, pairs, pairs and not decode
+        stored, inputs, head_dim, page_size, group, rows, most, strip, columns, decode, pairs, pairs and not decode
     )

@@ -28,7 +28,8 @@ from pallas_kernels.cpu.attention_blocks import (
 from pallas_kernels.cpu.attention_form import Form
 from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.formats import SIZES
-from pallas_kernels.cpu.types import F32, I32, I64, LANES, vector
+from pallas_kernels.cpu.team import PARTS
+from pallas_kernels.cpu.types import F32, I1, I32, I64, LANES, vector
 from pallas_kernels.cpu.values import Value
 
 NO_SINK = -1e30  # adds exactly zero to a sum of weights
@@ -44,8 +45,9 @@ def source(form: Form) -> str:
     """
     code = Code()
     frame, part, parts = code.kernel(form.name)
-    given = _Arguments(code, frame, form)
-    item = _Item(code, form, given)
+    given = _Arguments(code, frame, form, parts)
+    alone = _Item(code, form, given)
+    together = _Item(code, form.several, given) if form.several else None
     total = code.variable(code.whole(0))
     for block in given.blocks():
         total.set(total.get() + block.cost)
@@ -55,8 +57,15 @@ def source(form: Form) -> str:
         with code.loop(0, given.kv_heads) as head:
             mine = (before.get() * parts // whole).equals(part)
             before.set(before.get() + block.cost)
-            with code.when(mine):
-                item.write(block, head)
+            if together is None:
+                with code.when(mine):
+                    alone.write(block, head)
+                continue
+            with code.when(mine), code.if_else(block.real > 1) as (several, one):
+                with several:
+                    together.write(block, head)
+                with one:
+                    alone.write(block, head)
     return code.text()
 
 
@@ -69,11 +78,11 @@ def _memory(code: Code, size: int) -> Value:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of a tile, and the tokens that they attend to.
+    """Queries of a tile or of a sequence's decode rows, and the tokens that they attend to.
 
     Attributes:
-        tile: index of the tile.
-        first, count: range of the queries in the tile.
+        tile: index of the tile, or of the first of the sequence's rows.
+        first, count: range of the queries in the tile, or among these rows.
         real: number of queries without padding, which come first.
         position: position of the first query.
         oldest, end: range of tokens that some query attends to.
@@ -93,7 +102,7 @@ class _Block:
 class _Arguments:
     """Addresses and sizes of the arguments and the result in XLA's call frame."""
 
-    def __init__(self, code: Code, frame: Value, form: Form) -> None:
+    def __init__(self, code: Code, frame: Value, form: Form, parts: Value) -> None:
         self.code, self.form = code, form
         index = iter(range(9))
 
@@ -123,27 +132,89 @@ class _Arguments:
         self.slopes = self.sinks + self.heads * 4
         self.windowed = window > 0.0
         self.window = self.windowed.choose(window.to(I64), 2**31 - 1)
+        if form.several is not None:
+            self.share = self._share(parts)
 
     def blocks(self) -> Iterator[_Block]:
         """A loop over the blocks of queries. May be used once; code written in its body runs for each
         block.
         """
-        code, together = self.code, self.form.rows // self.form.group
-        count = (self.tile + (together - 1)) // together
-        size = (self.tile + count - 1) // count
-        with code.loop(0, self.tiles) as tile:
-            length = code.load(I32, self.lengths + tile * 4).to(I64)
-            if self.positions is None:
-                start, length = length - 1, length.least(1)
-            else:
-                start = code.load(I32, self.positions + tile * 4).to(I64)
+        code = self.code
+        for tile, start, length, queries, together in self._tiles():
+            count = (queries + (together - 1)) // together
+            size = (queries + count - 1) // count
             with code.loop(0, count) as n:
                 first = n * size
-                own = (self.tile - first).least(size)
+                own = (queries - first).least(size)
                 real, position = (length - first).most(0).least(own), start + first
-                oldest, end = self.windowed.choose((position + 1 - self.window).most(0), 0), position + real
-                cost = (real > 0).choose((end - oldest) // SPAN + 2, 1)
+                oldest, end = self._oldest(position), position + real
+                cost = (real > 0).choose(self._spans(oldest, end) * (real + 1), 1)
                 yield _Block(tile, first, own, real, position, oldest, end, cost)
+
+    def _tiles(self) -> Iterator[tuple[Value, Value, Value, Value, Value | int]]:
+        """A loop over tiles or over sequences of decode rows: index, position of the first query, real
+        queries, queries, and the maximum number of queries in a block.
+        """
+        code = self.code
+        if self.positions is not None:
+            with code.loop(0, self.tiles) as tile:
+                start = code.load(I32, self.positions + tile * 4).to(I64)
+                yield tile, start, self._length(tile), self.tile, self.form.rows // self.form.group
+            return
+        at = code.variable(code.whole(0))
+        with code.repeat(lambda: at.get() < self.tiles):
+            first = at.get()
+            at.set(first + 1)
+            start = self._length(first) - 1
+            most: Value | int = 1
+            if self.form.several is not None:
+                with code.repeat(lambda: self._continues(first, at.get())):
+                    at.set(at.get() + 1)
+                cost = self._spans(self._oldest(start), start + 1)
+                most = (self.share // cost).most(1).least(self.form.several.rows // self.form.group)
+            rows = at.get() - first
+            yield first, start, (start < 0).choose(0, rows), rows, most
+
+    def _continues(self, first: Value, row: Value) -> Value:
+        """Whether a decode row belongs to the sequence of the rows [first, row), at the next position: all
+        pages that it reads are theirs.
+        """
+        code = self.code
+        out = code.variable(code.constant(I1, 0))
+        with code.when(row < self.tiles):
+            start, newest = self._length(first) - 1, self._length(row) - 1
+            own, theirs = (self.tables + n * self.width * 4 for n in (row, first))
+            last = newest // self.form.page_size
+            same = code.load(I32, own + last * 4).equals(code.load(I32, theirs + last * 4))
+            with code.when((start >= 0) & newest.equals(start + row - first) & same):
+                differ = code.variable(code.constant(I32, 0))
+                with code.loop(self._oldest(start) // self.form.page_size, last) as n:
+                    differ.set(differ.get() | (code.load(I32, own + n * 4) ^ code.load(I32, theirs + n * 4)))
+                out.set(differ.get().equals(0))
+        return out.get()
+
+    def _share(self, parts: Value) -> Value:
+        """The most work of an item of several decode rows: half of a thread's share, so that threads are
+        busy for equal times.
+        """
+        code = self.code
+        total = code.variable(code.whole(0))
+        with code.loop(0, self.tiles) as row:
+            end = self._length(row)
+            with code.when(end > 0):
+                total.set(total.get() + self._spans(self._oldest(end - 1), end))
+        return total.get() * self.kv_heads * (PARTS // 2) // parts
+
+    def _length(self, tile: Value) -> Value:
+        return self.code.load(I32, self.lengths + tile * 4).to(I64)
+
+    def _oldest(self, position: Value) -> Value:
+        """The first token that a query attends to."""
+        return self.windowed.choose((position + 1 - self.window).most(0), 0)
+
+    def _spans(self, oldest: Value, end: Value) -> Value:
+        """Approximate cost of a range of tokens for a query."""
+        return (end - oldest) // SPAN + 2
 
 
 class _Item:
