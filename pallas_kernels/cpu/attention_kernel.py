@@ -179,16 +179,14 @@ class _Arguments:
         """Whether a decode row belongs to the sequence of the rows [first, row), at the next position: all
         pages that it reads are theirs.
         """
-        code = self.code
+        code, size = self.code, self.form.page_size
         out = code.variable(code.constant(I1, 0))
         with code.when(row < self.tiles):
             start, newest = self._length(first) - 1, self._length(row) - 1
-            own, theirs = (self.tables + n * self.width * 4 for n in (row, first))
-            last = newest // self.form.page_size
-            same = code.load(I32, own + last * 4).equals(code.load(I32, theirs + last * 4))
-            with code.when((start >= 0) & newest.equals(start + row - first) & same):
+            with code.when((start >= 0) & newest.equals(start + (row - first))):
                 differ = code.variable(code.constant(I32, 0))
-                with code.loop(self._oldest(start) // self.form.page_size, last) as n:
+                own, theirs = (self.tables + n * self.width * 4 for n in (row, first))
+                with code.loop(self._oldest(start) // size, newest // size + 1) as n:
                     differ.set(differ.get() | (code.load(I32, own + n * 4) ^ code.load(I32, theirs + n * 4)))
                 out.set(differ.get().equals(0))
         return out.get()
