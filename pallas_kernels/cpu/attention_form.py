@@ -24,7 +24,7 @@ class Form:
         most: maximum rows multiplied at a time, so that their sums stay in registers.
         strip: rows multiplied at a time.
         columns: vectors of columns multiplied at a time, 1, 2 or 4.
-        decode: whether each sequence has one query, its last token.
+        decode: whether a query is a row of its own rather than part of a tile.
         pair_keys, pair_values: whether keys, and weights and values, are multiplied as pairs of bfloat16
             rather than as float32.
     """
@@ -69,12 +69,13 @@ class Form:
 
     @property
     def several(self) -> Form | None:
-        """The options for several decode rows of a sequence; None if a row alone fills an item."""
+        """The options for several decode rows of a sequence; None if one fills an item."""
         count = ROWS // self.group
-        if not self.decode or count < 2 or self.rows != self.group:
+        if not self.decode or count < 2:
             return None
 
         def padded(strip: int) -> int:
+            """Rows that are multiplied for 2 to 8 queries."""
             return sum(-(-self.group * queries // strip) * strip for queries in range(2, 9))
 
         strip = min(range(self.most, self.most // 2, -1), key=padded)
@@ -96,6 +97,5 @@ def form(
     strip = -(-group // -(-group // most)) if decode else most
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
     rows = group if decode else max(group, ROWS)
-    return Form(
-        stored, inputs, head_dim, page_size, group, rows, most, strip, columns, decode, pairs, pairs and not decode
-    )
+    how = rows, most, strip, columns, decode, pairs, pairs and not decode
+    return Form(stored, inputs, head_dim, page_size, group, *how)

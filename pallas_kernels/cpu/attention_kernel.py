@@ -33,6 +33,7 @@ from pallas_kernels.cpu.types import F32, I1, I32, I64, LANES, vector
 from pallas_kernels.cpu.values import Value
 
 NO_SINK = -1e30  # adds exactly zero to a sum of weights
+PACKING = 12  # cost of packing a block of tokens, in rows that are multiplied by it
 
 
 def source(form: Form) -> str:
@@ -140,40 +141,44 @@ class _Arguments:
         block.
         """
         code = self.code
-        for tile, start, length, queries, together in self._tiles():
-            count = (queries + (together - 1)) // together
-            size = (queries + count - 1) // count
-            with code.loop(0, count) as n:
-                first = n * size
+        for tile, start, length, queries, size in self._tiles():
+            with code.loop(0, queries, size) as first:
                 own = (queries - first).least(size)
                 real, position = (length - first).most(0).least(own), start + first
                 oldest, end = self._oldest(position), position + real
-                cost = (real > 0).choose(self._spans(oldest, end) * (real + 1), 1)
+                cost = self._spans(oldest, end) * (real * self.form.group + PACKING)
+                cost = (real > 0).choose(cost, 1)
                 yield _Block(tile, first, own, real, position, oldest, end, cost)
 
-    def _tiles(self) -> Iterator[tuple[Value, Value, Value, Value, Value | int]]:
-        """A loop over tiles or over sequences of decode rows: index, position of the first query, real
-        queries, queries, and the maximum number of queries in a block.
+    def _tiles(self) -> Iterator[tuple[Value, Value, Value, Value, Value]]:
+        """A loop over tiles, or over sequences of decode rows: index, position of the first query, number of
+        real queries, of queries, and of queries in a block.
         """
         code = self.code
         if self.positions is not None:
+            even = self._even(self.tile, code.whole(self.form.rows // self.form.group))
             with code.loop(0, self.tiles) as tile:
                 start = code.load(I32, self.positions + tile * 4).to(I64)
-                yield tile, start, self._length(tile), self.tile, self.form.rows // self.form.group
+                yield tile, start, self._length(tile), self.tile, even
             return
-        at = code.variable(code.whole(0))
+        at, several = code.variable(code.whole(0)), self.form.several
         with code.repeat(lambda: at.get() < self.tiles):
-            first = at.get()
+            first, size = at.get(), code.variable(code.whole(1))
             at.set(first + 1)
             start = self._length(first) - 1
-            most: Value | int = 1
-            if self.form.several is not None:
+            if several is not None:
                 with code.repeat(lambda: self._continues(first, at.get())):
                     at.set(at.get() + 1)
-                cost = self._spans(self._oldest(start), start + 1)
-                most = (self.share // cost).most(1).least(self.form.several.rows // self.form.group)
+                with code.when(at.get() - first > 1):
+                    share = self.share // self._spans(self._oldest(start), start + 1) + 1
+                    size.set(self._even(at.get() - first, share.least(several.rows // several.group)))
             rows = at.get() - first
-            yield first, start, (start < 0).choose(0, rows), rows, most
+            yield first, start, (start < 0).choose(0, rows), rows, size.get()
+
+    def _even(self, count: Value, most: Value) -> Value:
+        """The size of equal blocks, each of at most `most`."""
+        blocks = (count + most - 1) // most
+        return (count + blocks - 1) // blocks
 
     def _continues(self, first: Value, row: Value) -> Value:
         """Whether a decode row belongs to the sequence of the rows [first, row), at the next position: all
@@ -192,8 +197,8 @@ class _Arguments:
         return out.get()
 
     def _share(self, parts: Value) -> Value:
-        """The most work of an item of several decode rows: half of a thread's share, so that threads are
-        busy for equal times.
+        """A thread's share of the work on decode rows, in blocks of tokens times rows. An item of several
+        rows has at most about as much, so that no thread is idle because there are few sequences.
         """
         code = self.code
         total = code.variable(code.whole(0))
@@ -201,7 +206,7 @@ class _Arguments:
             end = self._length(row)
             with code.when(end > 0):
                 total.set(total.get() + self._spans(self._oldest(end - 1), end))
-        return total.get() * self.kv_heads * (PARTS // 2) // parts
+        return total.get() * self.kv_heads * PARTS // parts
 
     def _length(self, tile: Value) -> Value:
         return self.code.load(I32, self.lengths + tile * 4).to(I64)
@@ -211,7 +216,7 @@ class _Arguments:
         return self.windowed.choose((position + 1 - self.window).most(0), 0)
 
     def _spans(self, oldest: Value, end: Value) -> Value:
-        """Approximate cost of a range of tokens for a query."""
+        """The approximate number of blocks in a range of tokens."""
         return (end - oldest) // SPAN + 2
 
 

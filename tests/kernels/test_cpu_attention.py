@@ -141,7 +141,82 @@ def test_prefill_meets_the_reference(case: Case) -> None:
     check_prefill(case, 40, [0, case.page_size - 1, 0, 250, 64, 30], [40, 20, 0, 40, 1, 39])
 
 
+class Sequence(NamedTuple):
+    """Consecutive decode rows of a sequence: the length that the first one sees, and their number."""
+
+    length: int
+    rows: int
+
+
+ROWS, LONGEST = 24, 260
+SEQUENCES = st.lists(st.builds(Sequence, st.integers(1, LONGEST - 12), st.integers(1, 12)), max_size=6)
+
+
+def check_rows_of_sequences(case: Case, sequences: list[Sequence]) -> None:
+    """Rows have the same bits in another order, in which each is computed alone."""
+    sequences = [*sequences, Sequence(9, 2), Sequence(LONGEST - 8, 8)]  # the last two share their first page
+    lengths = [one.length + one.rows - 1 for one in sequences]
+    width = -(-LONGEST // case.page_size)
+    paged = cache(lengths, width, case.kv_heads, case.page_size, case.head_dim, case.dtype, case.group)
+    if case.kind is not None:
+        paged = eight_bits(paged, case.kind)[0]
+    owners = np.concatenate([np.full(one.rows, n) for n, one in enumerate(sequences)])[-ROWS:]
+    seen = np.concatenate([one.length + np.arange(one.rows) for one in sequences])[-ROWS:]
+    missing = ROWS - len(owners)
+    tables = np.pad(np.asarray(paged.tables)[owners], ((missing // 2, missing - missing // 2), (0, 0)))
+    seen = np.pad(seen, (missing // 2, missing - missing // 2)).astype(np.int32)
+    q = queries(case, ROWS)
+    run = jax.jit(partial(paged_attention_decode, options=options_of(case.ways, q.shape[-2])))
+    together = run(q, paged.k, paged.v, tables, seen)
+    alone = run(q[::-1], paged.k, paged.v, tables[::-1], seen[::-1])[::-1]
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32).view(np.int32) for x in (together, alone)))
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=10, deadline=None)
+@given(SEQUENCES)
+def test_rows_of_a_sequence_have_the_bits_of_single_rows(case: Case, sequences: list[Sequence]) -> None:
+    check_rows_of_sequences(case, sequences)
+
+
+def test_which_rows_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN that a row sees reach the rows that it is computed with, whose weights for them are 0."""
+    monkeypatch.setattr(team, "parts", lambda: 1)  # as many as possible
+    monkeypatch.setattr(attention, "register", lambda name, make: calls.register(f"{name}_of_1", make))
+    jax.clear_caches()
+    case = Case(16, 1, 2, 4, "float32", None, PLAIN)
+    q = queries(case, 3)
+    k = np.ones((30, 1, 4, 16), np.float32)
+
+    def together(lengths: list[int], tables: list[list[int]], window: int | None = None) -> list[bool]:
+        """Which rows are computed with the last one."""
+        last, v = lengths[-1] - 1, k.copy()
+        v[tables[-1][last // 4], 0, last % 4] = np.nan
+        run = jax.jit(partial(paged_attention_decode, options=AttentionOptions(0.2, window=window)))
+        got = run(q, k, v, np.array(tables, np.int32), np.array(lengths, np.int32))
+        return [*np.isnan(np.asarray(got)).any((1, 2))]
+
+    one, more, other = [1, 2, 3], [1, 2, 9], [8, 2, 3]
+    assert together([7, 8, 9], [one, one, one]) == [True, True, True]
+    assert together([6, 8, 9], [one, one, one]) == [False, True, True]
+    assert together([8, 8, 9], [one, one, one]) == [False, True, True]
+    assert together([9, 8, 9], [one, one, one])[1:] == [True, True]
+    assert together([0, 1, 2], [one, one, one]) == [False, True, True]
+    assert together([7, 8, 9], [one, one, more]) == [False, False, True]
+    assert together([6, 7, 8], [one, one, more]) == [True, True, True]  # the ninth token is not theirs
+    assert together([7, 8, 9], [other, one, one]) == [False, True, True]
+    assert together([7, 8, 9], [other, one, one], window=3) == [True, True, True]  # behind all windows
+    assert together([7, 8, 9], [other, one, one], window=4) == [False, True, True]
+
+
 any_shape = settings(max_examples=60, deadline=None)  # each is compiled
+
+
+@pytest.mark.full
+@any_shape
+@given(ANY, SEQUENCES)
+def test_rows_of_a_sequence_of_any_shape(case: Case, sequences: list[Sequence]) -> None:
+    check_rows_of_sequences(case, sequences)
 
 
 @pytest.mark.full
@@ -204,9 +279,12 @@ def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(
         return np.asarray(got, np.float32)
 
     whole, some, alone = prefill([0], length), decode([3, 150, 229, 70]), decode([229])
+    following = [*range(220, 230), *range(63, 68)]  # rows of two sequences
     np.testing.assert_array_equal(prefill(list(range(0, length, 32)), 32), whole)
     np.testing.assert_array_equal(prefill(list(range(0, length, 50)), 50), whole)
     np.testing.assert_array_equal(some[2:3], alone)
+    together = decode(following)
+    np.testing.assert_array_equal(together[9:10], alone)
     for count in 1, 5, 64:
         monkeypatch.setattr(team, "parts", lambda count=count: count)
         monkeypatch.setattr(
@@ -215,6 +293,7 @@ def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(
         jax.clear_caches()
         np.testing.assert_array_equal(prefill(list(range(0, length, 32)), 32), whole)
         np.testing.assert_array_equal(decode([3, 150, 229, 70]), some)
+        np.testing.assert_array_equal(decode(following), together)
 
 
 def test_a_cpu_takes_it() -> None:
@@ -258,6 +337,7 @@ def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention, "register", lambda known, make: calls.register(f"{known}_{name}", make))
     jax.clear_caches()
     check_decode(Case(40, 2, 3, 16, "bfloat16", None, BOTH), [1, 0, 100, 65])
+    check_rows_of_sequences(Case(40, 2, 3, 16, "bfloat16", None, BOTH), [Sequence(60, 7)])
     check_prefill(Case(40, 2, 3, 16, "bfloat16", "int8", PLAIN), 40, [0, 70, 0, 1], [40, 21, 0, 9])
 
 
