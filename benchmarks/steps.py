@@ -90,16 +90,23 @@ class Step:
         self._params = tuple(jax.tree.leaves(model.params))
         self._cache, self._slots = _state(spec)
         self._spec, self._keys = spec, (key, sampler)
-        self._send(
-            rows, context, [Span(1, 1, past, tiles * tile_size, [*range(tile_size)] * tiles)] if tiles else []
-        )
+        prompt = [Span(1, 1, past, tiles * tile_size, [*range(tile_size)] * tiles)] if tiles else []
+        self._send([*_decoding(rows, context), *prompt])
 
     def decode(self, rows: int, context: int) -> None:
         """Decodes fewer rows, after fewer tokens, from now on."""
-        self._send(rows, context, [])
+        self._send(_decoding(rows, context))
 
-    def _send(self, rows: int, context: int, prompts: list[Span]) -> None:
-        spans = [*(Span(slot, slot, context, known=slot) for slot in range(1, rows + 1)), *prompts]
+    def decode_one(self, rows: int, context: int, *, apart: bool = False) -> None:
+        """Decodes consecutive tokens of one sequence from now on, the last of them after `context` others.
+
+        Args:
+            apart: the last token comes first, so that attention takes each row for itself.
+        """
+        starts = range(context - rows + 1, context + 1)
+        self._send([Span(1, 1, start, known=1) for start in (reversed(starts) if apart else starts)])
+
+    def _send(self, spans: list[Span]) -> None:
         plan = StepPlan(
             *self._keys,
             spans,
@@ -155,6 +162,11 @@ def least(runs: dict[Any, Callable[[], float]], budget: float) -> dict[Any, floa
         best = {name: min(best[name], run()) for name, run in runs.items()}
         taken += 1
     return best
+
+
+def _decoding(rows: int, context: int) -> list[Span]:
+    """A row of each of so many sequences."""
+    return [Span(slot, slot, context, known=slot) for slot in range(1, rows + 1)]
 
 
 def _state(spec: ExecutionSpec) -> tuple[Any, Any]:
