@@ -23,8 +23,11 @@ def paged_attention_decode(
     lengths: jax.Array,
     options: AttentionOptions,
 ) -> jax.Array:
-    """One query per sequence, over all of the sequence's tokens, as `xla.paged_attention_decode`. Weights and
-    sums are float32.
+    """One query per row, over all tokens of its sequence, as `xla.paged_attention_decode`. Weights and sums
+    are float32.
+
+    Neighbouring rows with lengths n, n + 1, ... and the same pages share reads. The bits of a row do not
+    depend on this; but if its values are not finite, those of the rows before it are not either.
 
     Args:
         q: bfloat16, float16 or float32 [rows, heads, head_dim].

@@ -3,8 +3,11 @@ with an online softmax.
 
 A row is one query head of one query. The rows of a kv head share loads. An item is a block of rows. It visits
 blocks of tokens, converts their keys and values once to the form for products, and multiplies all of its
-rows, a strip at a time. Blocks of tokens begin at multiples of SPAN, so a row's sums do not depend on its
-tile, on other rows, or on the distribution of items.
+rows, a strip at a time. Blocks of tokens begin at multiples of SPAN, and a block that a row does not see
+changes none of its numbers. So a row's sums do not depend on its tile, on other rows, or on the distribution
+of items.
+
+Single queries at consecutive positions of a sequence, whose tables name the same pages, form blocks too.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ PACKING = 12  # cost of packing a block of tokens, in rows that are multiplied b
 def source(form: Form) -> str:
     """The source of a module with the kernel, a function of (frame, part, parts).
 
-    Arguments: queries [tiles, tile, heads, head_dim] (decode: [rows, heads, head_dim]); block tables;
+    Arguments: queries [tiles, tile, heads, head_dim] (decode: [queries, heads, head_dim]); block tables;
     lengths; positions (not for decode); options float32 [scale, cap or 0, window or 0, a sink for each head
     or NO_SINK, a slope for each head or 0]; keys and their scales if any; values and their scales if any. The
     result has the shape of the queries.
