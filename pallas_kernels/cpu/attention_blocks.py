@@ -182,7 +182,7 @@ def pack_keys(
         for n in range(LANES):
             index = (group * LANES + n) * 8
             lines.append(numbers(code, code.load(I64, places + index) * row + start, stored, pairs, count))
-            code.prefetch(code.load(I64, later + index) * row + start)
+            code.prefetch(code.load(I64, later + index) * row + start, far=True)
         for n, turned in enumerate(transposed(lines)):
             code.store(turned, to + (line * LANES + n) * (SPAN * 4) + group * BYTES)
 
@@ -216,7 +216,7 @@ def pack_values(
         )
         for one in next_rows:
             for at in range(0, row, BYTES):
-                code.prefetch(one + at)
+                code.prefetch(one + at, far=True)
         line = to + k * (vectors * BYTES)
         for first in range(0, vectors * LANES, total):
             count = head_dim - first

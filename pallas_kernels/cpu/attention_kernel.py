@@ -369,7 +369,7 @@ class _Item:
             if n == 0:
                 following = base + code.load(I64, later + token * 8) * (form.head_dim * size)
                 for at in range(0, form.block * LANES * size, BYTES):
-                    code.prefetch(following + at)
+                    code.prefetch(following + at, far=True)
             place = base + code.load(I64, places + token * 8) * (form.head_dim * size)
             return numbers(code, place + n * (LANES * size), form.stored, False, LANES).bits(vector(F32))
 

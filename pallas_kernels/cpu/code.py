@@ -233,10 +233,12 @@ class Code:
         name, every = f"llvm.masked.gather.{suffix(kind)}.v{kind.count}p0", self._first(kind, kind.count)
         return self.call(name, kind, places, self.constant(I32, size), every, nothing)
 
-    def prefetch(self, place: Value) -> None:
-        """Prefetches a cache line."""
-        read, nearest, data = (self.constant(I32, n) for n in (0, 3, 1))
-        self.call("llvm.prefetch.p0", VOID, place.to(PTR), read, nearest, data)
+    def prefetch(self, place: Value, *, far: bool = False) -> None:
+        """Prefetches a cache line into all caches; far: not into the first level, which waits for fewer lines
+        at a time.
+        """
+        read, nearness, data = (self.constant(I32, n) for n in (0, 2 if far else 3, 1))
+        self.call("llvm.prefetch.p0", VOID, place.to(PTR), read, nearness, data)
 
     # XLA's call frame
 
