@@ -64,8 +64,10 @@ class Form:
 
     @property
     def in_place(self) -> bool:
-        """Whether values are multiplied in place: for a single query, each of them is used only once."""
-        return self.rows == self.group and self.decode and self.vectors * LANES == self.head_dim
+        """Whether values are multiplied where they are. For few queries, packing them takes longer than
+        converting them for each strip, except from float8."""
+        costly = self.stored == "uint8" and self.rows > self.group
+        return self.decode and not costly and self.vectors * LANES == self.head_dim
 
     @property
     def several(self) -> Form | None:
