@@ -391,7 +391,7 @@ class Engine:
         collected = self.scheduler.collect(
             step.plan, result.tokens, beam_candidates(step.plan, result, self.scheduler)
         )
-        if self._unmasked and step.plan.guesses:
+        if self._unmasked:
             collected = self._until_unmasked(collected)
         self._note_ended()
         got = result.logprobs
@@ -416,11 +416,15 @@ class Engine:
         ]
 
     def _until_unmasked(self, collected: Collected) -> Collected:
-        """Drops tokens from rows whose masks failed on, and fails their requests."""
+        """Drops tokens from rows whose masks failed on, and fails their requests.
+
+        The step whose masks failed is the first to be collected after that: the ones before it were read.
+        """
         kept, failed = Collected([], [], []), set[int]()
+        unmasked, self._unmasked = self._unmasked, {}
         for row, s, token in collected:
-            if row in self._unmasked:
-                self._fail(s, self._unmasked[row])
+            if row in unmasked:
+                self._fail(s, unmasked[row])
                 failed.add(s.number)
             if s.number not in failed:
                 kept.add(row, s, token)

@@ -136,6 +136,21 @@ def test_states_have_no_drafts_and_batch_invariance_has(options: dict[str, Any])
     assert (one.scheduler.speculation.drafts > 0) == ("num_states" not in options)
 
 
+@pytest.mark.parametrize("known", [1, 2, 5])
+def test_a_token_that_is_computed_again_has_no_drafts(known: int) -> None:
+    """Under batch invariance, rows compute generated tokens again after a preemption; the last of them may
+    have a step of its own.
+    """
+    one = speculating(invariant_tiles=2)
+    sequence = one.add([1, 2, 3], max_tokens=20, ignore_eos=True)
+    while len(sequence.tokens) < sequence.prompt_len + known:
+        one.step(ahead=0)
+    one.scheduler.registry.preempt(sequence)
+    one.drain(ahead=1)
+    assert len(sequence.output_token_ids) == 20
+    assert one.scheduler.speculation.drafts > 0
+
+
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("seed", range(12))
 def test_among_other_requests(seed: int, steps: int) -> None:

@@ -117,7 +117,7 @@ class Speculation(Rule):
         for span, sequence in zip(plan.spans, plan.rows, strict=False):
             if sequence.in_flight or span.following or not self._may_have(sequence):
                 continue
-            if len(sequence.tokens) != span.start + 1:  # it computes known tokens again
+            if span.known >= 0 or len(sequence.tokens) != span.start + 1:  # it computes known tokens again
                 continue
             if (found := self._likely(sequence)) is not None:
                 spans.append(span)
