@@ -77,6 +77,11 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--no-enable-log-requests", NOTHING, ""),
     ("--pipeline-parallel-size 1 -dp 1", NOTHING, ""),
     ("--max-logprobs 20", NOTHING, ""),
+    (
+        '--speculative-config {"method":"suffix","suffix_decoding_max_tree_depth":64}',
+        {"speculative_config": {"method": "suffix", "suffix_decoding_max_tree_depth": 64}},
+        "",
+    ),
     ("--structured-outputs-config.backend xgrammar", NOTHING, ""),
     ('--structured-outputs-config={"backend":"xgrammar"}', NOTHING, ""),
     ("--enforce-eager", NOTHING, "--enforce-eager has no effect: programs are always compiled"),

@@ -116,9 +116,11 @@ class EngineConfig:
         speculative_config: speculative decoding, which changes no output. auto: each step verifies as many
             drafts as pay, according to what steps cost and how often drafts are right; drafts are what
             followed the same tokens earlier in the request, and tokens that a grammar leaves no choice. An
-            object sets method (ngram), num_speculative_tokens (most drafts of a sequence in a step, up to
-            15), and prompt_lookup_min and prompt_lookup_max (tokens that must be equal, and that are compared
-            at most; by default 5). none: off, as for models with recurrent states; None: the same.
+            object sets method (ngram; suffix: drafts come from outputs of the same client and cache_salt
+            too), num_speculative_tokens (most drafts of a sequence in a step, up to 15) and, for ngram,
+            prompt_lookup_min and prompt_lookup_max (tokens that must be equal, and that are compared at most;
+            by default 5); the guide to scheduling has the options of suffix. none: off, as for models with
+            recurrent states; None: the same.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.

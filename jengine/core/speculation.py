@@ -9,20 +9,30 @@ from typing import Any
 
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.core.suffix_decoding import SuffixDecoding
 
 NAME = "speculative_config"
 MOST_DRAFTS = 15  # of a sequence in a step
 LOOKUP = 5  # default of both bounds, as in vLLM
 AUTO, OFF = "auto", "none"
+METHODS = {  # and their options
+    "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    "suffix": ("num_speculative_tokens", *SuffixDecoding.names()),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A checked `speculative_config`. Names as in vLLM; num_speculative_tokens is a maximum."""
+    """A checked `speculative_config`. Names as in vLLM; num_speculative_tokens is a maximum.
+
+    Attributes:
+        suffix: options of method suffix; None with another method.
+    """
 
     num_speculative_tokens: int
-    prompt_lookup_min: int
-    prompt_lookup_max: int
+    prompt_lookup_min: int = LOOKUP
+    prompt_lookup_max: int = LOOKUP
+    suffix: SuffixDecoding | None = None
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | str | None) -> Speculation | None:
@@ -46,18 +56,22 @@ class Speculation:
             raise InvalidArgument(NAME, value, f"must be {AUTO}, {OFF} or an object")
         fields = {key: given for key, given in value.items() if given is not None}
         method = fields.pop("method", None)
-        if method != "ngram":
-            raise InvalidArgument(f"{NAME}.method", method, "must be ngram")
-        known = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+        if method not in [*METHODS]:
+            raise InvalidArgument(f"{NAME}.method", method, f"must be {' or '.join(METHODS)}")
+        known = METHODS[method]
         for key in fields:
             if key not in known:
                 raise InvalidArgument(f"{NAME}.{key}", fields[key], f"unknown; known: {', '.join(known)}")
+        if method == "suffix":
+            fields.setdefault("num_speculative_tokens", MOST_DRAFTS)
         if "num_speculative_tokens" not in fields:
             raise InvalidArgument(f"{NAME}.num_speculative_tokens", None, "must be set")
+        check_whole(f"{NAME}.num_speculative_tokens", fields["num_speculative_tokens"], 1, MOST_DRAFTS)
+        if method == "suffix":
+            return cls(fields["num_speculative_tokens"], suffix=SuffixDecoding.of(NAME, fields))
         low, high = (fields.get(f"prompt_lookup_{end}") for end in ("min", "max"))
         low = next(given for given in (low, high, LOOKUP) if given is not None)
         high = low if high is None else high
-        check_whole(f"{NAME}.num_speculative_tokens", fields["num_speculative_tokens"], 1, MOST_DRAFTS)
         check_whole(f"{NAME}.prompt_lookup_min", low, 1, None)
         check_whole(f"{NAME}.prompt_lookup_max", high, low, None)
         return cls(fields["num_speculative_tokens"], low, high)

@@ -15,7 +15,8 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import Speculation
 from jengine.scheduling.drafters.choice import FirstOf, drafter_of
 from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.drafters.ngrams import PLACES, Ngrams
+from jengine.scheduling.drafters.ngrams import Ngrams
+from jengine.scheduling.drafters.places import PLACES
 
 
 class Request(SimpleNamespace):

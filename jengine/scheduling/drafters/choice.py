@@ -9,6 +9,7 @@ from jengine.core.speculation import Speculation
 from jengine.scheduling.drafters.drafter import Draft, Drafter
 from jengine.scheduling.drafters.forced import Forced
 from jengine.scheduling.drafters.ngrams import Ngrams
+from jengine.scheduling.drafters.suffix import Suffix
 from jengine.scheduling.requests.sequence import Sequence
 
 
@@ -35,4 +36,6 @@ def drafter_of(options: SchedulingOptions) -> Drafter | None:
     if how is None:
         return None
     most = how.num_speculative_tokens
+    if how.suffix is not None:
+        return FirstOf([Forced(most), Suffix(how.suffix, most)])
     return FirstOf([Forced(most), Ngrams(how.prompt_lookup_min, how.prompt_lookup_max, most)])
