@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import io
@@ -20,6 +21,7 @@ import pytest
 import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, cli
 from jengine.base.progress import progress_bar
+from jengine.commands import compile as compile_command
 from jengine.commands import flags, terminal
 from jengine.core.request import CompletionOutput, RequestOutput
 
@@ -192,6 +194,25 @@ def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -
     assert cli.main([]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("usage: jengine ") and "generate" in out and err == ""
+
+
+@pytest.mark.parametrize(
+    "text, value", [("auto", "auto"), ("none", "none"), (' {"method": "x"}', {"method": "x"})]
+)
+def test_an_option_that_is_a_word_or_an_object(text: str, value: object) -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_engine(parser)
+    assert parser.parse_args(["--speculative-config", text]).speculative_config == value
+
+
+def test_compile_prints_flags_that_can_be_given() -> None:
+    how = {"method": "draft_model", "model": "small", "num_speculative_tokens": 3}
+    flags = compile_command._flags(argparse.Namespace(out="programs", speculative_config=how, page_size=32))
+    assert sorted(flags) == [
+        "--page-size=32",
+        "--programs=programs",
+        f"--speculative-config={json.dumps(how)}",
+    ]
 
 
 @pytest.mark.parametrize(

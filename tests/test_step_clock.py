@@ -8,7 +8,7 @@ from jengine.engine.step_clock import StepClock
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.scheduling.work import Work
-from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.table.program_table import DraftKey, ProgramTable, SamplerKey, TrunkKey
 
 TABLE = ProgramTable((8,), (8,), (1,), 16)
 PLAN = StepPlan(TrunkKey(8, 0), SamplerKey(8, "greedy"), [Span(1, 1, 5), Span(2, 2, 6)], work=Work(13, 7))
@@ -23,8 +23,15 @@ class Noted(StepCosts):
         self.planned: list[float] = []
         self.collected: list[float] = []
 
-    def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float) -> None:
-        assert (trunk, sampler, work) == (PLAN.trunk, PLAN.sampler, PLAN.work)
+    def observe(
+        self,
+        trunk: TrunkKey,
+        sampler: SamplerKey,
+        work: Work,
+        seconds: float,
+        draft: DraftKey | None = None,
+    ) -> None:
+        assert (trunk, sampler, work, draft) == (PLAN.trunk, PLAN.sampler, PLAN.work, PLAN.draft)
         self.steps.append(round(1e3 * seconds, 6))
 
     def observe_plan(self, rows: int, tiles: int, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 from pathlib import Path
@@ -110,4 +111,5 @@ def _flags(options: argparse.Namespace) -> list[str]:
         "programs": options.out,
         **flag_values(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir")),
     }
-    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    shown = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in shown.items()]

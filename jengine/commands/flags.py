@@ -141,7 +141,7 @@ def _flag(hint: Any) -> dict[str, Any]:
     if listed:
         return {"action": "append", "type": _READ.get(listed[0], listed[0]), "metavar": METAVARS[listed[0]]}
     if get_origin(kinds[0]) is dict or dataclasses.is_dataclass(kinds[0]):
-        return {"type": _json_object, "metavar": "JSON"}
+        return {"type": _json_or_text if str in kinds else _json_object, "metavar": "JSON"}
     if get_origin(kinds[0]) is Literal:
         return {"choices": tuple(choice for kind in kinds for choice in get_args(kind))}
     if bool in kinds:
@@ -158,6 +158,11 @@ def _whole(text: str) -> int:
 
 
 _READ: dict[type, Callable[[str], Any]] = {int: _whole}
+
+
+def _json_or_text(text: str) -> dict[str, Any] | str:
+    """A JSON object, or a word such as auto."""
+    return _json_object(text) if text.lstrip().startswith("{") else text
 
 
 def _json_object(text: str) -> dict[str, Any]:

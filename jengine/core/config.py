@@ -117,10 +117,11 @@ class EngineConfig:
             drafts as pay, according to what steps cost and how often drafts are right; drafts are what
             followed the same tokens earlier in the request, and tokens that a grammar leaves no choice. An
             object sets method (ngram; suffix: drafts come from outputs of the same client and cache_salt
-            too), num_speculative_tokens (most drafts of a sequence in a step, up to 15) and, for ngram,
-            prompt_lookup_min and prompt_lookup_max (tokens that must be equal, and that are compared at most;
-            by default 5); the guide to scheduling has the options of suffix. none: off, as for models with
-            recurrent states; None: the same.
+            too; draft_model: a smaller model drafts), num_speculative_tokens (most drafts of a sequence in a
+            step, up to 15) and, for ngram, prompt_lookup_min and prompt_lookup_max (tokens that must be
+            equal, and that are compared at most; by default 5), for draft_model, model (with the same
+            vocabulary; given as `model` is); the guide to scheduling has the options of suffix. none: off, as
+            for models with recurrent states; None: the same.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
@@ -300,7 +301,7 @@ class EngineConfig:
         if self.burst_steps > self.tile_size:
             limit = f"at least {BURST_STEPS} with num_scheduler_steps={self.num_scheduler_steps}"
             raise InvalidArgument("tile_size", self.tile_size, limit)
-        Speculation.of(self.speculative_config)
+        self._check_speculation()
         if self.warm_up not in ("progressive", "all"):
             raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
@@ -316,6 +317,18 @@ class EngineConfig:
             raise InvalidArgument(
                 "coordinator", self.coordinator, "must be host:port, where process 0 listens"
             )
+
+    def _check_speculation(self) -> None:
+        how = Speculation.of(self.speculative_config)
+        if how is not None and how.model is not None and self.burst_steps > 1:
+            limit = "must be 1 with a draft model: a burst drafts nothing"
+            raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, limit)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that a draft model proposes for a sequence in a step; 0: there is no draft model."""
+        how = Speculation.of(self.speculative_config)
+        return 0 if how is None or how.model is None else how.num_speculative_tokens
 
     @property
     def burst_steps(self) -> int:

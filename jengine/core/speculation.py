@@ -18,6 +18,7 @@ AUTO, OFF = "auto", "none"
 METHODS = {  # and their options
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens", *SuffixDecoding.names()),
+    "draft_model": ("num_speculative_tokens", "model"),
 }
 
 
@@ -27,12 +28,14 @@ class Speculation:
 
     Attributes:
         suffix: options of method suffix; None with another method.
+        model: with method draft_model, the draft model; otherwise None.
     """
 
     num_speculative_tokens: int
     prompt_lookup_min: int = LOOKUP
     prompt_lookup_max: int = LOOKUP
     suffix: SuffixDecoding | None = None
+    model: str | None = None
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | str | None) -> Speculation | None:
@@ -69,6 +72,13 @@ class Speculation:
         check_whole(f"{NAME}.num_speculative_tokens", fields["num_speculative_tokens"], 1, MOST_DRAFTS)
         if method == "suffix":
             return cls(fields["num_speculative_tokens"], suffix=SuffixDecoding.of(NAME, fields))
+        if method == "draft_model":
+            model = fields.get("model")
+            if not isinstance(model, str) or not model:
+                raise InvalidArgument(
+                    f"{NAME}.model", model, "must name the draft model, a folder or a repo id"
+                )
+            return cls(fields["num_speculative_tokens"], model=model)
         low, high = (fields.get(f"prompt_lookup_{end}") for end in ("min", "max"))
         low = next(given for given in (low, high, LOOKUP) if given is not None)
         high = low if high is None else high

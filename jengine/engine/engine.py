@@ -253,6 +253,7 @@ class Engine:
         if masked:
             begun = self.runner.begin(plan)
             updates += self._read_all_but(0)  # a mask depends on the previous token; the trunk runs meanwhile
+            self.runner.learn_drafts(begun)  # which masks depend on, too
             unmasked = time.perf_counter()
             mask, failed = self._mask(plan)
             updates += failed

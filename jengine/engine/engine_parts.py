@@ -17,7 +17,10 @@ class ModelRunner(Protocol):
         """Starts a step. Returns before it has run."""
 
     def begin(self, plan: StepPlan) -> PendingSample:
-        """Starts a step's trunk alone."""
+        """Starts a step's drafts and its trunk alone."""
+
+    def learn_drafts(self, step: PendingSample | InFlight) -> None:
+        """Waits for the step's drafts from the device, if any, and enters them into its plan."""
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Starts the step's sampler."""

@@ -11,13 +11,15 @@ import jax
 
 from jengine.base.progress import Progress, progress_bar
 from jengine.core.request import SamplingParams
+from jengine.execution.draft import pack_drafts
+from jengine.execution.kinds import DeviceCall
 from jengine.execution.runner import InFlight, Runner
 from jengine.models.cache import paged
 from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts, SwapCosts
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan, Swaps
 from jengine.scheduling.work import Work, pairs, rows_work
 from jengine.table.pages import SWAPS
-from jengine.table.program_table import VARIANTS, BurstKey, SamplerKey, TableKey, TrunkKey, Variant
+from jengine.table.program_table import VARIANTS, BurstKey, DraftKey, SamplerKey, TableKey, TrunkKey, Variant
 from jengine.table.ready_programs import ReadyPrograms
 
 RUNS = 4  # of each step, after a warm-up run; the lower median counts
@@ -41,9 +43,13 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
     rows = {runner.spec.table.sample_rows(key) for key in ready.trunks()}
     samplers = [key for key in ready.samplers() if key not in known and key.rows in rows]
     bursts = [key for key in ready.bursts() if key not in known]
+    drafts = [key for key in ready.drafts() if key not in known]
     fitted = any(isinstance(key, TrunkKey) for key in known)
     with progress_bar(
-        total=len(samplers) + len(trunks) + len(bursts), desc="measuring", unit="program", show=progress
+        total=len(samplers) + len(trunks) + len(bursts) + len(drafts),
+        desc="measuring",
+        unit="program",
+        show=progress,
     ) as bar:
         for sampler in sorted(samplers, key=lambda key: (VARIANTS.index(key.variant), key.rows)):
             known[sampler] = Cost(bench.sampler(sampler))
@@ -56,10 +62,13 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
         for burst in bursts:
             known[burst] = bench.cost(bench.burst(burst), costs)
             bar.update()
+        for draft in drafts:
+            known[draft] = Cost(bench.drafts(draft))
+            bar.update()
     if runner.spec.host_pages and costs.swaps is None:
         costs.swaps = bench.swaps()
     runner.forget()
-    return {*samplers, *trunks, *bursts}
+    return {*samplers, *trunks, *bursts, *drafts}
 
 
 class Bench:
@@ -89,6 +98,22 @@ class Bench:
         plan.sampler = key
         begun = self._runner.begin(plan)
         return self._typical(self._runner.sample(begun), lambda: self._runner.sample(begun))
+
+    def drafts(self, key: DraftKey) -> float:
+        """Seconds of a program that drafts, for all rows that have a slot, after SHORT tokens."""
+        trunk = self._ready.trunk(key.rows, 0, key.pages)
+        plan = self.step(trunk, min(key.rows, self._spec.max_slots), SHORT)
+        self._runner.read(self._runner.dispatch(plan))
+        plan.table = []  # which the slots have now
+        for span in plan.spans:
+            span.guesses, span.following = key.tokens, [-2] * key.tokens
+        packed = pack_drafts(key, self._spec.page_size, plan)
+        nothing = StepPlan(trunk, plan.sampler)
+
+        def dispatch() -> InFlight:
+            return InFlight(nothing, self._runner.call(DeviceCall(key, packed)))
+
+        return self._typical(dispatch(), dispatch)
 
     def slopes(self) -> Slopes:
         """Fits the slopes to one trunk of decode rows and one of tiles, at three contexts each."""

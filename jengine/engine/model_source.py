@@ -28,6 +28,7 @@ from jengine.checkpoints.folder import CONFIG_FILES, HUB_FILES, WITHOUT_WEIGHTS
 from jengine.checkpoints.in_memory import Tensors, in_memory
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder
+from jengine.core.speculation import Speculation
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Params
 from jengine.models.config import ModelConfig
@@ -42,12 +43,18 @@ class ModelSource:
         config: the model's configuration.
         embedder: how the model embeds; None: it does not.
         params: weights in memory, by the names of a checkpoint's tensors; None: they are in the folder.
+        draft: the draft model that the options name, if any.
     """
 
     folder: Path
     config: ModelConfig
     embedder: Embedder | None
     params: Tensors | None = None
+    draft: ModelSource | None = None
+
+    @property
+    def draft_config(self) -> ModelConfig | None:
+        return None if self.draft is None else self.draft.config
 
     @classmethod
     def find(cls, options: EngineConfig, params: Mapping[str, Any] | None = None) -> ModelSource:
@@ -69,7 +76,9 @@ class ModelSource:
                 " tensors"
             )
             raise InvalidArgument("params", counted(len(tensors), "tensor"), limit)
-        found = dataclasses.replace(cls._read(options, folder), params=tensors)
+        named = _draft_options(options)
+        draft = None if named is None else cls.find(named)
+        found = dataclasses.replace(cls._read(options, folder), params=tensors, draft=draft)
         if found.embedder is None or has_output_head(folder, found.config, tensors):
             return found
         # The head is the embedding: tokens sampled for embedding requests are not used.
@@ -81,7 +90,10 @@ class ModelSource:
     @classmethod
     def without_weights(cls, options: EngineConfig) -> ModelSource:
         """The same for a model whose weights may be absent."""
-        return cls._read(options, resolve(options.model, options.revision, CONFIG_FILES))
+        named = _draft_options(options)
+        draft = None if named is None else cls.without_weights(named)
+        found = cls._read(options, resolve(options.model, options.revision, CONFIG_FILES))
+        return dataclasses.replace(found, draft=draft)
 
     @classmethod
     def _read(cls, options: EngineConfig, folder: Path) -> ModelSource:
@@ -109,3 +121,18 @@ class ModelSource:
         if calibration is None:
             return load(self.folder, spec.model, spec.mesh, progress, self.params)
         return load_calibrated(self.folder, spec.model, spec.mesh, calibration, progress, self.params)
+
+    def load_draft(self, spec: ExecutionSpec, progress: Progress) -> Params:
+        """The draft model's weights, on the devices; None: there is no draft model."""
+        if self.draft is None or spec.drafting is None:
+            return None
+        return self.draft.load(spec.drafting, None, progress)
+
+
+def _draft_options(options: EngineConfig) -> EngineConfig | None:
+    """Options that name the draft model as the model; None: there is none."""
+    how = Speculation.of(options.speculative_config)
+    if how is None or how.model is None:
+        return None
+    changes: dict[str, Any] = {"revision": None, "speculative_config": None, "embeddings": False}
+    return dataclasses.replace(options, model=how.model, **changes)

@@ -17,6 +17,7 @@ from jengine.core.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
 from jengine.engine.devices import Devices
+from jengine.engine.draft_model import build_draft, with_draft
 from jengine.engine.model_source import ModelSource
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.engine.program_set import given_programs
@@ -62,7 +63,7 @@ def spec_of(
         str(jnp.dtype(choose_dtype(config.dtype, source.config, device, devices.root)))
     )
     config = dataclasses.replace(config, dtype=dtype)
-    shapes = describe(config, source.config, devices.mesh, devices.root)
+    shapes = describe(config, source.config, devices.mesh, devices.root, source.draft_config)
     forms = devices.agree(product_forms(shapes, devices.root) if given is None else given.product_forms)
     return config, with_forms(shapes, dict(forms))
 
@@ -79,9 +80,14 @@ def with_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> E
     return dataclasses.replace(spec, num_pages=devices.link.agree(wanted, min))
 
 
-def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
+def describe(
+    config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path, draft: ModelConfig | None = None
+) -> ExecutionSpec:
     """Everything that determines the programs' shapes, with 0 as the number of pages. Allocates nothing on a
     device.
+
+    Args:
+        draft: configuration of the draft model, if the options name one.
 
     Raises:
         InvalidArgument: the model or device does not support an option.
@@ -123,17 +129,20 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
         attention_backend=config.attention_backend,
     )
-    check_attention_backend(spec)
+    if draft is not None:
+        spec = dataclasses.replace(spec, draft=build_draft(_stored(draft, str(dtype), device), spec))
+    for one in with_draft(spec):
+        check_attention_backend(one)
     if spec.num_states:
         _check_stateful(config)
     if config.swap_space:
         spec = dataclasses.replace(spec, host_pages=host_pages(config, spec))
     if config.batch_invariant:
         check_batch_invariant(spec, config.num_processes)
-    if on_cpu or kernels_refused(spec) is None:
+    if on_cpu or not any(map(kernels_refused, with_draft(spec))):
         return spec
     pages = page_buckets(spec.table_width, config.batch_invariant)
-    paged_rows = decode_refused(spec) is not None
+    paged_rows = any(map(decode_refused, with_draft(spec)))
     return dataclasses.replace(
         spec, table=dataclasses.replace(table, page_buckets=pages, paged_rows=paged_rows)
     )
@@ -148,6 +157,7 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
             tiles=max(1, tokens // config.tile_size),
             tile_size=config.tile_size,
             pooling=bool(config.embeddings),
+            drafts=config.draft_tokens,
         )
     return ProgramTable.build(
         max_num_seqs=chosen.max_num_seqs,
@@ -156,6 +166,7 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
         single_row=platform != "cpu" or cpu_refused() is None,
         pooling=bool(config.embeddings),
         steps=config.burst_steps,
+        drafts=config.draft_tokens,
     )
 
 

@@ -211,7 +211,7 @@ def _prepare(
         if config.calibration_data is None
         else read_text(config.calibration_data, started.require_tokenizer())
     )
-    weights = source.load(shapes, text, progress)
+    weights, draft = source.load(shapes, text, progress), source.load_draft(shapes, progress)
     lap("weights")
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)
@@ -225,7 +225,7 @@ def _prepare(
     lap("programs")
     if spec.host_pages:
         check_host_memory(config.swap_space, spec)
-    worker = Worker(spec, programs.programs, weights)
+    worker = Worker(spec, programs.programs, weights, draft)
     devices.agree(None)  # wait until all are ready
     if isinstance(link, Leader):
         link.watch()

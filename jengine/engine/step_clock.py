@@ -38,12 +38,12 @@ class StepClock:
         Args:
             started: time of the call of its first program.
             waited: whether the host had to wait for the tokens.
-            counts: whether the step ran only its trunk and its sampler, back to back.
+            counts: whether the step ran only its drafts, its trunk and its sampler, back to back.
         """
         known = waited and counts and (self._exactly or started >= self._ended)
         seconds = now - max(started, self._ended) if known else 0.0
         if known and plan.steps == 1:
-            costs.observe(plan.trunk, plan.sampler, plan.work, seconds)
+            costs.observe(plan.trunk, plan.sampler, plan.work, seconds, plan.draft)
         elif known:
             costs.observe_burst(plan.burst, plan.work, seconds)
         self._ended, self._exactly, self._collected = now, waited, plan

@@ -27,14 +27,19 @@ class TokenAxis:
         real: False for padding.
     """
 
-    def __init__(self, last: jax.Array, batch: Batch) -> None:
-        """last: see SlotState."""
+    def __init__(self, last: jax.Array, batch: Batch, drafts: jax.Array | None = None) -> None:
+        """last, drafts: see SlotState."""
         tiles, tile_size = batch.tile_tokens.shape
         within = jnp.arange(tile_size)
         tile_positions = batch.tile_positions[:, None] + within
         in_slot, last = batch.row_tokens < 0, last[batch.row_slots]
         row_tokens = jnp.where(in_slot, last[:, 0], batch.row_tokens)
         row_positions = jnp.where(in_slot, last[:, 1], batch.row_positions)
+        if drafts is not None:
+            behind = jnp.where(in_slot, -1 - batch.row_tokens, 0)  # tokens after the slot's last one
+            proposed = drafts[batch.row_slots, jnp.maximum(behind - 1, 0)]
+            row_tokens = jnp.where(behind > 0, proposed, row_tokens)
+            row_positions += behind
         self.tokens = jnp.concatenate([row_tokens, batch.tile_tokens.reshape(-1)])
         self.positions = jnp.concatenate([row_positions, tile_positions.reshape(-1)])
         tile_owner = jnp.broadcast_to(

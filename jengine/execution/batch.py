@@ -24,7 +24,9 @@ class Batch(NamedTuple):
     row_slots: jax.Array  # [rows]
     # [rows], of the token that the row reads, if the host knows that token; otherwise at least that
     row_positions: jax.Array
-    row_tokens: jax.Array  # [rows], the token's id; -1: it is in the slot, with its position
+    # [rows], the token's id; -1: it is in the slot, with its position; -1 - n: the slot's n-th draft, n
+    # positions later
+    row_tokens: jax.Array
     row_states: jax.Array  # [rows, 2]: state pages to read and to write; [0, 2] for models without states
     tile_slots: jax.Array  # [tiles]
     tile_positions: jax.Array  # [tiles], of the first token

@@ -36,7 +36,7 @@ def make_burst(
     its token and position from its slot. The loop has a fixed length, so it needs no host.
     """
     run, sample = (
-        make_pass(model, layout, page_size, device, backend),
+        make_pass(model, layout.key, page_size, device, backend),
         make_sampler(model, key.sampler.variant),
     )
 

@@ -27,14 +27,18 @@ class DeviceState:
 
     Attributes:
         leaves: those of `params`, as programs take them.
+        draft: parameters of the draft model; None: there is none.
+        draft_leaves, both_leaves: those of `draft`, and of both.
         counts: see ExecutionSpec.counts; None: not allocated.
         to_sample, tiles: results of the last trunk, for the programs that follow it.
         store: pages in host memory; None: there is no host tier.
     """
 
-    def __init__(self, spec: ExecutionSpec, programs: ByKey, params: Params) -> None:
+    def __init__(self, spec: ExecutionSpec, programs: ByKey, params: Params, draft: Params = None) -> None:
         self.spec, self.programs, self.params = spec, programs, params
-        self.leaves = tuple(jax.tree.leaves(params))
+        self.leaves, self.draft = tuple(jax.tree.leaves(params)), draft
+        self.draft_leaves = tuple(jax.tree.leaves(draft))
+        self.both_leaves = (*self.leaves, *self.draft_leaves)
         self.cache, self.slots = programs[ALLOCATE]()
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None

@@ -26,6 +26,8 @@ def prepare(spec: ExecutionSpec) -> None:
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
         dispatch.prepare(weights, q, k_pages, device=device)
         flashinfer.prepare(spec.attention_backend, q, k_pages, _options(group), device)
+    if spec.drafting is not None:
+        prepare(spec.drafting)
 
 
 def check_attention_backend(spec: ExecutionSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import warnings
@@ -66,7 +67,7 @@ class DeviceMemory:
         working = max(program.working for program in programs)
         return cls(
             limit,
-            device_bytes(spec.params),
+            device_bytes(spec.both_leaves),
             state,
             working,
             spec.page_bytes,
@@ -210,6 +211,9 @@ def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
 
 def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     """Of a trunk: its token axis in the model's dtype where kernels attend on a GPU, in float32 elsewhere."""
+    if spec.drafting is not None:
+        alone = dataclasses.replace(spec, draft=None)
+        return trunk_temporaries(alone, key) + trunk_temporaries(spec.drafting, key)
     model, tokens, on_cpu = spec.model, spec.table.tokens(key), spec.mesh.devices.flat[0].platform == "cpu"
     beside, layer = model.working(tokens)
     attending = max(entry.channels for entry in model.entries if entry.kind != "state")

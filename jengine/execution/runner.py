@@ -16,6 +16,7 @@ import numpy as np
 from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch import BatchLayout
 from jengine.execution.burst import pack_burst
+from jengine.execution.draft import pack_drafts
 from jengine.execution.kinds import AFTER, BEFORE, FORGET, KINDS, STAGE, TRUNK, DeviceCall, Key
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.sampler import Sampled, SampledLogprobs
@@ -34,6 +35,7 @@ class PendingSample:
 
     plan: StepPlan
     tiles: dict[str, Any]
+    drafts: Sampled | None  # of plan.drafting
     started: float  # time.perf_counter() when its trunk was called
 
 
@@ -46,6 +48,7 @@ class InFlight:
     plan: StepPlan
     sampled: Sampled | SampledLogprobs
     tiles: dict[str, Any] = field(default_factory=dict)
+    drafts: Sampled | None = None
     started: float = 0.0
 
 
@@ -96,30 +99,43 @@ class Runner:
             return self.sample(self.begin(plan))
         layout = self._prepare(plan)
         started = time.perf_counter()
-        return InFlight(plan, self._make(DeviceCall(plan.burst, pack_burst(layout, plan))), started=started)
+        return InFlight(plan, self.call(DeviceCall(plan.burst, pack_burst(layout, plan))), started=started)
 
     def begin(self, plan: StepPlan) -> PendingSample:
-        """Starts a step's trunk and the programs that belong to it."""
+        """Starts a step's drafts and its trunk, and the programs that belong to it."""
         layout = self._prepare(plan)
         packed = layout.pack(plan)
-        started = time.perf_counter()
-        self._make(DeviceCall(plan.trunk, packed))
-        tiles = {
-            kind.name: self._make(call) for kind in AFTER for call in kind.calls(self.spec, layout, plan)
-        }
-        return PendingSample(plan, tiles, started)
+        started, drafts = time.perf_counter(), None
+        if plan.draft is not None:
+            drafts = self.call(DeviceCall(plan.draft, pack_drafts(plan.draft, self.spec.page_size, plan)))
+        self.call(DeviceCall(plan.trunk, packed))
+        tiles = {kind.name: self.call(call) for kind in AFTER for call in kind.calls(self.spec, layout, plan)}
+        return PendingSample(plan, tiles, drafts, started)
 
     def _prepare(self, plan: StepPlan) -> BatchLayout:
         """Makes the calls that come before the trunk. Returns the layout of the step's buffer."""
         layout = self._layouts[plan.trunk]
         for kind in BEFORE:
             for call in kind.calls(self.spec, layout, plan):
-                self._make(call)
+                self.call(call)
         return layout
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Starts the sampler of the step begun last. mask: see DeviceCall."""
-        return InFlight(step.plan, self._make(DeviceCall(step.plan.sampler, mask)), step.tiles, step.started)
+        sampled = self.call(DeviceCall(step.plan.sampler, mask))
+        return InFlight(step.plan, sampled, step.tiles, step.drafts, step.started)
+
+    def learn_drafts(self, step: PendingSample | InFlight) -> None:
+        """Waits for the tokens that the step's draft program has proposed, and enters them into its plan."""
+        if step.drafts is None:
+            return
+        arrays = jax.tree.leaves(step.drafts)
+        self._link.wait(lambda: all(array.is_ready() for array in arrays))
+        with self._explained():
+            found = np.asarray(step.drafts.tokens).tolist()
+        for span, drafts in zip(step.plan.drafting, found, strict=False):
+            span.following = drafts[: span.guesses]
+        step.drafts = None
 
     def read(self, step: InFlight) -> StepResult:
         """Waits for a step's tokens."""
@@ -129,6 +145,7 @@ class Runner:
         self._link.wait(lambda: all(array.is_ready() for array in arrays))
         with self._explained():
             sampled, tiles = jax.tree.map(np.asarray, given)
+        self.learn_drafts(step)
         if step.plan.steps == 1:
             tokens: Tokens = sampled.tokens[: len(step.plan.samples)].tolist()
         else:
@@ -138,12 +155,12 @@ class Runner:
     def swap(self, swaps: Swaps) -> None:
         """Starts to move pages, before the next step. Returns before they have arrived."""
         for spills in batched(swaps.spills, SWAPS):
-            kept = self._make(swap_call("spill", [(page, host) for _, page, host in spills]))
+            kept = self.call(swap_call("spill", [(page, host) for _, page, host in spills]))
             self._spilling.append(UnderWay([host for _, _, host in spills], jax.tree.leaves(kept)))
         for fills in batched(swaps.fills, SWAPS):
-            self._make(swap_call("fill", [(place, page) for _, place, page in fills]))
+            self.call(swap_call("fill", [(place, page) for _, place, page in fills]))
         if swaps.fetches:
-            arrays = jax.tree.leaves(self._make(DeviceCall(STAGE.name, np.array(swaps.fetches, np.int32).T)))
+            arrays = jax.tree.leaves(self.call(DeviceCall(STAGE.name, np.array(swaps.fetches, np.int32).T)))
             self._staging.append(UnderWay([place for _, place in swaps.fetches], arrays))
 
     def swapped(self) -> tuple[list[int], list[int]]:
@@ -164,7 +181,8 @@ class Runner:
             self._link.wait(lambda: first.there)
             jax.block_until_ready(first.arrays)
 
-    def _make(self, call: DeviceCall) -> Any:
+    def call(self, call: DeviceCall) -> Any:
+        """Makes a call in all processes. Returns its result without waiting for it."""
         if not isinstance(self._link, SingleProcess):
             self._link.broadcast(encode(call))
         with self._explained():
@@ -201,12 +219,12 @@ class Runner:
                 self.read(self.dispatch(example))
                 done |= {example.trunk, example.sampler}
             else:
-                self._make(example)
+                self.call(example)
         self.forget()
 
     def forget(self) -> None:
         """Frees the counts until a request needs them."""
-        self._make(DeviceCall(FORGET.name))
+        self.call(DeviceCall(FORGET.name))
 
     def check(self, ready: ReadyPrograms) -> None:
         """Runs the cheapest step once. Enough for programs that another process has already warmed up."""

@@ -23,6 +23,8 @@ class SlotState(NamedTuple):
     Attributes:
         last: int32 [slots, 2], the token that the slot's next decode row reads, and its position. The program
             that samples the token writes both.
+        drafts: int32 [slots, n], tokens that a draft model has proposed after the last one; None: there is no
+            draft model.
         block_table: int32 [cache groups, slots, width], page ids in order.
         sampling: int32 [slots, SAMPLING_WORDS], see sampling_row.py; a single array, so that a step has few
             arguments.
@@ -31,15 +33,21 @@ class SlotState(NamedTuple):
     last: jax.Array
     block_table: jax.Array
     sampling: jax.Array
+    drafts: jax.Array | None = None
 
 
-def abstract_slots(slots: int, groups: int, width: int, sharding: jax.sharding.Sharding) -> SlotState:
-    """SlotState's shapes for `slots` slots, the null slot included, and `width` pages a sequence."""
+def abstract_slots(
+    slots: int, groups: int, width: int, sharding: jax.sharding.Sharding, drafts: int = 0
+) -> SlotState:
+    """SlotState's shapes for `slots` slots, the null slot included, `width` pages a sequence, and as many
+    drafts.
+    """
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-    return SlotState(ints(slots, 2), ints(groups, slots, width), ints(slots, SAMPLING_WORDS))  # type: ignore[arg-type]
+    kept = ints(slots, drafts) if drafts else None
+    return SlotState(ints(slots, 2), ints(groups, slots, width), ints(slots, SAMPLING_WORDS), kept)  # type: ignore[arg-type]
 
 
 def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotState:

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,7 @@ class ExecutionSpec:
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
         product_forms: on a CPU, see `pallas_kernels.products.Forms`.
         attention_backend: implementation of decode attention, see `EngineConfig`.
+        draft: a model that drafts on the device; its one cache group is apart. None: there is none.
     """
 
     model: Model
@@ -64,6 +66,12 @@ class ExecutionSpec:
     host_pages: int = 0
     product_forms: tuple[tuple[str, str], ...] = ()
     attention_backend: AttentionBackend = "auto"
+    draft: Model | None = None
+
+    @functools.cached_property
+    def drafting(self) -> ExecutionSpec | None:
+        """The same for the draft model alone, with its part of the cache."""
+        return None if self.draft is None else dataclasses.replace(self, model=self.draft, draft=None)
 
     @property
     def cache_dtype(self) -> np.dtype:
@@ -86,6 +94,11 @@ class ExecutionSpec:
         return self.model.groups
 
     @property
+    def cached(self) -> tuple[CacheGroup, ...]:
+        """All groups of the cache, the draft model's included."""
+        return self.groups if self.draft is None else (*self.groups, *self.draft.groups)
+
+    @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
@@ -104,12 +117,12 @@ class ExecutionSpec:
         """Bytes of one recurrent state on each device, over all recurrent layers; 0: there are none."""
         if not self.num_states:
             return 0
-        return page_bytes(self.groups, self.groups[-1].pool, self.page_size, self.cache_dtype, self.mesh.size)
+        return page_bytes(self.cached, self.groups[-1].pool, self.page_size, self.cache_dtype, self.mesh.size)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page on each device."""
-        return page_bytes(self.groups, SHARED, self.page_size, self.cache_dtype, self.mesh.size)
+        return page_bytes(self.cached, SHARED, self.page_size, self.cache_dtype, self.mesh.size)
 
     @property
     def staged(self) -> int:
@@ -143,18 +156,24 @@ class ExecutionSpec:
         """
         return tuple(jax.tree.leaves(self.params))
 
+    @property
+    def both_leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Those of the model, then those of the draft model, if there is one."""
+        return self.leaves if self.drafting is None else (*self.leaves, *self.drafting.leaves)
+
     @functools.cached_property
     def cache(self) -> Cache:
-        return abstract_cache(self.groups, self.pool_pages, self.page_size, self.cache_dtype, self.mesh)
+        return abstract_cache(self.cached, self.pool_pages, self.page_size, self.cache_dtype, self.mesh)
 
     @property
     def page(self) -> Page:
         """A page in transfer between device and host."""
-        return abstract_page(self.groups, self.page_size, self.cache_dtype, self.mesh)
+        return abstract_page(self.cached, self.page_size, self.cache_dtype, self.mesh)
 
     @functools.cached_property
     def slots(self) -> SlotState:
-        return abstract_slots(self.max_slots + 1, len(paged(self.groups)), self.table_width, self.replicated)
+        groups, drafts = len(paged(self.groups)), self.table.drafts
+        return abstract_slots(self.max_slots + 1, groups, self.table_width, self.replicated, drafts)
 
     def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)
@@ -178,8 +197,6 @@ class ExecutionSpec:
         equal.
         """
         device = self.mesh.devices.flat[0]
-        model = self.model.config.plain()
-        del model["eos_token_ids"]  # slots use them, programs do not
         return {  # causes before their consequences, since only the first difference is reported
             "platform": device.platform,
             "device": device.device_kind,
@@ -197,9 +214,10 @@ class ExecutionSpec:
             "flashinfer": self._flashinfer(device),
             "jengine": __version__,
             "source": source_digest(),
-            "model": model,
+            "model": _facts(self.model),
             "dtype": str(np.dtype(self.model.dtype)),
             "quantization": self.model.weights,
+            "draft": None if self.draft is None else _facts(self.draft),
             "cache_dtype": str(self.cache_dtype),
             "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),
@@ -230,6 +248,13 @@ class ExecutionSpec:
         if identity["platform"] == "cpu":
             identity["threads"] = cpu_threads()
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=list).encode()).hexdigest()[:24]
+
+
+def _facts(model: Model) -> dict[str, Any]:
+    """What programs depend on of a model's configuration."""
+    facts = model.config.plain()
+    del facts["eos_token_ids"]  # slots use them, programs do not
+    return facts
 
 
 def _plugins() -> str:

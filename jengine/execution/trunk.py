@@ -15,6 +15,7 @@ from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, homes, paged
+from jengine.table.program_table import TrunkKey
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import Rotation
@@ -41,21 +42,28 @@ def make_trunk(
     backend: AttentionBackend = "auto",
     *,
     batch_invariant: bool = False,
+    follow: Callable[..., Cache] | None = None,
 ) -> Callable[..., TrunkOut]:
     """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states
     of tiles).
 
     Args:
+        follow: makes the draft model's keys and values, see draft.py; params is then a pair.
         device: a device that it is compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
         batch_invariant: see `PagedAttention`.
     """
-    run = make_pass(model, layout, page_size, device, backend, batch_invariant=batch_invariant)
+    run = make_pass(model, layout.key, page_size, device, backend, batch_invariant=batch_invariant)
 
     def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
         batch = layout.unpack(packed)
         slots = updated(slots, batch.table, batch.resets)
-        cache, to_sample, tiles = run(params, cache, slots, batch)
+        if follow is None:
+            cache, to_sample, tiles = run(params, cache, slots, batch)
+        else:
+            params, of_draft = params
+            cache, to_sample, tiles = run(params, cache, slots, batch)
+            cache = follow(of_draft, cache, slots, batch)
         return cache, slots, to_sample, tiles
 
     return trunk
@@ -63,7 +71,7 @@ def make_trunk(
 
 def make_pass(
     model: Model,
-    layout: BatchLayout,
+    key: TrunkKey,
     page_size: int,
     device: jax.Device,
     backend: AttentionBackend = "auto",
@@ -73,12 +81,12 @@ def make_pass(
     """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include
     the batch's updates.
     """
-    groups, key = model.groups, layout.key
+    groups = model.groups
 
     def run(
         params: Params, cache: Cache, slots: SlotState, batch: Batch
     ) -> tuple[Cache, ToSample, jax.Array]:
-        axis = TokenAxis(slots.last, batch)
+        axis = TokenAxis(slots.last, batch, slots.drafts)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
         attentions = [

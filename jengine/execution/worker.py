@@ -31,11 +31,15 @@ def decode(frame: bytes) -> DeviceCall:
 
 
 class Worker:
-    """Programs, and the state of the devices that they change."""
+    """Programs, and the state of the devices that they change.
 
-    def __init__(self, spec: ExecutionSpec, programs: Programs, params: Params) -> None:
+    Args:
+        draft: parameters of the draft model, if there is one.
+    """
+
+    def __init__(self, spec: ExecutionSpec, programs: Programs, params: Params, draft: Params = None) -> None:
         self.spec, self.programs = spec, programs
-        self.state = DeviceState(spec, programs, params)
+        self.state = DeviceState(spec, programs, params, draft)
 
     def execute(self, call: DeviceCall) -> Any:
         """Executes a call without waiting for its result; see `CallKind.run`."""
@@ -45,7 +49,7 @@ class Worker:
         """Bytes on this process's devices, by use."""
         devices, state = len(self.spec.mesh.local_devices), self.state
         parts = {
-            "weights": state.params,
+            "weights": (state.params, state.draft),
             "cache": state.cache,
             "slots and counts": (state.slots, state.counts),
         }

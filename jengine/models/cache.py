@@ -103,6 +103,8 @@ class CacheGroup:
         pool: index of the pool of its pages.
         parts: number of layers that share a place.
         queries: of each layer.
+        apart: whether its layers have places of their own, in which they keep a token on the page that the
+            first group has for it; see `apart`.
     """
 
     kind: Kind
@@ -112,6 +114,7 @@ class CacheGroup:
     pool: int = 0
     parts: int = 1
     queries: Queries | None = None
+    apart: bool = False
 
     def token_bytes(self, itemsize: float, devices: int = 1) -> float:
         """Bytes per token on each device, for all layers of the group; 0 for a state, which does not grow
@@ -153,6 +156,20 @@ def cache_groups(entries: Sequence[CacheEntry]) -> tuple[CacheGroup, ...]:
     return tuple(groups)
 
 
+def apart(entries: Sequence[CacheEntry]) -> CacheGroup | None:
+    """One group of all layers of a draft model, beside the groups of the model that it drafts for. None: its
+    layers keep different arrays, or states.
+
+    Layers with a window keep all tokens.
+    """
+    layers = [layer for layer, entry in enumerate(entries) if entry.reads in (None, layer)]
+    first = entries[layers[0]]
+    if any(entries[layer].arrays != first.arrays or entries[layer].kind == "state" for layer in layers):
+        return None
+    kind: Kind = "latent" if first.kind == "latent" else "full"
+    return CacheGroup(kind, tuple(layers), arrays=first.arrays, queries=first.queries, apart=True)
+
+
 def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
     """The groups whose pages hold tokens. Each has a block table."""
     return tuple(group for group in groups if group.kind != "state")
@@ -160,18 +177,21 @@ def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
 
 def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, ...]]:
     """The arrays of a pool, by place. If its groups' arrays differ, each group has views of arrays with
-    shorter rows.
+    shorter rows. Layers of groups that are apart come last.
 
     Rows have the greatest common divisor of the groups' head_dims. So an eight-bit array has at least one
     scale for each row of every group's view.
     """
-    own = [group for group in groups if group.pool == pool]
+    more = [group.arrays for group in groups if group.apart and group.pool == pool for _ in group.layers]
+    own = [group for group in groups if group.pool == pool and not group.apart]
+    if not own:
+        return more
     one = len({group.arrays for group in own}) == 1
     dim = math.gcd(*(array.shape[-1] for group in own for array in group.arrays))
     [arrays] = {
         tuple(array if one else _joined(array, group.parts, dim) for array in group.arrays) for group in own
     }
-    return [arrays] * max(-(-len(group.layers) // group.parts) for group in own)
+    return [*[arrays] * max(-(-len(group.layers) // group.parts) for group in own), *more]
 
 
 def _joined(array: PageArray, parts: int, dim: int) -> PageArray:

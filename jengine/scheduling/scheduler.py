@@ -321,6 +321,9 @@ class Scheduler:
             if steps == 1
             else costs.burst_seconds(built.burst, plan.work)
         )
+        if plan.guesses and (drafting := built.drafting):
+            built.draft = ready.draft(len(drafting), pages)
+            built.seconds += costs.draft_seconds(built.draft)
         if self.blocks.tier is not None:
             built.seconds += costs.swap_seconds(*self.blocks.tier.planned)
         expect(plan, self.timeline.plan(plan.now, built.seconds))
@@ -396,7 +399,7 @@ class Scheduler:
                 continue
             if span.guesses:
                 sequence.settle_row(span.length, least=1, given=len(own))
-                self.speculation.note(span.guesses, len(own) - 1)
+                self.speculation.note(sequence, span.guesses, len(own) - 1)
             sequence.in_flight -= len(own)
             if prompts and len(sequence.tokens) == sequence.prompt_len:
                 note_first(sequence, now)

@@ -10,7 +10,7 @@ import msgspec
 
 from jengine.core.request import SamplingParams
 from jengine.scheduling.work import NO_WORK, Work
-from jengine.table.program_table import BurstKey, SamplerKey, TrunkKey
+from jengine.table.program_table import BurstKey, DraftKey, SamplerKey, TrunkKey
 
 Tokens = list[int] | list[list[int]]  # a step's tokens by sample: one each, or lists of one or more
 
@@ -27,7 +27,8 @@ class Span(msgspec.Struct, gc=False):
             others from the burst.
         tokens: their ids, in tiles; None: the span lies on decode rows, one for each token. Its first token
             is `known` or, if that is -1, the one that the previous step left in the slot on the device.
-        following: for a span of several rows, the ids of the tokens after the first; otherwise None.
+        following: for a span of several rows, the ids of the tokens after the first; otherwise None. -2, -3
+            and so on stand for the drafts of a draft model, in order, until the step is read.
         guesses: how many of its last tokens are drafts. Each row of such a span has a sample, and the samples
             count up to the first one that differs from the next draft.
         targets: the tokens that follow these, if their log probabilities were requested.
@@ -91,6 +92,7 @@ class StepPlan:
         prompts: number of spans of prompts or of other tokens that were known when their sequence was
             admitted. They follow those of decoding sequences: first on rows, then in tiles.
         guesses: number of drafts, over all spans.
+        draft: the program of the draft model that runs before the trunk, if any.
         seconds: predicted device time; 0 if it was not requested.
     """
 
@@ -105,12 +107,18 @@ class StepPlan:
     steps: int = 1
     prompts: int = 0
     guesses: int = 0
+    draft: DraftKey | None = None
     seconds: float = 0.0
 
     @property
     def burst(self) -> BurstKey:
         """Key of the burst's program."""
         return BurstKey(self.trunk, self.sampler, self.steps)
+
+    @property
+    def drafting(self) -> list[Span]:
+        """Spans whose drafts are still to be proposed on the device."""
+        return [span for span in self.spans if span.guesses and span.following and span.following[0] < 0]
 
 
 class Swaps(msgspec.Struct, gc=False):

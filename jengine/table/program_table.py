@@ -95,7 +95,19 @@ class BurstKey:
         return f"burst[{self.trunk},{self.sampler},{self.steps}]"
 
 
-TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey
+@dataclass(frozen=True, slots=True, order=True)
+class DraftKey:
+    """A draft model proposes the next `tokens` tokens of up to `rows` sequences. `pages`: see TrunkKey."""
+
+    rows: int
+    tokens: int
+    pages: int = 0
+
+    def __str__(self) -> str:
+        return f"draft[{self.rows},{self.tokens}" + (f",{self.pages}p]" if self.pages else "]")
+
+
+TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey | DraftKey
 
 
 class Tokens(Protocol):
@@ -142,6 +154,7 @@ class ProgramTable:
     paged_rows: bool = True
     pooling: bool = False  # whether there are programs for embeddings
     steps: int = 1  # steps of a burst; 1: no bursts
+    drafts: int = 0  # tokens that a draft model proposes for a sequence; 0: there is none
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
@@ -168,6 +181,7 @@ class ProgramTable:
         single_row: bool = False,
         pooling: bool = False,
         steps: int = 1,
+        drafts: int = 0,
     ) -> ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
@@ -176,18 +190,20 @@ class ProgramTable:
             single_row: whether to add a trunk for a single row.
             pooling: whether to add programs for embeddings.
             steps: steps of a burst; 1: no programs for bursts.
+            drafts: see the class.
         """
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
         all_rows, mixed = (1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]}))
-        return cls(all_rows, mixed, tiles, tile_size, page_buckets, paged_rows, pooling, steps)
+        return cls(all_rows, mixed, tiles, tile_size, page_buckets, paged_rows, pooling, steps, drafts)
 
     @classmethod
     def build_batch_invariant(
-        cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False
+        cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False, drafts: int = 0
     ) -> ProgramTable:
         """One trunk for max_num_seqs decode rows, one for `tiles` prompt tiles."""
-        return cls((max(max_num_seqs, MIN_ROWS),), BATCH_INVARIANT, (tiles,), tile_size, pooling=pooling)
+        rows = (max(max_num_seqs, MIN_ROWS),)
+        return cls(rows, BATCH_INVARIANT, (tiles,), tile_size, pooling=pooling, drafts=drafts)
 
     @property
     def batch_invariant(self) -> bool:
@@ -259,7 +275,8 @@ class ProgramTable:
 
     def all_keys(self) -> list[TableKey]:
         """Keys of all kinds of programs that the scheduler picks."""
-        return [*self.trunks(), *self.samplers(), *self.scores(), *self.pools(), *self.bursts()]
+        keys: list[TableKey] = [*self.trunks(), *self.samplers(), *self.scores(), *self.pools()]
+        return [*keys, *self.bursts(), *self.draft_keys()]
 
     def trunks(self) -> list[TrunkKey]:
         plain = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
@@ -290,6 +307,17 @@ class ProgramTable:
             for trunk in trunks
             for variant in VARIANTS[:-1]
         ]
+
+    def draft_keys(self) -> list[DraftKey]:
+        """Keys of programs of the draft model, if there is one."""
+        pages = self._page_buckets(0)
+        return [DraftKey(r, self.drafts, p) for r in self.row_buckets for p in pages if self.drafts]
+
+    def row_programs(self, rows: int) -> list[DraftKey]:
+        """Programs that propose tokens for all rows of a trunk, whatever their sequences' lengths."""
+        if not rows or not self.drafts:
+            return []
+        return [DraftKey(_fit(self.row_buckets, rows), self.drafts, self._page_buckets(0)[-1])]
 
     def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:
         """Programs that process the hidden states of a trunk's tiles, for requests that need them."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from jengine.table.program_table import (
     VARIANTS,
     BurstKey,
+    DraftKey,
     PoolKey,
     ProgramTable,
     SamplerKey,
@@ -24,7 +25,8 @@ class ReadyPrograms:
     the whole table.
 
     A trunk counts as ready once the full sampler of its samples is ready and, if it takes prompts, the scorer
-    and the pooler of its tiles: these serve every request. Steps stay within `max_rows` and `max_tiles`,
+    and the pooler of its tiles: these serve every request. With a draft model, it also needs a program that
+    drafts for its rows. Steps stay within `max_rows` and `max_tiles`,
     which grow as programs become ready.
 
     Args:
@@ -40,6 +42,7 @@ class ReadyPrograms:
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
         self.table, self.tile_size = table, table.tile_size
         keys: set[TableKey] = {*(table.all_keys() if ready is None else ready)}
+        self._drafts = {key for key in keys if isinstance(key, DraftKey)}
         self._bursts = {key for key in keys if isinstance(key, BurstKey)}
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
         self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
@@ -56,7 +59,8 @@ class ReadyPrograms:
 
     def _serves(self, trunk: TrunkKey, keys: set[TableKey]) -> bool:
         full = SamplerKey(self.table.sample_rows(trunk), VARIANTS[-1])
-        return full in keys and all(key in keys for key in self.table.tile_programs(trunk.tiles))
+        others = (*self.table.tile_programs(trunk.tiles), *self.table.row_programs(trunk.rows))
+        return full in keys and all(key in keys for key in others)
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
         """The smallest ready trunk for a step with this many rows, tiles, pages per sequence and samples."""
@@ -84,6 +88,10 @@ class ReadyPrograms:
         key = BurstKey(trunk, self.table.sampler(trunk, variant), self.table.steps)
         return key if key in self._bursts else None
 
+    def draft(self, rows: int, pages: int = 0) -> DraftKey:
+        """The smallest ready program that drafts for this many sequences, of so many pages each."""
+        return min(key for key in self._drafts if key.rows >= rows and (not key.pages or key.pages >= pages))
+
     def trunks(self) -> list[TrunkKey]:
         """Trunks that count as ready."""
         return [key for key in self.table.trunks() if key in self._trunks]
@@ -93,6 +101,9 @@ class ReadyPrograms:
 
     def bursts(self) -> list[BurstKey]:
         return [key for key in self.table.bursts() if key in self._bursts]
+
+    def drafts(self) -> list[DraftKey]:
+        return [key for key in self.table.draft_keys() if key in self._drafts]
 
     def scores(self) -> list[ScoreKey]:
         return [
@@ -153,4 +164,5 @@ def _with_others(
         keys[trunk] = None
         keys.update(dict.fromkeys(SamplerKey(table.sample_rows(trunk), variant) for variant in variants))
         keys.update(dict.fromkeys(table.tile_programs(trunk.tiles)))
+        keys.update(dict.fromkeys(table.row_programs(trunk.rows)))
     return [*keys]

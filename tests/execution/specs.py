@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jengine.checkpoints.hugging_face import model_config
+from jengine.engine.draft_model import build_draft
 from jengine.execution.kinds import Key, kind_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
@@ -27,11 +30,13 @@ def make_spec(
     devices: int = 1,
     host_pages: int = 0,
     num_states: int = 20,
+    draft: str | None = None,
 ) -> ExecutionSpec:
+    """draft: variant of a draft model, which proposes four tokens."""
     # one of each kind, all with samplers of 16 rows
-    table = ProgramTable((16,), (8,), (1,), 32, page_buckets)
+    table = ProgramTable((16,), (8,), (1,), 32, page_buckets, drafts=4 if draft else 0)
     model = build(model_config(VARIANTS[variant]), dtype, 192, quantization, devices)
-    return ExecutionSpec(
+    spec = ExecutionSpec(
         model=model,
         mesh=make_mesh(devices),
         table=table,
@@ -43,3 +48,6 @@ def make_spec(
         kv_cache_dtype=kv_cache_dtype,
         host_pages=host_pages,
     )
+    if draft is None:
+        return spec
+    return dataclasses.replace(spec, draft=build_draft(model_config(VARIANTS[draft]), spec))

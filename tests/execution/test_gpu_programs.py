@@ -57,7 +57,9 @@ def described(target: str, devices: int = 1, model: dict[str, Any] = MODEL, **op
         "max_num_batched_tokens": 72,
         "tensor_parallel_size": devices,
     }
-    spec = describe(EngineConfig.of("MODEL", {**small, **options}), model_config(model), mesh, Path())
+    config = EngineConfig.of("MODEL", {**small, **options})
+    draft = model_config(MODEL) if config.draft_tokens else None
+    spec = describe(config, model_config(model), mesh, Path(), draft)
     return dataclasses.replace(spec, num_pages=4096)
 
 
@@ -408,6 +410,26 @@ def check_bursts_on_hopper() -> None:
 @pytest.mark.full
 def test_bursts_on_hopper_copy_no_cache(on_hopper: Callable[..., None]) -> None:
     on_hopper(check_bursts_on_hopper)
+
+
+def check_drafts_on_hopper(devices: int) -> None:
+    how = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
+    spec = described("h200", devices, speculative_config=how)
+    for key in (*spec.table.draft_keys(), *spec.table.trunks()):
+        compiled = lower(spec, key).compile()
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and memory is not None
+        assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
+        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots)
+        )
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key), key
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [1, 2])
+def test_drafts_on_hopper_copy_no_cache(on_hopper: Callable[..., None], devices: int) -> None:
+    on_hopper(check_drafts_on_hopper, devices)
 
 
 def check_states_on_hopper(devices: int) -> None:

@@ -108,6 +108,25 @@ def test_a_burst_copies_no_cache(case: dict[str, Any]) -> None:
         ), key
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"variant": "llama_gqa", "draft": "gpt2"},
+        pytest.param(
+            {"variant": "gemma3", "draft": "llama_gqa", "kv_cache_dtype": "int8"}, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_draft_model_copies_no_cache(case: dict[str, Any]) -> None:
+    """Neither its program nor the trunks that it follows: both update both models' pages in place."""
+    spec = make_spec(**case, num_pages=MANY)
+    for key in (*spec.table.draft_keys(), *spec.table.trunks()):
+        memory = lower(spec, key).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= nbytes(spec.cache) + nbytes(spec.slots), key
+        bound = temporaries_bound(spec, key)
+        assert memory.temp_size_in_bytes <= bound < spec.cache_bytes // 4, key
+
+
 def test_temporaries_do_not_grow_with_the_cache(
     programs: tuple[ExecutionSpec, Programs], request: pytest.FixtureRequest
 ) -> None:

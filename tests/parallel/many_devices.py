@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.restart import restart_scheduler
 from jengine.checkpoints import load, read_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import MAX_LOGPROBS, SamplingParams
@@ -27,6 +28,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.collectives import AXIS, all_gather, all_to_all, own_rows
 from jengine.parallel.mesh import make_mesh, shard_mapped
+from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.table.program_table import SamplerKey
 from pallas_kernels.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
@@ -135,6 +137,25 @@ def test_greedy_tokens_do_not_depend_on_the_devices(variant: str, devices: int, 
         assert_equal(answer, case)
     for answer, case in zip(found[len(cases) :], cases, strict=False):
         assert answer.tokens == case.tokens.tolist()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_draft_model(devices: int, tmp_path: Path) -> None:
+    """Its weights, keys and values are cut as the model's; the same model is always right."""
+    write_model(tmp_path, "llama_mqa")
+    how = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    options = {**SMALL, "tensor_parallel_size": devices, "dtype": "float32", "speculative_config": how}
+    with on_demand():
+        config = {**options, "max_model_len": max_model_len("llama_mqa")}
+        engine, _ = start_engine(EngineConfig.of(str(tmp_path), config), progress=False)
+    restart_scheduler(engine, how_many_drafts=all_of_them)
+    cases = Golden.read("llama_mqa").cases[:2]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    found = run(engine, [(case.prompt.tolist(), params) for case in cases])
+    assert [answer.tokens for answer in found] == [case.tokens.tolist() for case in cases]
+    speculation = engine.scheduler.speculation
+    assert sum(speculation.accepted) == speculation.tokens > 20 and engine.compiles_since_start == 0
 
 
 @pytest.mark.full

@@ -45,6 +45,26 @@ def check_plan(device: StrictDevice, plan: StepPlan) -> int:
     return on_rows
 
 
+def check_drafting(device: StrictDevice, plan: StepPlan) -> List[Span]:
+    """After the plan's updates. Returns the spans for which a draft model proposes tokens, whose keys need
+    pages.
+    """
+    spans, draft = plan.drafting, plan.draft
+    assert (draft is not None) == bool(spans)
+    if draft is None:
+        return []
+    assert draft in device.ready and len(spans) <= draft.rows
+    for span in spans:
+        assert span.following == [*range(-2, -2 - span.guesses, -1)]
+        assert 0 < span.guesses <= draft.tokens and span.known < 0
+        slot = device.slots[span.slot]
+        assert slot.last is not None and slot.last[1] == span.start, "a wrong position"
+        end = (span.start + span.guesses - 1) // device.page_size
+        assert {*range(end + 1)} <= {*slot.tables[0]}, "a draft's key without a page"
+        assert not draft.pages or end < draft.pages
+    return spans
+
+
 def _check_places(device: StrictDevice, spans: List[Span], rows: int) -> None:
     """Checks that a token's program, and its place in a tile, depend on its request alone."""
     assert not 0 < rows < len(spans), "rows beside tiles"

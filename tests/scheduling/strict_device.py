@@ -11,6 +11,7 @@ function of the seed and of all tokens before it: a wrong token anywhere shows i
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -30,7 +31,7 @@ from jengine.table.program_table import MOST_DRAFTS, VARIANTS, BurstKey, Program
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.host_memory import Content, HostMemory
-from tests.scheduling.plan_checks import check_plan
+from tests.scheduling.plan_checks import check_drafting, check_plan
 from tests.scheduling.state_memory import StateMemory
 
 FULL = (GroupPages(),)
@@ -62,6 +63,8 @@ class StrictDevice:
         ready: programs that it has.
         fewer: how often a span with drafts has yielded fewer tokens than planned.
         verified: drafts that were right.
+        drafted: spans for which its draft model proposed tokens.
+        propose: the draft model: all tokens that a sequence will generate, right or wrong.
     """
 
     def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int,
@@ -75,8 +78,9 @@ class StrictDevice:
         # (page, offset) -> (cache group, hash of the salt and all tokens up to it, whether a row computed it)
         self.cache: dict[tuple[int, int], tuple[int, int, bool]] = {}
         self.bursts = self.hits = self.copies = self.prefilled = self.repeated = self.fewer = 0
-        self.on_rows = self.several = self.verified = 0
-        self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
+        self.on_rows = self.several = self.verified = self.drafted = 0
+        self.propose: Callable[[Sequence], List[int]] = lambda _: ()
+        self.ready: set[TableKey] = {*table.all_keys()}
         self.host = HostMemory(self._page, self._set_page)
 
     def run(self, plan: StepPlan) -> tuple[Tokens, dict[int, ScoredToken]]:
@@ -85,6 +89,7 @@ class StrictDevice:
         self._take_updates(plan)
         if plan.steps > 1:
             return self._run_burst(plan), {}
+        self._draft(plan)
         # with true positions; tokens of longer rows, by index of the span
         spans: list[Span] = [*plan.spans]
         several = dict[int, list[int]]()
@@ -145,6 +150,15 @@ class StrictDevice:
             sampled.append(self._sample(slot, span.start + sample.offset + 1))
         assert not any(several.values()), "a row of a draft without a sample"
         return sampled, found
+
+    def _draft(self, plan: StepPlan) -> None:
+        """Lets the draft model propose tokens, and enters them into the plan."""
+        for span in check_drafting(self, plan):
+            sequence = self.sequences[span.seq]
+            known = span.start + 1 - sequence.prompt_len
+            drafts = [*self.propose(sequence)[known : known + span.guesses]]
+            span.following = drafts + [0] * (span.guesses - len(drafts))
+            self.drafted += 1
 
     def _given(self, span: Span) -> list[int]:
         """The tokens that a span brings along."""
@@ -288,20 +302,23 @@ class Loop:
     Args:
         invariant_tiles: of the prefill program of a batch-invariant table; 0: the table is none.
         prompt_rows: whether ends of prompts may lie on rows.
+        drafts: tokens that a draft model proposes for a sequence; 0: there is none.
     """
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int,
         max_num_seqs: int,
                  max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
                  groups: List[GroupPages] = FULL,
-                 invariant_tiles: int = 0, num_states: int = 0, prompt_rows: bool = False,
+                 invariant_tiles: int = 0, num_states: int = 0, prompt_rows: bool = False, drafts: int = 0,
                  **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
-        table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, steps=steps, **limits)
+        table = ProgramTable.build(
+            tile_size=tile_size, page_buckets=page_buckets, steps=steps, drafts=drafts, **limits
+        )
         if invariant_tiles:
             table = ProgramTable.build_batch_invariant(
-                max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size
+                max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size, drafts=drafts
             )
         pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups, "num_states": num_states}
         named = {

@@ -193,3 +193,19 @@ def test_among_other_requests(seed: int, steps: int) -> None:
             one.step(ahead)
     one.drain(ahead)
     assert one.scheduler.speculation.drafts > 10
+
+
+@pytest.mark.parametrize("seed", [0, 14, 59])
+def test_a_token_that_is_computed_again_gets_no_draft(seed: int) -> None:
+    """After a preemption under batch invariance, also the last one: another rule gives it samples."""
+    draw = random.Random(seed)
+    right = draw.choice([0.5, 0.9, 1.0])
+    sizes = {"max_model_len": 48, "page_size": 8, "num_pages": 25, "invariant_tiles": 2}
+    one = speculating(right, seed, prefix_caching=True, **sizes)
+    while len(one.sequences) < 40:
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 12))]
+        one.add(prompt, draw.randint(0, 2), max_tokens=draw.randint(1, 40), ignore_eos=True)
+        for _ in range(draw.choice([1, 2, 8])):
+            one.step(1)
+    one.drain(1)
+    assert one.scheduler.registry.num_preemptions and one.device.repeated

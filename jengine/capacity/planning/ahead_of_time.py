@@ -104,7 +104,7 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
         The errors of `shapes.describe`.
     """
     root, source = cache_root(config.cache_dir), ModelSource.without_weights(config)
-    spec = describe(source.complete(config), source.config, mesh, root)
+    spec = describe(source.complete(config), source.config, mesh, root, source.draft_config)
     return with_forms(spec, product_forms(spec, root))
 
 

@@ -52,6 +52,10 @@ class Setup:
         """
         if not 0.0 <= drafts_right <= 1.0:
             raise InvalidArgument("drafts_right", drafts_right, "must be from 0 to 1")
+        if drafts_right and config.draft_tokens:
+            raise InvalidArgument(
+                "drafts_right", drafts_right, "must be 0 with a draft model, which simulations do not run"
+            )
         claim_gpu_memory(config.gpu_memory_utilization)
         config, spec = describe_engine(config)
         if costs_file is None:
@@ -127,4 +131,4 @@ def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:
         or config.kv_cache_memory is not None
     ):
         return pages
-    return max(pages - device_bytes(spec.params) // spec.page_bytes, 2)
+    return max(pages - device_bytes(spec.both_leaves) // spec.page_bytes, 2)

@@ -7,6 +7,7 @@ from typing import Any
 from jengine.execution.kinds.allocate import Allocate
 from jengine.execution.kinds.burst import Burst
 from jengine.execution.kinds.counts import AllocateCounts, Count, Forget
+from jengine.execution.kinds.draft import Draft
 from jengine.execution.kinds.kind import CallKind, DeviceCall, Key, Kind, Program
 from jengine.execution.kinds.page_copies import PageCopies
 from jengine.execution.kinds.pool import Pool
@@ -30,6 +31,7 @@ KINDS: tuple[Kind[Any], ...] = (
     Sampler(),
     *AFTER,
     Burst(),
+    Draft(),
 )
 
 _NAMED: dict[str, CallKind[Any]] = {kind.name: kind for kind in (*KINDS, STAGE, FORGET)}

@@ -19,6 +19,7 @@ import numpy as np
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
 from jengine.execution.spec import ExecutionSpec
+from jengine.models import Params
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import TableKey
 from jengine.table.ready_programs import ReadyPrograms
@@ -125,10 +126,30 @@ def of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[...
     """The same function of the leaves of its first argument, the parameters, which then know the spec's forms
     of products.
     """
-    tree, model, forms = jax.tree.structure(spec.params), spec.model, spec.product_forms
+    whole = _whole(spec)
 
     @wraps(function)
     def of(params: Sequence[jax.Array], *others: Any) -> Any:
-        return function(model.with_forms(jax.tree.unflatten(tree, params), forms), *others)
+        return function(whole(params), *others)
 
     return of
+
+
+def of_both_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with a draft model: of the leaves of both models' parameters, which the function takes as a
+    pair.
+    """
+    if spec.drafting is None:
+        return of_leaves(spec, function)
+    whole, drafting, count = _whole(spec), _whole(spec.drafting), len(spec.leaves)
+
+    @wraps(function)
+    def of(params: Sequence[jax.Array], *others: Any) -> Any:
+        return function((whole(params[:count]), drafting(params[count:])), *others)
+
+    return of
+
+
+def _whole(spec: ExecutionSpec) -> Callable[[Sequence[jax.Array]], Params]:
+    tree, model, forms = jax.tree.structure(spec.params), spec.model, spec.product_forms
+    return lambda leaves: model.with_forms(jax.tree.unflatten(tree, leaves), forms)

@@ -6,7 +6,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jengine.execution.device_state import DeviceState
-from jengine.execution.kinds.kind import Kind, Program, of_leaves, partitions
+from jengine.execution.draft import make_follow
+from jengine.execution.kinds.kind import Kind, Program, of_both_leaves, partitions
 from jengine.execution.memory import trunk_temporaries
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
@@ -29,13 +30,17 @@ class Trunk(Kind[TrunkKey]):
             device,
             spec.attention_backend,
             batch_invariant=invariant,
+            follow=None
+            if spec.draft is None
+            else make_follow(spec.model, spec.draft, key, spec.page_size, device, spec.attention_backend),
         )
-        args = spec.leaves, spec.cache, spec.slots, spec.packed(key)
+        args = spec.both_leaves, spec.cache, spec.slots, spec.packed(key)
         out = partitions(spec.cache), *[PartitionSpec()] * 3
-        return Program(f"trunk_{key.rows}_{key.tiles}_{key.pages}", of_leaves(spec, trunk), args, out, (1, 2))
+        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}"
+        return Program(name, of_both_leaves(spec, trunk), args, out, (1, 2))
 
     def run(self, state: DeviceState, key: TrunkKey, array: np.ndarray) -> None:
-        outs = state.programs[key](state.leaves, state.cache, state.slots, state.put(array))
+        outs = state.programs[key](state.both_leaves, state.cache, state.slots, state.put(array))
         state.cache, state.slots, state.to_sample, state.tiles = outs
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[TrunkKey, StepPlan]:

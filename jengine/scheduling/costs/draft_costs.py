@@ -50,6 +50,11 @@ class Likely(NamedTuple):
     tokens: list[int]
     chances: list[float]
 
+    @property
+    def proposed(self) -> bool:
+        """Whether a draft model proposes the tokens on the device."""
+        return self.tokens[0] < 0
+
 
 class DraftCosts:
     """Looks up what programs with rows for drafts cost.
@@ -116,12 +121,18 @@ class DraftCosts:
             return False
         return self._how_many is all_of_them or could_pay(offer)
 
-    def count(self, offer: Offer, likely: List[Likely]) -> int:
-        """How many of these drafts to verify."""
-        return sum(self.counts(offer, likely))
-
     def counts(self, offer: Offer, likely: List[Likely]) -> list[int]:
-        """How many drafts of each sequence to verify."""
+        """How many drafts of each sequence to verify. A draft model costs the same for few and for many."""
+        if count := sum([one.proposed for one in likely]):
+            seconds = self._predictor.draft_seconds(count, max([one.start for one in likely]))
+            dearer = [bucket._replace(seconds=bucket.seconds + seconds) for bucket in offer.buckets]
+            counts = self._counts(offer._replace(buckets=dearer), likely)
+            if any([number and one.proposed for number, one in zip(counts, likely, strict=True)]):
+                return counts
+            likely = [one._replace(chances=[]) if one.proposed else one for one in likely]
+        return self._counts(offer, likely)
+
+    def _counts(self, offer: Offer, likely: List[Likely]) -> list[int]:
         order = list[tuple[float, int, float]]()
         for number, one in enumerate(likely):
             context, _ = rows_work([one.start], self._windows)

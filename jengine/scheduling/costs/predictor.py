@@ -73,6 +73,14 @@ class StepPredictor:
         burst = self.ready.burst(self.ready.trunk(rows, 0, self.pages(tokens)), VARIANTS[rank])
         return seconds if burst is None else min(seconds, self.costs.burst_seconds(burst) / steps)
 
+    def draft_seconds(self, rows: int, tokens: int) -> float:
+        """Predicted seconds that a draft model adds to a step, for this many sequences.
+
+        Args:
+            tokens: length of the longest.
+        """
+        return self.costs.draft_seconds(self.ready.draft(rows, self._blocks.pages_of(tokens)))
+
     def prompt_seconds(self, tokens: int) -> float:
         """Predicted seconds of a prompt alone."""
         most = self.tile_buckets(0)[-1]

@@ -12,7 +12,15 @@ from jengine.scheduling.costs.drift import Drift
 from jengine.scheduling.costs.host_costs import HostCosts, HostSeconds
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.pages import SWAPS
-from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TableKey, TrunkKey
+from jengine.table.program_table import (
+    VARIANTS,
+    BurstKey,
+    DraftKey,
+    ProgramTable,
+    SamplerKey,
+    TableKey,
+    TrunkKey,
+)
 
 # Estimates used before anything is measured. Only ratios matter: a step's fixed cost equals that of 50
 # tokens.
@@ -27,6 +35,7 @@ FIRST = 5  # the median of this many steps is a program's first cost; later step
 GAIN = 0.03
 EARLY = 0.5  # the gain is EARLY / steps while a trunk has few steps and this is larger than GAIN
 LEAST = 0.01  # minimum share of a step attributed to its sampler
+DRAFT_SHARE = 0.2  # of a trunk's cost: that of one token of the draft model, before it is measured
 
 
 class Slopes(NamedTuple):
@@ -87,8 +96,8 @@ class SavedCosts(msgspec.Struct):
 
 
 class StepCosts:
-    """Predicts device seconds of steps: a base cost for each trunk, sampler and burst, and shared slopes for
-    the work.
+    """Predicts device seconds of steps: a base cost for each trunk, sampler, burst and program that drafts,
+    and shared slopes for the work.
 
     Each cost is measured at warm-up or learned from a few steps, and then refined by every observed step. The
     machine's current load is a separate factor (`drift`), which follows within about ten steps and does not
@@ -133,9 +142,10 @@ class StepCosts:
     def longest_step(self) -> float:
         """Predicted seconds of the most expensive known step, with the cheapest sampler and without work."""
         single, bursts = self._of(TrunkKey), self._of(BurstKey)
-        return max(
+        longest = max(
             [*[self.seconds(key) for key, _ in single], *[self.burst_seconds(key) for key, _ in bursts]]
         )
+        return longest + max([self.draft_seconds(key) for key, _ in self._of(DraftKey)], default=0.0)
 
     @property
     def spread(self) -> float:
@@ -149,6 +159,10 @@ class StepCosts:
         return self._drift.factor * (
             self.base(trunk) + self.base(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
         )
+
+    def draft_seconds(self, key: DraftKey) -> float:
+        """Predicted device seconds that this program adds to a step."""
+        return self._drift.factor * self.base(key)
 
     def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
         """The same for a whole burst."""
@@ -173,21 +187,28 @@ class StepCosts:
         swaps = self.swaps or SwapCosts()
         return self._drift.factor * -(-pages // SWAPS) * (swaps.fetch + swaps.fill)
 
-    def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float) -> None:
-        """Records that a step took `seconds` on the device."""
+    def observe(
+        self,
+        trunk: TrunkKey,
+        sampler: SamplerKey,
+        work: Work,
+        seconds: float,
+        draft: DraftKey | None = None,
+    ) -> None:
+        """Records that a step took `seconds` on the device. draft: the program that drafted before it."""
         if seconds <= 0.0:
             return
-        base, sampling, usual = self.base(trunk), self.base(sampler), seconds / self._drift.factor
-        attention = self.slopes.seconds(work)
-        known, known_sampler = self.known.get(trunk), self.known.get(sampler)
-        if known is None or not known.settled:
-            self._begin(trunk, max(usual - sampling - attention, LEAST * usual))
-        elif known_sampler is None or not known_sampler.settled:
-            self._begin(sampler, max(usual - base - attention, LEAST * usual))
-        else:
-            predicted = base + sampling + attention
-            unexpected = self._drift.observe(math.log(seconds / predicted))
-            self._refine(known, known_sampler, work, predicted, unexpected)
+        usual, attention = seconds / self._drift.factor, self.slopes.seconds(work)
+        keys: list[TableKey] = [trunk, sampler] if draft is None else [trunk, sampler, draft]
+        predicted = sum([self.base(key) for key in keys]) + attention
+        for key in keys:
+            known = self.known.get(key)
+            if known is None or not known.settled:
+                others = sum([self.base(other) for other in keys if other != key])
+                self._begin(key, max(usual - others - attention, LEAST * usual))
+                return
+        unexpected = self._drift.observe(math.log(seconds / predicted))
+        self._refine([self.known[key] for key in keys], work, predicted, unexpected)
 
     def observe_burst(self, key: BurstKey, work: Work, seconds: float) -> None:
         """Records that a burst took `seconds` on the device."""
@@ -254,26 +275,24 @@ class StepCosts:
         self.known[key].note(seconds)
         self._estimates.clear()
 
-    def _refine(self, trunk: Cost, sampler: Cost, work: Work, predicted: float, unexpected: float) -> None:
+    def _refine(self, programs: list[Cost], work: Work, predicted: float, unexpected: float) -> None:
         """Adjusts each cost by its share of the step. Together they absorb GAIN of the unexpected relative
-        deviation.
+        deviation. programs: the trunk's first.
         """
         slopes = self.slopes
-        parts = (
-            trunk.seconds,
-            sampler.seconds,
+        working = (
             slopes.context * work.context,
             slopes.longest * work.longest,
             slopes.attended * work.attended,
         )
-        by = max(GAIN, EARLY / trunk.steps) * unexpected * predicted / sum([part * part for part in parts])
-        trunk.seconds *= 1.0 + by * parts[0]
-        sampler.seconds *= 1.0 + by * parts[1]
+        squares = sum([part * part for part in (*[cost.seconds for cost in programs], *working)])
+        by = max(GAIN, EARLY / programs[0].steps) * unexpected * predicted / squares
         self.slopes = Slopes(
-            *[slope * (1.0 + by * part) for slope, part in zip(slopes, parts[2:], strict=True)]
+            *[slope * (1.0 + by * part) for slope, part in zip(slopes, working, strict=True)]
         )
-        trunk.steps += 1
-        sampler.steps += 1
+        for cost in programs:
+            cost.seconds *= 1.0 + by * cost.seconds
+            cost.steps += 1
         self._estimates.clear()
 
     # --- estimates ----------------------------------------------------------------------------------
@@ -284,9 +303,11 @@ class StepCosts:
         return self._greedy[trunk]
 
     def _estimated(self, key: TableKey) -> float:
-        """Of a burst that has not run: the sum of its steps."""
+        """Of a burst that has not run: the sum of its steps. Of drafts: a share of so many trunks."""
         if isinstance(key, BurstKey):
             return key.steps * (self.base(key.trunk) + self.base(key.sampler))
+        if isinstance(key, DraftKey):
+            return key.tokens * DRAFT_SHARE * self.base(TrunkKey(key.rows, 0, key.pages))
         seconds = self._estimates.get(key)
         if seconds is None:
             assert isinstance(key, TrunkKey | SamplerKey), f"{key} is not a part of predictions"

@@ -8,6 +8,7 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import Speculation
 from jengine.scheduling.drafters.drafter import Draft, Drafter
 from jengine.scheduling.drafters.forced import Forced
+from jengine.scheduling.drafters.model import DraftModel
 from jengine.scheduling.drafters.ngrams import Ngrams
 from jengine.scheduling.drafters.suffix import Suffix
 from jengine.scheduling.requests.sequence import Sequence
@@ -38,4 +39,6 @@ def drafter_of(options: SchedulingOptions) -> Drafter | None:
     most = how.num_speculative_tokens
     if how.suffix is not None:
         return FirstOf([Forced(most), Suffix(how.suffix, most)])
+    if how.model is not None:
+        return FirstOf([Forced(most), DraftModel(most)])
     return FirstOf([Forced(most), Ngrams(how.prompt_lookup_min, how.prompt_lookup_max, most)])

@@ -11,7 +11,7 @@ class Draft(NamedTuple):
     """Tokens that may follow a sequence's known tokens.
 
     Attributes:
-        tokens: at least one.
+        tokens: at least one. -2, -3 and so on stand for those that a draft model proposes on the device.
         agreed: number of tokens before the first one that the sequence has in common with the draft's source;
             0: unknown, or the source is no text. More of them make a draft likelier.
         source: name of the drafter that proposes it.
@@ -20,6 +20,11 @@ class Draft(NamedTuple):
     tokens: list[int]
     agreed: int = 0
     source: str = ""
+
+    @property
+    def proposed(self) -> bool:
+        """Whether a draft model proposes the tokens on the device."""
+        return self.tokens[0] < 0
 
 
 class Drafter(Protocol):

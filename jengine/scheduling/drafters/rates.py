@@ -10,9 +10,12 @@ from jengine.scheduling.drafters.drafter import Draft
 # Shares of tokens that are assumed to be right before any were compared, after 0, 1, 2-3, 4-7, 8-15 and more
 # tokens that agreed with the draft's source.
 TEXT = (0.4, 0.4, 0.5, 0.65, 0.8, 0.9)
-PRIORS: Mapping[str, tuple[float, ...]] = MappingProxyType({"grammar": (0.9,) * len(TEXT)})
+PRIORS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {"grammar": (0.9,) * len(TEXT), "model": (0.7,) * len(TEXT)}
+)
 PRIOR_WEIGHT = 8  # tokens that an assumption counts for
 FADE = 1 / 128  # least weight of a newly compared token
+RETURN = 1 / 512  # weight of the assumption, for each step that compares nothing
 
 
 class Rates:
@@ -33,6 +36,14 @@ class Rates:
         counts = self._counts[source]
         counts[kind] += 1
         shares[kind] += (right - shares[kind]) * max(1 / (counts[kind] + PRIOR_WEIGHT), FADE)
+
+    def miss(self, source: str) -> None:
+        """A step has compared nothing of this source. So its shares slowly return to what was assumed: else a
+        source that is compared only where it pays would never be tried again.
+        """
+        shares = self._of(source)
+        for kind, assumed in enumerate(PRIORS.get(source, TEXT)):
+            shares[kind] += (assumed - shares[kind]) * RETURN
 
     def chances(self, draft: Draft) -> list[float]:
         """For each token, the probability that it and all before it are right."""

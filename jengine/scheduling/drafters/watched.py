@@ -10,7 +10,8 @@ from jengine.scheduling.requests.sequence import Sequence
 
 
 class Watched:
-    """Asks a drafter, and learns how often it is right.
+    """Asks a drafter, and learns how often it is right. Drafts of a draft model are made only where they are
+    verified.
 
     Attributes:
         most: see Drafter.
@@ -25,10 +26,17 @@ class Watched:
         """See Drafter. The answer is the same until new tokens are known."""
         length, last = len(sequence.tokens), self._last.get(sequence)
         if last is None or last.length != length:
-            if last is not None and last.draft is not None:
+            if last is not None and last.draft is not None and not last.draft.proposed:
                 self._compare(last.draft, sequence.tokens[last.length : last.length + self.most])
             self._last[sequence] = last = _Last(self._drafter.draft(sequence, self.most), length)
         return last.draft
+
+    def verified(self, sequence: Sequence, drafts: int, accepted: int) -> None:
+        """Rows have verified so many of a sequence's drafts, before its new tokens are known."""
+        last = self._last.get(sequence)
+        if last is not None and last.draft is not None and last.draft.proposed:
+            for count in range(min(accepted + 1, drafts)):
+                self.rates.note(last.draft.source, 0, count < accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """See Drafter."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jengine.scheduling.costs.draft_costs import DraftCosts, Likely, Rows
-from jengine.scheduling.costs.draft_count import HowMany
+from jengine.scheduling.costs.draft_count import HowMany, Offer
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.drafters.drafter import Drafter
 from jengine.scheduling.drafters.watched import Watched
@@ -90,7 +90,7 @@ class Speculation(Rule):
         if not self._costs.could_pay(offer):
             return False
         likely = [self._likely(s, s.in_flight) for s in decoding if self._may_have(s) and s.in_flight < 2]
-        return self._costs.count(offer, [one for one in likely if one is not None]) > 0
+        return any(self._counts(offer, [one for one in likely if one is not None]))
 
     def _may_have(self, sequence: Sequence) -> bool:
         return not sequence.searches and len(sequence.tokens) >= sequence.prompt_len
@@ -122,17 +122,29 @@ class Speculation(Rule):
             if (found := self._likely(sequence)) is not None:
                 spans.append(span)
                 likely.append(found)
-        for span, one, most in zip(spans, likely, self._costs.counts(offer, likely), strict=True):
+        for span, one, most in zip(spans, likely, self._counts(offer, likely), strict=True):
             if most:
                 self._add(plan, span, one.tokens[:most])
         if plan.guesses:
             self._add_samples(plan)
 
+    def _counts(self, offer: Offer, likely: list[Likely]) -> list[int]:
+        """How many drafts of each sequence to verify."""
+        assert self._drafter is not None
+        counts = self._costs.counts(offer, likely)
+        tried = [count > 0 for count, one in zip(counts, likely, strict=True) if one.proposed]
+        if tried and not any(tried):
+            self._drafter.rates.miss("model")
+        return counts
+
     def _likely(self, sequence: Sequence, skipped: int = 0) -> Likely | None:
-        """Drafts of a sequence, without the first `skipped`, whose chances count nevertheless."""
+        """Drafts of a sequence after `skipped` tokens in flight. If drafts are known, those are the first of
+        them, and their chances count nevertheless.
+        """
         assert self._drafter is not None
         draft = self._drafter.draft(sequence)
         start = len(sequence.tokens) + skipped
+        skipped = 0 if draft is None or draft.proposed else skipped
         # the last possible token is never an input
         most = min(self.most, sequence.last_position - start)
         if draft is None or most <= 0 or len(draft.tokens) <= skipped:
@@ -170,8 +182,10 @@ class Speculation(Rule):
                 ]
         plan.samples = samples
 
-    def note(self, drafts: int, accepted: int) -> None:
-        """Records how many of a span's drafts have counted."""
+    def note(self, sequence: Sequence, drafts: int, accepted: int) -> None:
+        """Records how many of a sequence's drafts in a step have counted, before it gets its tokens."""
+        assert self._drafter is not None
+        self._drafter.verified(sequence, drafts, accepted)
         self.drafts += 1
         self.tokens += drafts
         self.right += accepted
