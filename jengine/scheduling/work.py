@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# Kernels read a sequence's pages once for all of its rows. The share of the first row's seconds that a
+# further one needs, as measured on a CPU (benchmarks/results/rows_of_a_sequence.json).
+FURTHER = 0.3
+
 
 class Work(NamedTuple):
     """Counts without padding. If cache groups have windows, each count is the mean over groups, rounded down.
 
     Attributes:
-        context: tokens that its decode rows attend to, summed over rows.
+        context: tokens that its decode rows attend to, summed over rows; for rows behind a sequence's first
+            one, the share FURTHER of them.
         longest: the largest context of a single row.
         attended: (query, key) pairs of its tiles.
     """
@@ -38,6 +43,12 @@ def rows_work(positions: Sequence[int], windows: Windows = (None,)) -> tuple[int
             context += sum([position + 1 if position < window else window for position in positions])
             longest += window
     return context // len(windows), longest // len(windows)
+
+
+def further_work(first: int, count: int, windows: Windows = (None,)) -> tuple[int, int]:
+    """The same for `count` rows of one sequence from position `first` on, behind another row of it."""
+    context, longest = rows_work(range(first, first + count), windows)
+    return round(FURTHER * context), longest
 
 
 def pairs(start: int, length: int, windows: Windows = (None,)) -> int:

@@ -11,7 +11,7 @@ from jengine.scheduling.costs.rows_or_tiles import ChunkEnd
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.step_plan import StepPlan
-from jengine.scheduling.work import NO_WORK, Work, pairs, rows_work
+from jengine.scheduling.work import NO_WORK, Work, pairs
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop
@@ -59,7 +59,7 @@ def test_a_short_prompt_lies_on_rows() -> None:
     assert shape(one.last) == (8, 0, [(5, True)])
     (span,) = one.last.spans
     assert (span.start, span.known, span.following) == (0, 0, [1, 2, 3, 4])
-    assert one.last.work == Work(*rows_work(range(5)))
+    assert one.last.work == Work(1 + round(0.3 * (2 + 3 + 4 + 5)), 5)
     assert sequence.first_token is not None and len(sequence.output_token_ids) == 1
     one.drain(ahead=1)
     assert one.device.on_rows == 5

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.scheduling.work import Work, pairs, rows_work
+from jengine.scheduling.work import FURTHER, Work, further_work, pairs, rows_work
 from tests.scheduling.strict_device import Loop
 
 WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)
@@ -22,6 +22,12 @@ def test_rows_attend_to_what_they_see(positions, windows):
     context = sum(seen(position, window) for window in windows for position in positions)
     longest = sum(max((seen(position, window) for position in positions), default=0) for window in windows)
     assert rows_work(positions, windows) == (context // len(windows), longest // len(windows))
+
+
+@given(first=st.integers(0, 80), count=st.integers(0, 9), windows=WINDOWS)
+def test_further_rows_cost_a_share(first, count, windows):
+    context, longest = rows_work(range(first, first + count), windows)
+    assert further_work(first, count, windows) == (round(FURTHER * context), longest)
 
 
 @given(start=st.integers(0, 80), length=st.integers(0, 80), windows=WINDOWS)

@@ -27,7 +27,7 @@ def test_a_request_alone_takes_what_its_steps_take(overlap):
     costs, table = shape.costs, shape.table
     outcome = replay(shape, make_trace([(5.0, 10, 5)]))
     steps = [
-        (TrunkKey(8, 1), Work(9 + 10, 10, attended=36)),
+        (TrunkKey(8, 1), Work(9 + round(0.3 * 10), 10, attended=36)),
         *[(TrunkKey(8, 0), Work(length, length)) for length in (11, 12, 13, 14)],
     ]
     device = [costs.seconds(trunk, table.sampler(trunk, "greedy"), work) for trunk, work in steps]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jengine.scheduling.costs.draft_count import Bucket, HowMany, Offer, all_of_them, could_pay, gain
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.work import NO_WORK, Windows, Work, rows_work
+from jengine.scheduling.work import NO_WORK, Windows, Work, further_work, rows_work
 
 REUSED = 16  # steps that use the same costs of programs
 
@@ -135,7 +135,7 @@ class DraftCosts:
     def _counts(self, offer: Offer, likely: List[Likely]) -> list[int]:
         order = list[tuple[float, int, float]]()
         for number, one in enumerate(likely):
-            context, _ = rows_work([one.start], self._windows)
+            context, _ = further_work(one.start, 1, self._windows)
             seconds = self._predictor.costs.work_seconds(Work(context))
             order += [(-chance, number, seconds) for chance in one.chances]
         order.sort()

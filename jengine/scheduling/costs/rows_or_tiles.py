@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jengine.scheduling.costs.predictor import StepPredictor
-from jengine.scheduling.work import Windows, Work, pairs, rows_work
+from jengine.scheduling.work import Windows, Work, further_work, pairs, rows_work
 
 
 class ChunkEnd(NamedTuple):
@@ -65,7 +65,8 @@ class RowsOrTiles:
     def moved(self, work: Work, ends: Sequence[ChunkEnd]) -> Work:
         """A step's work once these ends lie on rows."""
         for length, start in ends:
-            context, longest = rows_work(range(start, start + length), self._windows)
+            context, longest = rows_work([start], self._windows)
+            further, last = further_work(start + 1, length - 1, self._windows)
             attended = work.attended - pairs(start, length, self._windows)
-            work = Work(work.context + context, max(work.longest, longest), attended)
+            work = Work(work.context + context + further, max(work.longest, longest, last), attended)
         return work

@@ -9,7 +9,7 @@ from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step_plan import Sample, Span
-from jengine.scheduling.work import rows_work
+from jengine.scheduling.work import further_work
 
 
 class Repeats(Rule):
@@ -52,7 +52,7 @@ class Repeats(Rule):
             return 0
         plan.enter(span.slot, self._blocks.grow(span.seq, end))
         span.length, span.following = end - span.start, sequence.tokens[start:end]
-        context, longest = rows_work(range(start, end), self._windows)
+        context, longest = further_work(start, end - start, self._windows)
         plan.work = plan.work._replace(
             context=plan.work.context + context, longest=max(plan.work.longest, longest)
         )

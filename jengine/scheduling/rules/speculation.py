@@ -16,7 +16,7 @@ from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step.timeline import Timeline
 from jengine.scheduling.step_plan import Sample, Span
-from jengine.scheduling.work import rows_work
+from jengine.scheduling.work import further_work
 from jengine.table.program_table import MOST_DRAFTS
 
 GAIN = 0.03  # weight of a step in the mean gain
@@ -163,7 +163,7 @@ class Speculation(Rule):
         plan.enter(span.slot, self._blocks.grow(span.seq, end))
         span.guesses = end - start
         span.length, span.following = 1 + span.guesses, drafts[: span.guesses]
-        context, longest = rows_work(range(start, end), self._windows)
+        context, longest = further_work(start, end - start, self._windows)
         plan.work = plan.work._replace(
             context=plan.work.context + context, longest=max(plan.work.longest, longest)
         )
