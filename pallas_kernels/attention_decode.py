@@ -1,11 +1,12 @@
-"""Paged attention for one query per sequence, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
+"""Paged attention for decode rows, one query each, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
 
 Persistent thread blocks, as many as the GPU holds at a time, process the items of a work list: tiles of 64
-tokens of a (row, kv head) pair. A block's memory warpgroup copies the tiles by TMA, page by page, as the
-block table lists them. Its compute warpgroup folds each tile into an online softmax (Milakov and Gimelshein,
-2018; Dao et al., 2022). The tensor cores multiply 64 queries at a time. The query heads of a kv head are the
-first of them; results of the others are discarded. This wastes arithmetic but no memory bandwidth, which
-limits decoding.
+tokens of a (group of rows, kv head) pair. A block's memory warpgroup copies the tiles by TMA, page by page,
+as the block table lists them. Its compute warpgroup folds each tile into an online softmax (Milakov and
+Gimelshein, 2018; Dao et al., 2022). The tensor cores multiply 64 queries at a time: the query heads of a kv
+head, of up to eight rows of one sequence, each of which masks the tokens behind its own. So these rows read
+the sequence's pages once. Results of the other lines of a product are discarded, which wastes arithmetic but
+no memory bandwidth, which limits decoding.
 
 If the work list splits a pair, each part's result and the logarithm of its softmax sum are stored, and the
 block with the last part joins them (Flash-Decoding; Dao et al., 2023; `attention_join`). That block waits for
@@ -30,9 +31,8 @@ from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.refs import body
 from pallas_kernels.support import GPU_OPTIONS
 from pallas_kernels.tuning import BLOCKS, DecodeCase, DecodeChoice
-from pallas_kernels.work_list import TILE, WorkList, even_work
-
-QUERIES = ROWS  # maximum query heads per kv head
+from pallas_kernels.work_list import QUERIES as QUERIES
+from pallas_kernels.work_list import TILE, WorkList, even_work, lines_of
 
 
 def paged_attention_decode(
@@ -49,7 +49,7 @@ def paged_attention_decode(
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Attends from one query per sequence to all tokens of the sequence.
+    """Attends from one query per row to all tokens of its sequence.
 
     `dispatch.why_decode_unsupported` gives the supported shapes and dtypes.
 
@@ -59,12 +59,13 @@ def paged_attention_decode(
             the bits of float8_e4m3fn. Contents for tokens that no query sees do not affect results, even if
             they are NaN.
         block_tables: int32 [rows, width], page ids in order. Entries are read up to a row's length, including
-            some before its window.
+            some before its window; of a group of rows, those of the first.
         lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0
             gives zeros.
         options: without slopes.
-        work: a work list for these lengths and kv heads, and for this window or a larger one; None creates
-            one. Many layers can share a list, best one that is `shared`.
+        work: a work list for these lengths and kv heads, for this window or a larger one, and for groups of
+            at most `work_list.most_rows` rows; None creates one without groups. Many layers can share a list,
+            best one that is `shared`.
         choice: the number of tiles in flight per block, at least 2; None uses `tuning.decode`.
         device: the device that this will run on, for its limits; None: an H100 or H200.
         operand_in_registers: the second product reads its left operand from registers and accumulates in
@@ -79,11 +80,15 @@ def paged_attention_decode(
     rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     group = heads // kv_heads
-    padded = -(-group // 8) * 8  # TMA copies whole tiles of shared memory
+    lines = lines_of(group)
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
     if work is None:
         blocks = tuning.decode_blocks(str(stored), head_dim, device)
         work = even_work(lengths, kv_heads, blocks=blocks, window=options.window)
+    if work.most_rows * lines > ROWS:
+        raise ValueError(
+            f"work.most_rows={work.most_rows}: a product holds {ROWS // lines} rows of {group} queries"
+        )
     case = DecodeCase(str(stored), str(q.dtype), heads, kv_heads, head_dim, page_size, rows)
     stages = (choice or tuning.decode(case, device)).stages
     pairs = (
@@ -94,24 +99,24 @@ def paged_attention_decode(
     )
     of_pairs, parts = (pairs,) if pairs > 1 else (), head_dim // COLUMNS
     queries = q.reshape(rows * heads, head_dim)
-    if len(queries) < padded:
-        queries = jnp.pad(queries, ((0, padded - len(queries)), (0, 0)))
+    if len(queries) < lines:
+        queries = jnp.pad(queries, ((0, lines - len(queries)), (0, 0)))
     signals = jax.new_ref(work.signals) if isinstance(work.signals, jax.Array) else work.signals
     lists = work.first, work.items, work.joins, signals
     scratch = Scratch(
         o=tiled((*of_pairs, parts, ROWS, COLUMNS), q.dtype, rows=math.gcd(group, 8)),
         p=None if operand_in_registers else tiled((*of_pairs, ROWS, TILE), q.dtype),
         part=plgpu.SMEM((*of_pairs, ROWS, COLUMNS), jnp.float32),
-        q_full=plgpu.Barrier(num_arrivals=parts, num_barriers=pairs),
+        q_full=plgpu.Barrier(num_arrivals=parts, num_barriers=pairs * work.most_rows),
         q=tiled((*of_pairs, ROWS, head_dim), q.dtype),
         ring=ring_of(q.dtype, k_pages, stages, pairs),
     )
 
     out, *_ = plgpu.kernel(
-        body(run, Outputs, Form(rows, group, options.static)),
+        body(run, Outputs, Form(rows, work.most_rows, group, lines, options.static)),
         out_type=(
             jax.ShapeDtypeStruct((rows * heads, head_dim), q.dtype),
-            jax.ShapeDtypeStruct((work.slots, padded, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((work.slots, lines, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((work.slots, ROWS), jnp.float32),
         ),
         scratch_types=[scratch],

@@ -34,51 +34,57 @@ class Join(NamedTuple):
     first: jax.Array
     parts: jax.Array
     elsewhere: jax.Array
+    rows: jax.Array
 
     @staticmethod
     def read(ref: Any, index: Any) -> Join:
         return Join(*(ref[index, field] for field in range(len(Join._fields))))
 
 
-def join(
-    item: Join, signals: Any, part_ref: Any, sum_ref: Any, o_smem: Any, out: Any, sinks: list[jax.Array]
-) -> None:
-    """Waits for the parts that are in other blocks, and writes the pair's result.
+def await_parts(item: Join, signals: Any) -> None:
+    """Waits for the parts that are in other blocks; signals: the join's semaphore."""
+    pl.when(item.elsewhere > 0)(partial(wait, signals, item.elsewhere))
 
-    Copies of this block's own parts from shared memory must have finished.
+
+def join(
+    item: Join, row: Any, part_ref: Any, sum_ref: Any, o_smem: Any, out: Any, sinks: list[jax.Array]
+) -> None:
+    """Writes the result of a row of the pair.
+
+    All parts must be stored: see `await_parts`, and copies of this block's own parts must have finished.
 
     Args:
-        signals: the join's semaphore.
-        part_ref: float32 [slots, padded, head_dim] in global memory, each part's normalized result. Rows
+        row: index in the group.
+        part_ref: float32 [slots, lines, head_dim] in global memory, each part's normalized results. Lines
             after the first `group` are padding.
-        sum_ref: float32 [slots, 64] in global memory, the base-2 logarithms of the parts' softmax sums.
-        o_smem: [head_dim // COLUMNS, at least padded, COLUMNS], shared memory that nothing reads. The copies
-            from it are not awaited.
+        sum_ref: float32 [slots, 64] in global memory, the base-2 logarithms of the parts' softmax sums, of
+            all rows in the slot of the first.
+        o_smem: [head_dim // COLUMNS, lines, COLUMNS], shared memory that nothing reads. The copies from it
+            are not awaited.
         out: [group, head_dim] in global memory.
         sinks: for each query head of the pair, a score without a value; empty for none.
     """
-    padded, head_dim = part_ref.shape[1:]
-    pl.when(item.elsewhere > 0)(partial(wait, signals, item.elsewhere))
-    for i in range(head_dim // COLUMNS):
+    for i in range(part_ref.shape[2] // COLUMNS):
         columns = pl.ds(i * COLUMNS, COLUMNS)
-        store(
-            o_smem.at[i, pl.ds(0, padded)],
-            _joined(item, part_ref, sum_ref, columns, sinks).astype(o_smem.dtype),
-        )
+        joined = _joined(item, row, part_ref, sum_ref, columns, sinks)
+        store(o_smem.at[i], joined.astype(o_smem.dtype))
     plgpu.commit_smem()
     copy_rows_out(o_smem, out)
 
 
-def _joined(item: Join, part_ref: Any, sum_ref: Any, columns: Any, sinks: list[jax.Array]) -> jax.Array:
-    padded = part_ref.shape[1]
-    together = max(1, NUMBERS // (padded * COLUMNS))
+def _joined(
+    item: Join, row: Any, part_ref: Any, sum_ref: Any, columns: Any, sinks: list[jax.Array]
+) -> jax.Array:
+    lines = part_ref.shape[1]
+    together = max(1, NUMBERS // (lines * COLUMNS))
 
     def fold(turn: jax.Array, carry: Any) -> Any:
         m, total, acc = carry
         numbers = [turn * together + i for i in range(together)]
-        slots = [item.first + jnp.minimum(number, item.parts - 1) for number in numbers]
-        lse = [_load(sum_ref.at[slot, pl.ds(0, padded)], rows_by_warp().reduce(1)) for slot in slots]
-        values = [_load(part_ref.at[slot, :, columns], rows_by_warp()) for slot in slots]
+        slots = [item.first + jnp.minimum(number, item.parts - 1) * item.rows for number in numbers]
+        own = pl.ds(row * lines, lines)
+        lse = [_load(sum_ref.at[slot, own], rows_by_warp().reduce(1)) for slot in slots]
+        values = [_load(part_ref.at[slot + row, :, columns], rows_by_warp()) for slot in slots]
         lse = [
             x + jnp.where(number < item.parts, 0.0, MASKED) for number, x in zip(numbers, lse, strict=True)
         ]
@@ -92,11 +98,11 @@ def _joined(item: Join, part_ref: Any, sum_ref: Any, columns: Any, sinks: list[j
             total, acc = total + weight, acc + value * _wide(weight, acc)
         return m_new, total, acc
 
-    zeros = plgpu.layout_cast(jnp.zeros((padded, COLUMNS), jnp.float32), rows_by_warp())
-    nothing = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), rows_by_warp().reduce(1))
+    zeros = plgpu.layout_cast(jnp.zeros((lines, COLUMNS), jnp.float32), rows_by_warp())
+    nothing = plgpu.layout_cast(jnp.zeros((lines,), jnp.float32), rows_by_warp().reduce(1))
     m, total = nothing + 2 * MASKED, nothing
     if sinks:
-        line = plgpu.broadcasted_iota(jnp.int32, (padded,), 0, layout=rows_by_warp().reduce(1))
+        line = plgpu.broadcasted_iota(jnp.int32, (lines,), 0, layout=rows_by_warp().reduce(1))
         for i, sink in enumerate(sinks):
             m = jnp.where(line == i, sink * LOG2_E, m)
         total += 1.0

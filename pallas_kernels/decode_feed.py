@@ -2,8 +2,8 @@
 memory.
 
 Tiles follow each other in a ring across item boundaries, so an item's first tiles arrive while the previous
-item is computed. Values of tokens that the query does not see are set to zero: their weights are zero, but 0
-* NaN is NaN. Tiles of an eight-bit cache are copied as stored, with their scales. The memory warpgroup
+item is computed. Values of tokens that no query of the item sees are set to zero: their weights are zero, but
+0 * NaN is NaN. Tiles of an eight-bit cache are copied as stored, with their scales. The memory warpgroup
 converts them to the queries' dtype, which represents all eight-bit values exactly.
 """
 
@@ -31,7 +31,10 @@ STAGE_BYTES = 1 << 16
 
 
 class WorkItem(NamedTuple):
-    """An item of a work list, as int32 scalars; see `WorkList.items`."""
+    """An item of a work list, as int32 scalars; see `WorkList.items`.
+
+    Row i of the item sees length + i tokens.
+    """
 
     row: jax.Array
     kv_head: jax.Array
@@ -40,6 +43,12 @@ class WorkItem(NamedTuple):
     length: jax.Array
     slot: jax.Array
     join: jax.Array
+    rows: jax.Array
+
+    @property
+    def end(self) -> jax.Array:
+        """The length of the last row."""
+        return self.length + self.rows - 1
 
     @staticmethod
     def read(ref: Any, index: Any) -> WorkItem:
@@ -177,7 +186,7 @@ class Feed:
         return range(0, TILE, min(self._page_size, TILE))
 
     def _page_ids(self, item: WorkItem, tile: jax.Array) -> list[jax.Array]:
-        token, last = (item.start + tile) * TILE, lax.div(item.length - 1, self._page_size)
+        token, last = (item.start + tile) * TILE, lax.div(item.end - 1, self._page_size)
         return [
             self.tables[item.row, jnp.minimum(lax.div(token + at, self._page_size), last)]
             for at in self._places
@@ -195,12 +204,17 @@ class Feed:
 
     def _is_whole(self, item: WorkItem, tile: jax.Array) -> jax.Array:
         token = (item.start + tile) * TILE
-        return (token >= first_seen(item, self.window)) & (token + TILE <= item.length)
+        in_sequence = token + TILE <= item.end
+        return in_sequence if self.window is None else in_sequence & (token >= item.length - self.window)
 
     def _cleared(self, item: WorkItem, tile: jax.Array, values: jax.Array, layout: Any) -> jax.Array:
-        return jnp.where(
-            seen(item, tile, self.window, values.shape, 0, layout), values, jnp.zeros_like(values)
-        )
+        return jnp.where(self.used(item, tile, values.shape, layout), values, jnp.zeros_like(values))
+
+    def used(self, item: WorkItem, tile: jax.Array, shape: tuple[int, ...], layout: Any) -> jax.Array:
+        """Mask of this shape: whether any row of the item sees each token of its tile. Tokens are along the
+        first axis.
+        """
+        return seen(tokens_of(item, tile, shape, 0, layout), item.length, item.end, self.window)
 
     def _plain(self, first: jax.Array, end: jax.Array) -> jax.Array:
         k, v, (stages, _, head_dim) = self.k, self.v, self.k.smem.shape
@@ -305,18 +319,15 @@ class _Cursor(NamedTuple):
     pages: list[jax.Array]
 
 
-def first_seen(item: WorkItem, window: int | None) -> jax.Array:
-    """The first token that the query sees."""
-    return jnp.int32(0) if window is None else jnp.maximum(item.length - window, 0)
+def seen(tokens: jax.Array, shortest: jax.Array, longest: jax.Array, window: int | None) -> jax.Array:
+    """Whether any row sees each token, of rows with all lengths from `shortest` to `longest`."""
+    in_sequence = tokens < longest
+    return in_sequence if window is None else in_sequence & (tokens >= shortest - window)
 
 
-def seen(
-    item: WorkItem, tile: jax.Array, window: int | None, shape: tuple[int, ...], axis: int, layout: Any
-) -> jax.Array:
-    """Mask of this shape: whether the query sees each token of an item's tile. Tokens are along `axis`."""
-    tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + (item.start + tile) * TILE
-    in_sequence = tokens < item.length
-    return in_sequence if window is None else in_sequence & (tokens >= first_seen(item, window))
+def tokens_of(item: WorkItem, tile: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """The tokens of an item's tile, along `axis` of an array of this shape."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + (item.start + tile) * TILE
 
 
 def _convert(eight: Any, smem: Any, clear: Callable[[jax.Array, Any], jax.Array] | None = None) -> None:

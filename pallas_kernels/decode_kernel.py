@@ -6,6 +6,7 @@ The memory warpgroup of a pair is in `decode_feed`, the end of pairs that the wo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_join import Join, join
-from pallas_kernels.decode_feed import Feed, PagesInFlight, Side, WorkItem, seen
+from pallas_kernels.attention_join import Join, await_parts, join
+from pallas_kernels.decode_feed import Feed, PagesInFlight, Side, WorkItem, seen, tokens_of
 from pallas_kernels.hopper import COLUMNS, ROWS, accumulate, copy_rows_out, per_row, product, rows_by_warp
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.refs import Refs
@@ -59,9 +60,10 @@ class Outputs(NamedTuple):
 
     Attributes:
         out: [rows * heads, head_dim].
-        parts: float32 [slots, padded, head_dim], normalized results of parts of pairs; the group's heads, and
-            padding.
-        sums: float32 [slots, ROWS], base-2 logarithms of the parts' softmax sums.
+        parts: float32 [slots, lines, head_dim], normalized results of parts of pairs; of each row the group's
+            heads, and padding.
+        sums: float32 [slots, ROWS], base-2 logarithms of the parts' softmax sums, of all rows in the slot of
+            the first.
     """
 
     out: Any
@@ -74,10 +76,11 @@ class Scratch(NamedTuple):
     several.
 
     Attributes:
-        o: [head_dim // COLUMNS, ROWS, COLUMNS], queries and results on their way.
+        o: [head_dim // COLUMNS, ROWS, COLUMNS], queries and results on their way. Each row of an item has
+            `Form.lines` lines, here and in all that has ROWS.
         p: [ROWS, TILE], weights, if the second product reads them from shared memory; else None.
         part: float32 [ROWS, COLUMNS], a part's result on its way.
-        q_full: the barrier of queries, one for each pair.
+        q_full: barriers of queries, one for each row of an item and pair of warpgroups.
         q: [ROWS, head_dim].
         ring: keys and values in flight.
     """
@@ -92,9 +95,7 @@ class Scratch(NamedTuple):
     def of_pair(self, pair: jax.Array) -> Scratch:
         """A pair's part, and the whole ring."""
         p = None if self.p is None else self.p.at[pair]
-        return Scratch(
-            self.o.at[pair], p, self.part.at[pair], self.q_full.at[pair], self.q.at[pair], self.ring
-        )
+        return Scratch(self.o.at[pair], p, self.part.at[pair], self.q_full, self.q.at[pair], self.ring)
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,16 @@ class Form:
 
     Attributes:
         rows: of the batch.
+        most_rows: of an item.
         group: query heads per kv head.
+        lines: of a product for each row: the group's heads, and padding.
         options: without arrays.
     """
 
     rows: int
+    most_rows: int
     group: int
+    lines: int
     options: AttentionOptions
 
 
@@ -190,9 +195,8 @@ class Compute:
             )
         plgpu.barrier_arrive(k.free.at[stage])
         s, factor = scores(s, options)
-        s = jnp.where(
-            seen(item, tile, options.window, (ROWS, TILE), 1, plgpu.Layout.WGMMA), s * factor, -jnp.inf
-        )
+        tokens, lengths = tokens_of(item, tile, s.shape, 1, plgpu.Layout.WGMMA), self._lengths(item, s.shape)
+        s = jnp.where(seen(tokens, lengths, lengths, options.window), s * factor, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=1))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
@@ -200,7 +204,7 @@ class Compute:
         if v.scale is not None:
             scales = _along_columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
             # other scales may be NaN
-            real = seen(item, tile, options.window, (TILE,), 0, plgpu.Layout.WGMMA.reduce(0))
+            real = self.feed.used(item, tile, (TILE,), plgpu.Layout.WGMMA.reduce(0))
             p *= lax.broadcast_in_dim(jnp.where(real, scales, jnp.zeros_like(scales)), p.shape, [1])
         weights = self._operand(p.astype(q.dtype))
         plgpu.barrier_wait(v.full.at[stage])
@@ -219,31 +223,60 @@ class Compute:
         plgpu.commit_smem()
         return self.scratch.p
 
-    def _first_query(self, item: WorkItem | Join) -> Any:
-        return item.row * self._heads + item.kv_head * self.form.group
+    def _for_rows(self, item: WorkItem | Join, do: Callable[[jax.Array], None]) -> None:
+        """Does something for each row of the item, given its index there."""
+        if self.form.most_rows == 1:
+            do(jnp.int32(0))
+        else:
+            pl.loop(0, item.rows)(do)
+
+    def _lengths(self, item: WorkItem, shape: tuple[int, ...]) -> jax.Array:
+        """The length of each line's row, or that of all lines if items have one row."""
+        if self.form.most_rows == 1:
+            return item.length
+        line = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+        return lax.broadcast_in_dim(item.length + lax.div(line, self.form.lines), shape, [0])
+
+    def _first_query(self, item: WorkItem | Join, row: jax.Array) -> Any:
+        """Of a row of the item."""
+        return (item.row + row) * self._heads + item.kv_head * self.form.group
+
+    def _lines(self, row: jax.Array, count: int) -> Any:
+        """The first lines of a row of an item."""
+        return pl.ds(row * self.form.lines, count)
+
+    def _full(self, row: jax.Array) -> Any:
+        pair = self.feed.pair
+        return self.scratch.q_full.at[row if pair is None else pair * self.form.most_rows + row]
 
     def _load_queries(self, item: WorkItem) -> None:
         """Loads the item's queries through shared memory for results: a TMA copy to tiled memory must start
         at a multiple of 8 rows.
         """
-        padded, (o, q, full) = (
-            self.outputs.parts.shape[1],
-            (self.scratch.o, self.scratch.q, self.scratch.q_full),
-        )
-        head, some = self._first_query(item), pl.ds(0, padded)
+        lines, o, q = self.form.lines, self.scratch.o, self.scratch.q
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the previous item's results
-        for i, part in enumerate(self._columns):  # zeros beyond the last query
-            plgpu.copy_gmem_to_smem(self.inputs.q.at[pl.ds(head, padded), part], o.at[i, some], full)
-        plgpu.barrier_wait(full)
-        for i, part in enumerate(self._columns):
-            store(q.at[some, part], plgpu.load(o.at[i, some], layout=rows_by_warp()))
+
+        def fetch(row: jax.Array) -> None:
+            head = self._first_query(item, row)
+            for i, part in enumerate(self._columns):  # zeros beyond the last query
+                source, target = self.inputs.q.at[pl.ds(head, lines), part], o.at[i, self._lines(row, lines)]
+                plgpu.copy_gmem_to_smem(source, target, self._full(row))
+
+        def take(row: jax.Array) -> None:
+            plgpu.barrier_wait(self._full(row))
+            own = self._lines(row, lines)
+            for i, part in enumerate(self._columns):
+                store(q.at[own, part], plgpu.load(o.at[i, own], layout=rows_by_warp()))
+
+        self._for_rows(item, fetch)
+        self._for_rows(item, take)
         plgpu.commit_smem()
 
     def _put(self, item: WorkItem, m: jax.Array, total: jax.Array, accs: Accumulators) -> None:
         """Writes the result of a whole pair."""
         o, group, sinks = self.scratch.o, self.form.group, self.inputs.sinks
         if sinks is not None:
-            sink = _by_row([sinks[item.kv_head * group + i] * LOG2_E for i in range(group)])
+            sink = _by_line([sinks[item.kv_head * group + i] * LOG2_E for i in range(group)], self.form.lines)
             most = jnp.maximum(m, sink)
             rescale = jnp.exp2(m - most)
             inverse = rescale / (total * rescale + jnp.exp2(sink - most))
@@ -252,20 +285,30 @@ class Compute:
         for i, acc in enumerate(accs):
             store(o.at[i], (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(o.dtype))
         plgpu.commit_smem()
-        copy_rows_out(o, self.outputs.out.at[pl.ds(self._first_query(item), group)])
+
+        def put(row: jax.Array) -> None:
+            out = self.outputs.out.at[pl.ds(self._first_query(item, row), group)]
+            copy_rows_out(o.at[:, self._lines(row, group)], out)
+
+        self._for_rows(item, put)
 
     def _put_part(self, item: WorkItem, m: jax.Array, total: jax.Array, accs: Accumulators) -> None:
         """Stores the result of a part of a pair, and signals it."""
         parts, staged = self.outputs.parts, self.scratch.part
         total = jnp.maximum(total, SMALLEST)
         inverse = 1.0 / total
+
+        def put(part: Any, row: jax.Array) -> None:
+            own = staged.at[self._lines(row, self.form.lines)]
+            plgpu.copy_smem_to_gmem(own, parts.at[item.slot + row, :, part])
+
         store(self.outputs.sums.at[item.slot], m + jnp.log2(total))
         for i, (acc, part) in enumerate(zip(accs, self._columns, strict=True)):
             if i > 0:  # results of earlier items have been copied: see `_load_queries`
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store(staged, acc * lax.broadcast_in_dim(inverse, acc.shape, [0]))
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, parts.shape[1])], parts.at[item.slot, :, part])
+            self._for_rows(item, partial(put, part))
 
         @pl.when(item.join >= 0)
         def _() -> None:
@@ -279,17 +322,15 @@ class Compute:
         @pl.when(pair.parts > 0)
         def _() -> None:
             plgpu.wait_smem_to_gmem(0)
-            out = self.outputs.out.at[pl.ds(self._first_query(pair), group)]
+            await_parts(pair, self.inputs.signals.at[index])
             own = [] if sinks is None else [sinks[pair.kv_head * group + i] for i in range(group)]
-            join(
-                pair,
-                self.inputs.signals.at[index],
-                self.outputs.parts,
-                self.outputs.sums,
-                self.scratch.o,
-                out,
-                own,
-            )
+
+            def put(row: jax.Array) -> None:
+                out = self.outputs.out.at[pl.ds(self._first_query(pair, row), group)]
+                o = self.scratch.o.at[:, self._lines(row, self.form.lines)]
+                join(pair, row, self.outputs.parts, self.outputs.sums, o, out, own)
+
+            self._for_rows(pair, put)
 
     def clear(self, row: jax.Array) -> None:
         """Writes zeros for a row without a sequence."""
@@ -306,12 +347,13 @@ class Compute:
                 copy_rows_out(o, self.outputs.out.at[pl.ds(row * heads + at, some)])
 
 
-def _by_row(values: list[jax.Array]) -> jax.Array:
-    """float32 [ROWS] that begins with the scalars; the other rows are never read back."""
+def _by_line(values: list[jax.Array], lines: int) -> jax.Array:
+    """float32 [ROWS] in which every `lines` begin with the scalars; the others are never read back."""
     layout = plgpu.Layout.WGMMA.reduce(1)
-    row, result = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout), per_row(MASKED)
+    line, result = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout), per_row(MASKED)
+    head = lax.rem(line, lines)
     for i, value in enumerate(values):
-        result = jnp.where(row == i, value, result)
+        result = jnp.where(head == i, value, result)
     return result
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import products, tuning, work_list, xla
+from pallas_kernels import products, tuning, xla
 from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.options import PLAIN, AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct
@@ -38,7 +38,7 @@ from pallas_kernels.support import DTYPES as DTYPES
 from pallas_kernels.support import HOPPER as HOPPER
 from pallas_kernels.support import Impl as Impl
 from pallas_kernels.weights import prepare as prepare_product
-from pallas_kernels.work_list import WorkList
+from pallas_kernels.work_list import WorkList, even_work, fixed_work, most_rows
 from pallas_kernels.xla import Queries, Rotation
 
 why_flashinfer_unsupported = flashinfer.why_unsupported
@@ -119,6 +119,8 @@ def decode_work(
     lengths: jax.Array,
     *,
     tokens: int,
+    heads: int,
+    owners: jax.Array | None = None,
     window: int | None = None,
     batch_invariant: bool = False,
     device: jax.Device | None = None,
@@ -128,6 +130,10 @@ def decode_work(
     Args:
         lengths: int32 [rows], as in `paged_attention_decode`.
         tokens: the maximum length.
+        heads: number of query heads.
+        owners: int32 [rows], the sequence of each row. Rows that follow each other in the batch and in a
+            sequence, which have the same block table, read its pages together. None: no row has the sequence
+            of another.
         batch_invariant: split sequences so that a row's result does not depend on the other rows.
 
     Returns:
@@ -138,9 +144,13 @@ def decode_work(
     kv_heads, _, head_dim = k_pages.shape[1:]
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
     blocks = tuning.decode_blocks(str(stored), head_dim, device or jax.devices()[0])
-    if batch_invariant:
-        return work_list.fixed_work(lengths, kv_heads, blocks=blocks, tokens=tokens, window=window)
-    return work_list.even_work(lengths, kv_heads, blocks=blocks, window=window)
+    together = 1 if owners is None else most_rows(heads // kv_heads, len(lengths))
+    how: dict[str, Any] = {"blocks": blocks, "window": window, "owners": owners, "most_rows": together}
+    return (
+        fixed_work(lengths, kv_heads, tokens=tokens, **how)
+        if batch_invariant
+        else even_work(lengths, kv_heads, **how)
+    )
 
 
 def why_prefill_unsupported(

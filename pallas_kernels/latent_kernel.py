@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_join import Join, join
+from pallas_kernels.attention_join import Join, await_parts, join
 from pallas_kernels.decode_feed import WorkItem
 from pallas_kernels.hopper import COLUMNS, ROWS, per_row, product
 from pallas_kernels.refs import Refs
@@ -289,7 +289,9 @@ class ComputeGroups:
         def _() -> None:
             *_, joined = self.scratch.shared
             out = outputs.out.at[pair.row, self._heads_of(pair)]
-            join(pair, self.inputs.signals.at[index], outputs.parts, outputs.sums, joined, out, [])
+            await_parts(pair, self.inputs.signals.at[index])
+            some = joined.at[:, pl.ds(0, self.form.group)]
+            join(pair, 0, outputs.parts, outputs.sums, some, out, [])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -29,6 +29,11 @@ class Qkv(NamedTuple):
     def dtype(self) -> jnp.dtype:
         return self.q.dtype
 
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.shape[1]
+
     def split(self) -> Qkv:
         return self
 
@@ -49,6 +54,11 @@ class QueriesOnly(NamedTuple):
     @property
     def dtype(self) -> jnp.dtype:
         return self.q.dtype
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.shape[1]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("q", "k"), meta_fields=("eps", "offset"))
@@ -87,6 +97,11 @@ class QkvProduct:
     @property
     def dtype(self) -> jnp.dtype:
         return self.rows.dtype
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.rows.shape[1] * self.group
 
     def split(self) -> Qkv:
         """The same as separate arrays, with queries and keys normalized."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import ampere
+from pallas_kernels import ampere, dispatch
 from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.attention_prefill import paged_attention_prefill
@@ -56,7 +56,7 @@ def decode(
     in_registers: bool = True,
     **ways: Any,
 ) -> Case:
-    """Rows of up to 4096 tokens and eight kv heads."""
+    """Rows of up to 4096 tokens and eight kv heads. Several rows may be of one sequence."""
     kv_heads, pages = 8, 1 << 10
     cache = jax.ShapeDtypeStruct((pages, kv_heads, page_size, head_dim), dtype)
     q = jax.ShapeDtypeStruct((rows, kv_heads * group, head_dim), dtype)
@@ -65,11 +65,17 @@ def decode(
         jax.ShapeDtypeStruct((rows,), jnp.int32),
     )
     function = partial(
-        paged_attention_decode,
-        options=AttentionOptions(head_dim**-0.5, **ways),
-        operand_in_registers=in_registers,
+        _decode, options=AttentionOptions(head_dim**-0.5, **ways), operand_in_registers=in_registers
     )
-    return function, (q, cache, cache, tables, lengths)
+    return function, (q, cache, cache, tables, lengths, lengths)
+
+
+def _decode(*args: Any, options: AttentionOptions, **how: Any) -> jax.Array:
+    """Of queries, pages, tables, lengths and owners."""
+    q, k_pages, *_, lengths, owners = args
+    where = {"tokens": 4096, "heads": q.shape[1], "window": options.window, "device": device("h200")}
+    work = dispatch.decode_work(k_pages, lengths, owners=owners, **where)
+    return paged_attention_decode(*args[:-1], options, work=work, **how)
 
 
 CASES: dict[str, Case] = {
@@ -77,6 +83,8 @@ CASES: dict[str, Case] = {
     "head dim 128": decode(128, 64),
     "head dim 256": decode(256, 64),
     "head dim 128, 256 rows": decode(128, 64, rows=256),
+    "head dim 128, one row": decode(128, 64, rows=1),
+    "head dim 128, group 16": decode(128, 64, group=16),
     "head dim 128, group 8, float16": decode(128, 64, group=8, dtype=jnp.float16),
     "head dim 64, pages of 16, window, cap": decode(64, 16, **ALL),
     "head dim 128, pages of 16, window, cap": decode(128, 16, **ALL),
@@ -142,9 +150,9 @@ def copy(kind: str, page_size: int) -> Case:
 def decode_eight_bits(
     head_dim: int, page_size: int, kind: str, *, in_registers: bool = True, **ways: Any
 ) -> Case:
-    function, (q, cache, _, tables, lengths) = decode(head_dim, page_size, in_registers=in_registers, **ways)
+    function, (q, cache, _, *where) = decode(head_dim, page_size, in_registers=in_registers, **ways)
     pages = cache_of(kind, cache.shape)
-    return function, (q, pages, pages, tables, lengths)
+    return function, (q, pages, pages, *where)
 
 
 EIGHT_BITS: dict[str, Case] = {
@@ -400,18 +408,18 @@ def ampere_decode(
     head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any
 ) -> Case:
     """As `decode`."""
-    _, arrays = decode(head_dim, page_size, group=group, dtype=dtype)
+    _, (*arrays, _) = decode(head_dim, page_size, group=group, dtype=dtype)
     return (
         partial(
             ampere.paged_attention_decode, options=AttentionOptions(head_dim**-0.5, **ways), splits=splits
         ),
-        arrays,
+        (*arrays,),
     )
 
 
 def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> Case:
     """Sixteen tiles of 64 queries, otherwise as `decode`."""
-    _, (q, k, v, tables, lengths) = decode(head_dim, page_size)
+    _, (q, k, v, tables, lengths, _) = decode(head_dim, page_size)
     tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
     function = partial(
         ampere.paged_attention_prefill, options=AttentionOptions(head_dim**-0.5, **ways), splits=splits

@@ -194,7 +194,11 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     def run() -> Comparison:
         work = None
         if impl == "mosaic":
-            how: Ways = {"window": options.window, "batch_invariant": invariant}
+            how: Ways = {
+                "heads": case.shape.heads,
+                "window": options.window,
+                "batch_invariant": invariant,
+            }
             work = dispatch.decode_work(paged.k, where[1], tokens=tokens, **how)
         attend = jax.jit(partial(dispatch.paged_attention_decode, options=options, work=work, impl=impl))
         truth = _truth(reference.paged_attention_decode, options=options)

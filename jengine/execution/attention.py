@@ -190,12 +190,18 @@ class PagedAttention:
             return None
         lengths, device = self._row_lengths, self._device
         if self._latent:
-            assert isinstance(qkv, Qkv)
-            work = latent_dispatch.latent_decode_work(qkv.q.shape[1], lengths, device=device)
+            work = latent_dispatch.latent_decode_work(qkv.heads, lengths, device=device)
         else:
             tokens, invariant = self._row_tables.shape[1] * self._page_size, self._batch_invariant
             pages = views(kv, self._group, self._page_size)[0]
             work = dispatch.decode_work(
-                pages, lengths, tokens=tokens, window=window, batch_invariant=invariant, device=device
+                pages,
+                lengths,
+                tokens=tokens,
+                heads=qkv.heads,
+                owners=self._batch.row_slots,
+                window=window,
+                batch_invariant=invariant,
+                device=device,
             )
         return None if work is None else work.shared()

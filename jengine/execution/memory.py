@@ -24,7 +24,7 @@ from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.tuning import BLOCKS, CORES
 from pallas_kernels.weights import is_weight, stored
-from pallas_kernels.work_list import PARTS
+from pallas_kernels.work_list import PARTS, QUERIES, lines_of, most_rows
 
 CPU_DEFAULT = 1 << 30  # bytes
 PROGRAM_SHARE = 20  # the inverse of the share left to programs, for temporaries and code
@@ -246,8 +246,11 @@ def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_c
         return scores + gathered + parts * bool(kernels)
     kv_heads = array.shape[0] // spec.mesh.size
     gathered = key.pages * spec.page_size * kv_heads * queries.dim * 4 * 4 * max(key.rows, 1)
-    slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads if spec.table.batch_invariant else 0)
-    parts = 4 * slots * (queries.heads // kv_heads + 8) * queries.dim
+    own = queries.heads // kv_heads
+    # each row of a part has a slot
+    slots = BLOCKS * CORES * max(4, 2 * most_rows(own, max(key.rows, 1)))
+    slots = max(slots, PARTS * key.rows * kv_heads if spec.table.batch_invariant else 0)
+    parts = 4 * slots * (lines_of(own) * queries.dim + QUERIES)
     return scores + gathered + parts * bool(kernels)
 
 

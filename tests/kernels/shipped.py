@@ -37,6 +37,7 @@ Cases = dict[str, dict[str, Check]]  # kernel, name of the case, check: called w
 # windows so wide that their sequences are cut, and sinks without a window
 WIDE = {"scale": 0.3, "window": 400, "soft_cap": 20.0}
 ALONE = {"scale": 0.3, "sinks": True}
+FEW_ROWS, MANY_ROWS = (1, 3, 1, 1, 1, 8, 2), (1, 2, 1, 3, 5, 8, 9)  # of sequences
 
 # functions of a check's arguments
 decode = partial(partial, test_attention_decode.check)
@@ -65,6 +66,12 @@ CASES: Cases = {
         "head dim 128, group 4, int8": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, "int8", longest=330),
         "head dim 64, group 4, pages of 16, window, cap, fp8": decode(
             64, 1, 4, 16, 4, "bfloat16", WIDE, E4M3
+        ),
+        "head dim 128, group 4, several rows": decode(
+            128, 1, 4, 64, 4, "bfloat16", PLAIN, longest=400, counts=FEW_ROWS
+        ),
+        "head dim 128, group 7, several rows, sinks, fixed cuts": decode(
+            128, 1, 7, 64, -3, "bfloat16", ALONE, longest=258, counts=FEW_ROWS
         ),
     },
     "paged_attention_prefill": {
@@ -136,6 +143,21 @@ MORE: Cases = {
             (256, 4, 16, 3, "bfloat16", "", "window", WINDOW),
             (256, 8, 32, 2, "float16", E4M3, "window", WINDOW),
             (256, 16, 128, 3, "bfloat16", "int8", "window, cap", BOTH),
+        )
+    }
+    | {
+        f"head dim {size}, {heads} heads, group {group}, {kind or dtype}, many rows, {name}": decode(
+            size, heads, group, 64, blocks, dtype, ways, kind or None, counts=MANY_ROWS
+        )
+        for size, heads, group, blocks, dtype, kind, name, ways in (
+            (128, 8, 4, 12, "bfloat16", "", "plain", PLAIN),  # Llama 3
+            (128, 4, 7, -6, "bfloat16", "", "plain", PLAIN),  # Qwen 2
+            (64, 1, 8, 4, "bfloat16", "", "window, cap, sinks", {**WIDE, "sinks": True}),
+            (128, 1, 12, -4, "float16", "", "window", WINDOW),
+            (256, 1, 32, 3, "bfloat16", "", "cap", CAP),
+            (64, 2, 1, 5, "bfloat16", "int8", "window", WINDOW),
+            (128, 1, 5, 4, "bfloat16", E4M3, "sinks", SINKS),
+            (256, 1, 4, -3, "float16", "int8", "window, cap", BOTH),
         )
     },
     "paged_attention_prefill": {

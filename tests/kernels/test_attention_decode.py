@@ -20,7 +20,7 @@ from pallas_kernels import reference, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import dequantize, movable, quantize
-from pallas_kernels.work_list import even_work, fixed_work
+from pallas_kernels.work_list import even_work, fixed_work, most_rows
 from tests.kernels.interpreted import (
     INTERPRETED,
     RACES,
@@ -68,23 +68,28 @@ def check(
     kind: str | None = None,
     *,
     longest: int = 700,
+    counts: tuple[int, ...] = (1,) * 7,
     runner: Runner = INTERPRETED,
 ) -> float:
     """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers.
 
     Args:
         longest: tokens of a row; so many that it is cut.
+        counts: number of rows of each sequence.
 
     Returns:
         The largest error, see `largest_error`.
     """
-    lengths = [1, page_size - 1, 0, page_size, page_size + 1, longest, 129]
+    lengths = [1, page_size - 1, 0, page_size, page_size + 1, longest, 129][: len(counts)]
     whole = cache(lengths, -(-longest // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
-    paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"), behind=0)
+    oldest = np.array(lengths) - counts
+    paged = only_what_is_seen(whole, oldest, lengths, ways.get("window"), behind=0)
+    whole, paged = of_rows(whole, counts), of_rows(paged, counts)
     clean = paged.clean()
     if kind:
         (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
-    q = jnp.asarray(np.random.default_rng(7).normal(size=(len(lengths), kv_heads * group, head_dim)), dtype)
+    rows = sum(counts)
+    q = jnp.asarray(np.random.default_rng(7).normal(size=(rows, kv_heads * group, head_dim)), dtype)
     options = options_of(ways, kv_heads * group)
     how: Ways = {"kv_heads": kv_heads, "blocks": abs(blocks), "window": ways.get("window")}
     divide = (
@@ -92,13 +97,16 @@ def check(
         if blocks > 0
         else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
     )
-    work = jax.jit(divide)(paged.lengths)
-    run = jax.jit(
-        partial(paged_attention_decode, options=options, work=work, **runner.form(operand_in_registers=False))
-    )
+    owners = jnp.asarray(np.repeat(np.arange(len(counts)), counts), jnp.int32)
+    work = jax.jit(partial(divide, owners=owners, most_rows=most_rows(group, rows)))(paged.lengths)
+    attend = partial(paged_attention_decode, options=options, **runner.form(operand_in_registers=False))
+    run = jax.jit(partial(attend, work=work))
     got = np.asarray(runner.run(run, q, *paged), np.float32)
     if ways is WINDOW:  # what is behind it changes no bit
         np.testing.assert_array_equal(got, np.asarray(runner.run(run, q, *whole), np.float32))
+    if rows > len(counts) and blocks < 0:  # nor do the other rows of a sequence
+        alone = jax.jit(partial(attend, work=jax.jit(divide)(paged.lengths)))
+        np.testing.assert_array_equal(got, np.asarray(runner.run(alone, q, *paged), np.float32))
     want = np.asarray(
         jax.jit(partial(reference.paged_attention_decode, options=options))(q.astype(jnp.float32), *clean)
     )
@@ -106,8 +114,19 @@ def check(
     rounding = float(jnp.finfo(dtype).eps) / 2
     allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.v).max())) + 1e-5
     assert (np.abs(got - want) <= allowed).all()  # false where got is NaN
-    assert (got[2] == 0).all()
+    assert (got[np.asarray(paged.lengths) == 0] == 0).all()
     return largest_error(got, want)
+
+
+def of_rows(sequences: Cache, counts: tuple[int, ...]) -> Cache:
+    """The same pages for several rows of each sequence, the last of which sees all of its tokens."""
+    behind = np.concatenate([np.arange(count)[::-1] for count in counts])
+    lengths, tables = (
+        np.repeat(np.asarray(x), counts, axis=0) for x in (sequences.lengths, sequences.tables)
+    )
+    return sequences._replace(
+        tables=jnp.asarray(tables, jnp.int32), lengths=jnp.asarray(np.maximum(lengths - behind, 0), jnp.int32)
+    )
 
 
 def eight_bits(paged: Cache, kind: str) -> tuple[Any, Cache]:
@@ -126,6 +145,49 @@ def test_the_reference_is_met(
     head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways
 ) -> None:
     check(head_dim, kv_heads, group, page_size, blocks, dtype, ways)
+
+
+# head_dim, kv_heads, group, page_size, blocks, dtype, ways, kind, longest, rows of the sequences
+TOGETHER = [
+    (64, 1, 4, 64, 3, "bfloat16", SINKS, None, 330, (1, 2, 1, 1, 1, 3, 9)),
+    # fixed cuts, one of them between rows of a sequence
+    (64, 1, 7, 32, -4, "bfloat16", SINKS, None, 258, (1, 1, 1, 1, 1, 5, 2)),
+    (64, 1, 4, 16, 5, "bfloat16", BOTH, "int8", 330, (1, 8, 1, 1, 1, 2, 1)),
+    *(
+        pytest.param(*shape, longest, (1, 2, 1, 3, 5, 8, 9), marks=pytest.mark.full)
+        for longest in (258, 700)
+        for shape in (
+            (128, 2, 4, 64, 6, "bfloat16", PLAIN, None),
+            (128, 1, 8, 16, -3, "bfloat16", SINKS, None),
+            (64, 2, 1, 32, 5, "float16", CAP, None),
+            (64, 1, 12, 64, -4, "bfloat16", BOTH, None),
+            (256, 1, 7, 128, 3, "bfloat16", WINDOW, None),
+            (64, 1, 32, 64, 4, "bfloat16", CAP, None),
+            (64, 1, 40, 64, -2, "bfloat16", PLAIN, None),
+            (128, 1, 4, 64, -4, "bfloat16", WINDOW, "float8_e4m3fn"),
+            (256, 1, 4, 16, 5, "float16", SINKS, "int8"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "group", "page_size", "blocks", "dtype", "ways", "kind", "longest", "counts"),
+    TOGETHER,
+)
+def test_rows_of_a_sequence_read_its_pages_together(
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    blocks: int,
+    dtype: str,
+    ways: Ways,
+    kind: str | None,
+    longest: int,
+    counts: tuple[int, ...],
+) -> None:
+    check(head_dim, kv_heads, group, page_size, blocks, dtype, ways, kind, longest=longest, counts=counts)
 
 
 @pytest.mark.parametrize(

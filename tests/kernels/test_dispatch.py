@@ -182,7 +182,9 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
         lambda *args, **how: given.update(how, options=args[-1]) or args[0],
     )
     k = arrays()[1]
-    work = jax.jit(partial(dispatch.decode_work, tokens=64, window=7, device=HOPPER))(k, jnp.asarray(LENGTHS))
+    work = jax.jit(partial(dispatch.decode_work, tokens=64, heads=4, window=7, device=HOPPER))(
+        k, jnp.asarray(LENGTHS)
+    )
     assert work is not None
     options = replace(OPTIONS, soft_cap=4.0)
     np.testing.assert_array_equal(run(options, impl=impl, device=HOPPER, work=work, pages=2), arrays()[0])
@@ -192,11 +194,11 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
 def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
     k, lengths = arrays()[1], jnp.asarray(LENGTHS)
     assert (
-        dispatch.decode_work(k, lengths, tokens=64)
-        is dispatch.decode_work(k, lengths, tokens=64, device=AMPERE)
+        dispatch.decode_work(k, lengths, tokens=64, heads=4)
+        is dispatch.decode_work(k, lengths, tokens=64, heads=4, device=AMPERE)
         is None
     )
-    how: dict[str, Any] = {"tokens": 64, "device": HOPPER}
+    how: dict[str, Any] = {"tokens": 64, "heads": 4, "device": HOPPER}
     even, fixed = (
         jax.jit(partial(dispatch.decode_work, batch_invariant=fixed, **how))(k, lengths)
         for fixed in (False, True)
@@ -204,6 +206,18 @@ def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
     assert even is not None and fixed is not None
     assert even.blocks == fixed.blocks == tuning.decode_blocks(str(k.dtype), k.shape[-1], HOPPER)
     assert len(even.joins) == even.blocks and len(fixed.joins) == len(lengths) * k.shape[1]
+    assert even.most_rows == fixed.most_rows == 1
+
+
+def test_rows_of_a_sequence_are_grouped_as_far_as_a_product_holds_their_queries() -> None:
+    k, lengths = arrays()[1], jnp.asarray([5, 6, 7, 5], jnp.int32)
+    owners = jnp.asarray([1, 1, 1, 2], jnp.int32)
+    for heads, rows in (8, [3, 1]), (64, [2, 1, 1]), (128, [1] * 4):
+        make = partial(dispatch.decode_work, tokens=64, heads=heads, device=HOPPER)
+        work = jax.jit(make)(k, lengths, owners=owners)
+        assert work is not None
+        by_head = {(int(item[0]), int(item[1])): int(item[7]) for item in work.items if item[3]}
+        assert [by_head[row, 1] for row in sorted({row for row, _ in by_head})] == rows
 
 
 def test_the_prefill_kernel_learns_the_device_whose_multiprocessors_it_fills(
