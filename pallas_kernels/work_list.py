@@ -138,13 +138,15 @@ def even_work(
         rows[r],
     ]
     joins = [row, place // size, slots - parts * rows[row], parts, parts - 1, rows[row]]
+    cut = (blocks - 1) * most_rows
     table = _table(joins, inside & (last == number))[:-1]
     return WorkList(
         jnp.stack([first, number], axis=1),
         _table(items, item < first[-1]),
         table,
         jnp.zeros_like(number[:-1]),
-        max(1, 2 * (blocks - 1)) * most_rows,
+        # the parts that end at borders, and the last one of each pair
+        max(1, cut + min(cut, kv_heads * len(lengths))),
         most_rows,
     )
 

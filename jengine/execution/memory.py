@@ -247,9 +247,11 @@ def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_c
     kv_heads = array.shape[0] // spec.mesh.size
     gathered = key.pages * spec.page_size * kv_heads * queries.dim * 4 * 4 * max(key.rows, 1)
     own = queries.heads // kv_heads
-    # each row of a part has a slot
-    slots = BLOCKS * CORES * max(4, 2 * most_rows(own, max(key.rows, 1)))
-    slots = max(slots, PARTS * key.rows * kv_heads if spec.table.batch_invariant else 0)
+    slots = (
+        BLOCKS * CORES * most_rows(own, max(key.rows, 1)) + key.rows * kv_heads
+    )  # one for each row of a part
+    if spec.table.batch_invariant:
+        slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads)
     parts = 4 * slots * (lines_of(own) * queries.dim + QUERIES)
     return scores + gathered + parts * bool(kernels)
 
