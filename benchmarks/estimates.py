@@ -1,16 +1,16 @@
 """Estimates the time of decode steps on GPUs that are not available, from compiled programs, with shares by
 cause.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 8b-int4 8b-fp8 ...] [--rows 1 8] [--prompts
-    1024] [--sampler truncated]
-        [--quick]
+    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 8b-int4 8b-fp8 ...] [--rows 1 8]
+        [--together 2 4 8] [--prompts 1024] [--sampler truncated] [--quick]
 
-Needs the extra `aot`. A step consists of a trunk and a sampler, the smallest programs for its rows. Models
-are compiled with one layer and with two; each further layer is assumed to take as long as the second. Each
-compiled program is saved in `.cache/estimates` and reused while the sources are unchanged. So an interrupted
-run continues where it ended, and a run with other rows compiles only the missing programs. Results are saved
-after each model and merged with those of other rows. The estimates depend on `planning.estimate.Assumptions`,
-which have not been verified on a GPU.
+Needs the extra `aot`. A step consists of a trunk and a sampler, the smallest programs for its rows. Each
+sequence has one row, or several (`--together`), as where drafts are verified. Models are compiled with one
+layer and with two; each further layer is assumed to take as long as the second. Each compiled program is
+saved in `.cache/estimates` and reused while the sources are unchanged. So an interrupted run continues where
+it ended, and a run with other rows compiles only the missing programs. Results are saved after each model and
+merged with those of other rows. The estimates depend on `planning.estimate.Assumptions`, which have not been
+verified on a GPU.
 """
 
 from __future__ import annotations
@@ -123,19 +123,26 @@ def kept(name: str, spec: ExecutionSpec, key: Any, folder: Path = KEPT) -> Compi
 def sources() -> str:
     """A digest of the sources that determine programs and estimates."""
     digest = hashlib.sha256(f"{source_digest()} {jax.__version__} {TARGET}".encode())
-    for file in [Path(__file__), *sorted((ROOT / "jengine" / "planning").glob("*.py"))]:
+    for file in [Path(__file__), *sorted((ROOT / "jengine" / "capacity" / "planning").glob("*.py"))]:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> dict[str, Any]:
-    """Milliseconds and shares by rows and context, and for prompts of these lengths, each computed in one
-    step.
+def measure(
+    name: str, sampler: Any, batches: list[int], of_each: list[int], prompts: list[int]
+) -> dict[str, Any]:
+    """Milliseconds, shares, and bytes of the cache by rows and context, and for prompts of these lengths,
+    each computed in one step.
+
+    Args:
+        batches: numbers of sequences.
+        of_each: numbers of rows of each sequence.
     """
     config, options = MODELS[name]
     one, two = (described(config, options, layers) for layers in (1, 2))
     trunks, samplers = dict[int, TrunkKey](), dict[int, SamplerKey]()
-    for rows in batches:
+    steps = [(count, each) for count in batches for each in of_each if count * each <= max(ROWS)]
+    for rows in {count * each: None for count, each in steps}:
         trunks[rows] = next(key for key in one.table.trunks() if key.rows >= rows and not key.tiles)
         samplers[rows] = next(
             key for key in one.table.samplers() if key.rows >= rows and key.variant == sampler
@@ -151,21 +158,32 @@ def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> 
     ]
     device, layers = device_spec(TARGET), int(config["num_hidden_layers"])
 
-    def trunk(key: TrunkKey, what: Step) -> Estimate:
+    def trunk(key: TrunkKey, what: Step) -> tuple[Estimate, int]:
+        """And the kernels of a layer."""
         shallow, deep = (programs[key].estimate(one, device, what) for programs in built)
-        return longer(shallow, deep, layers)
+        return longer(shallow, deep, layers), deep.kernels - shallow.kernels
 
-    def step(rows: int, context: int) -> Estimate:
-        what = Step(rows, context)
-        return together([trunk(trunks[rows], what), built[0][samplers[rows]].estimate(one, device, what)])
+    def step(count: int, each: int, context: int) -> tuple[Estimate, int]:
+        rows, what = count * each, Step(count * each, context, each)
+        own, of_layer = trunk(trunks[rows], what)
+        return together([own, built[0][samplers[rows]].estimate(one, device, what)]), of_layer
 
-    found = {f"{rows} x {context}": step(rows, context) for rows in batches for context in CONTEXTS}
+    found = {
+        f"{count} x {context}" if each == 1 else f"{count} of {each} x {context}": step(count, each, context)
+        for count, each in steps
+        for context in CONTEXTS
+    }
     for tokens in prompts:  # with one decode row; a tile attends to half of the tokens on average
         found[f"prompt of {tokens}"] = trunk(whole[tokens], Step(1, (tokens + one.table.tile_size) // 2))
     results: dict[str, Any] = {}
-    for case, estimate in found.items():
-        shares = {cause: round(estimate.seconds[cause] / estimate.total, 3) for cause in CAUSES}
-        results[case] = {"ms": round(1e3 * estimate.total, 3), "kernels": estimate.kernels, "shares": shares}
+    for case, (estimate, of_layer) in found.items():
+        results[case] = {
+            "ms": round(1e3 * estimate.total, 3),
+            "kernels": estimate.kernels,
+            "kernels_of_a_layer": of_layer,
+            "cache_gb": round(estimate.moved["cache"] / 1e9, 3),
+            "shares": {cause: round(estimate.seconds[cause] / estimate.total, 3) for cause in CAUSES},
+        }
     return {
         "devices": one.mesh.size,
         "launches": {str(key): program.launches for key, program in built[1].items()},
@@ -176,7 +194,8 @@ def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
-    parser.add_argument("--rows", type=int, nargs="*", default=[*ROWS])
+    parser.add_argument("--rows", type=int, nargs="*", default=[*ROWS], help="sequences")
+    parser.add_argument("--together", type=int, nargs="+", default=[1], help="rows of each sequence")
     parser.add_argument(
         "--prompts",
         type=int,
@@ -192,7 +211,7 @@ def main() -> None:
     if options.quick:
         options.models, options.sampler = options.models[:1], "greedy"
     for name in options.models:
-        result = measure(name, options.sampler, options.rows, options.prompts)
+        result = measure(name, options.sampler, options.rows, options.together, options.prompts)
         show(name, result)
         if not options.quick:
             file = RESULTS / "estimates.json"
@@ -210,11 +229,13 @@ def main() -> None:
 def show(name: str, result: dict[str, Any]) -> None:
     causes = "".join(f"{cause:>13}" for cause in CAUSES)
     print(
-        f"\n{name} on {result['devices']} x {TARGET}\n{'rows x context':>14} {'ms':>9} {'kernels':>8}{causes}"
+        f"\n{name} on {result['devices']} x {TARGET}\n"
+        f"{'rows x context':>15} {'ms':>9} {'kernels':>8} {'a layer':>8} {'cache GB':>9}{causes}"
     )
     for step, figures in result["steps"].items():
         shares = "".join(f"{figures['shares'][cause]:13.0%}" for cause in CAUSES)
-        print(f"{step:>14} {figures['ms']:9.2f} {figures['kernels']:8,}{shares}", flush=True)
+        counts = f"{figures['kernels']:8,} {figures['kernels_of_a_layer']:8}"
+        print(f"{step:>15} {figures['ms']:9.2f} {counts} {figures['cache_gb']:9.2f}{shares}", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ ENTRY %main (q: bf16[256,128]) -> bf16[256,128] {
   %tables = s32[8,64]{1,0} parameter(3)
   %lengths = s32[8]{0} parameter(4)
   %first = s32[21,2]{1,0} parameter(5)
-  %items = s32[51,7]{1,0} parameter(6)
-  %joins = s32[20,5]{1,0} parameter(7)
+  %items = s32[51,8]{1,0} parameter(6)
+  %joins = s32[20,6]{1,0} parameter(7)
   %signals = s32[20]{0} parameter(8)
   ROOT %one = (bf16[256,128]{1,0}, f32[38,8,128]{2,1,0}, f32[38,64]{1,0}, s32[20]{0}) custom-call(%q, %k, %v, %tables, %lengths, %first, %items, %joins, %signals), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/paged_attention_decode/mpmd_map"}
 }
@@ -87,6 +87,17 @@ def test_decode_draws_what_its_blocks_with_work_do(rows: int, context: int, busy
     assert found.seconds["cache"] == pytest.approx(
         size / (1e10 * tiles / most) + (EXACT.join if parts else 0)
     )
+
+
+@pytest.mark.parametrize(("together", "reads"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_decode_reads_the_pages_of_a_sequence_once(together: int, reads: int) -> None:
+    """In a step of 8 rows, `together` of each sequence."""
+    step = Step(8, 1024, together)
+    found = estimate(parse(HEAD + DECODE), step, DEVICE, launches=1, assumed=EXACT)
+    busy = min(20, reads * 4 * 16 // 4)
+    parts = busy - 1 + min(busy - 1, reads * 4)
+    size = reads * 1024 * 2 * 4 * 128 * 2 + 2 * 8 * 32 * 128 * 2 + 2 * parts * together * 8 * 128 * 4
+    assert found.moved == {cause: size if cause == "cache" else 0 for cause in found.moved}
 
 
 LATENT = """

@@ -15,14 +15,13 @@ from jengine.capacity.planning.hlo import Array, HloProgram, Instruction
 from jengine.devices.device_spec import DeviceSpec
 from pallas_kernels.flashinfer import decode as xqa
 from pallas_kernels.groups import out_per_block
-from pallas_kernels.work_list import LEAST, TILE
+from pallas_kernels.work_list import LEAST, QUERIES, TILE, most_rows
 
 Cause = Literal["weights", "cache", "activations", "links", "launches"]
 CAUSES: tuple[Cause, ...] = ("weights", "cache", "activations", "links", "launches")
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "f8e4m3fn": "float8_e4m3fn"}
 SMALL_GROUPS = 1.6  # times the instructions, if groups of 32 or 64 four-bit weights share a scale
-TENSOR_ROWS = 64  # of a product of a warpgroup; fewer heads waste the others
 OUTPUTS = 128  # of a thread block of a grouped product
 
 
@@ -64,27 +63,37 @@ class Estimate:
     Attributes:
         kernels: number of kernels that run; each iteration of a loop counts.
         seconds: by cause.
-        bytes, operations: memory traffic, and operations of matrix products.
+        moved: bytes of memory traffic, by cause.
+        operations: of matrix products.
     """
 
     kernels: int
     seconds: dict[Cause, float]
-    bytes: float
+    moved: dict[Cause, float]
     operations: float
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
 
+    @property
+    def bytes(self) -> float:
+        return sum(self.moved.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Work of a program in a step: rows without padding, and the tokens that each row and each tile attends
-    to.
+    """Work of a program in a step.
+
+    Attributes:
+        rows: without padding.
+        context: tokens that each row and each tile attends to.
+        together: number of rows of each sequence.
     """
 
     rows: int
     context: int
+    together: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +124,14 @@ def estimate(
         devices: number of devices that share the model.
     """
     seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
-    kernels, bytes_, operations = 0, 0.0, 0.0
+    bytes_, kernels, operations = seconds.copy(), 0, 0.0
     for one, times, inside in program.kernels():
         work = _work(program, one, inside, step, device, met, devices, assumed)
         rate = device.rates.get(work.dtype, device.rates["bfloat16"]) * assumed.products
         moved = work.bytes / min(device.bandwidth * assumed.bandwidth, work.bandwidth)
         seconds[work.cause] += times * (max(moved, work.operations / rate) + work.more)
         kernels += times
-        bytes_ += times * work.bytes
+        bytes_[work.cause] += times * work.bytes
         operations += times * work.operations
     alone = _turns(program)
     seconds["launches"] += kernels * assumed.kernel + launches * assumed.launch + alone * assumed.turn
@@ -132,11 +141,10 @@ def estimate(
 def together(estimates: Iterable[Estimate]) -> Estimate:
     """Sum for programs that run one after the other."""
     all_of = list(estimates)
-    seconds = {cause: sum(one.seconds[cause] for one in all_of) for cause in CAUSES}
     return Estimate(
         sum(e.kernels for e in all_of),
-        seconds,
-        sum(e.bytes for e in all_of),
+        {cause: sum(one.seconds[cause] for one in all_of) for cause in CAUSES},
+        {cause: sum(one.moved[cause] for one in all_of) for cause in CAUSES},
         sum(e.operations for e in all_of),
     )
 
@@ -147,11 +155,10 @@ def longer(one: Estimate, two: Estimate, layers: int) -> Estimate:
     def grown(a: float, b: float) -> float:
         return a + (layers - 1) * (b - a)
 
-    seconds = {cause: grown(one.seconds[cause], two.seconds[cause]) for cause in CAUSES}
     return Estimate(
         round(grown(one.kernels, two.kernels)),
-        seconds,
-        grown(one.bytes, two.bytes),
+        {cause: grown(one.seconds[cause], two.seconds[cause]) for cause in CAUSES},
+        {cause: grown(one.moved[cause], two.moved[cause]) for cause in CAUSES},
         grown(one.operations, two.operations),
     )
 
@@ -254,17 +261,23 @@ def _xqa(operands: list[Array], step: Step, device: DeviceSpec, assumed: Assumpt
 
 
 def _decode(operands: list[Array], step: Step, assumed: Assumptions) -> _Work:
-    """Of decode attention: each block of threads that has work reads as many tiles."""
+    """Of decode attention: each block of threads that has work reads as many tiles. Rows of a sequence read
+    its tiles together.
+    """
     queries, keys = operands[0], next(array for array in operands[1:] if len(array.shape) == 4)
     tables, _, first, _ = [array for array in operands if array.dtype == "s32"][:4]
-    rows, blocks = tables.shape[0], first.shape[0] - 1
-    pairs = min(step.rows, rows) * keys.shape[1]
+    (rows, _), kv_heads, blocks = tables.shape, keys.shape[1], first.shape[0] - 1
+    live = min(step.rows, rows)
+    group = queries.shape[0] // (rows * kv_heads)
+    together = min(step.together, most_rows(group, rows))
+    reads = live // step.together * math.ceil(step.together / together)  # of a sequence's pages
+    pairs = reads * kv_heads
     tiles = max(1, pairs * math.ceil(step.context / TILE))
     busy = min(max(tiles // LEAST, 1), blocks)
-    share = min(step.rows, rows) / rows
+    share = live / rows
     # bytes of parts' results
-    cut = (busy - 1 + min(busy - 1, pairs)) * 4 * queries.size // (rows * keys.shape[1])
-    size = min(step.rows, rows) * step.context * _token_bytes(operands) + 2 * share * queries.bytes + 2 * cut
+    cut = (busy - 1 + min(busy - 1, pairs)) * together * 4 * group * queries.shape[1]
+    size = reads * step.context * _token_bytes(operands) + 2 * share * queries.bytes + 2 * cut
     drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
     operations = 4.0 * queries.size * share * step.context
     return _Work("cache", size, operations, DTYPES[queries.dtype], drawn, assumed.join if cut else 0.0)
@@ -284,7 +297,7 @@ def _latent_decode(operands: list[Array], results: list[Array], step: Step, assu
         + live * (queries.bytes + out.bytes) / rows
         + 2 * cut
     )
-    operations = 2.0 * TENSOR_ROWS * pairs * step.context * (key_dim + rank)
+    operations = 2.0 * QUERIES * pairs * step.context * (key_dim + rank)
     drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
     return _Work("cache", size, operations, DTYPES[queries.dtype], drawn, assumed.join if cut else 0.0)
 
