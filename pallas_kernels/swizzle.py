@@ -99,14 +99,18 @@ def _alignment(ref: Any) -> int:
     kind, (tile, _) = ir.MemRefType(source.type), _read(op.attributes["in_transforms"][0])
     strides, _ = kind.get_strides_and_offset()
     tiles = (1,) * (kind.rank - len(tile)) + tile
+    dynamic = iter(op.offsets)
     for size, part, offset, stride, step in zip(
         kind.shape, op.static_sizes, op.static_offsets, strides, tiles, strict=True
     ):
+        # slices begin with whole tiles
+        steps = offset
+        if ir.ShapedType.is_dynamic_size(offset):
+            steps = math.lcm(step, layout_inference.dynamic_gcd(size, next(dynamic)))
         if size == part or offset == 0:
             continue
         numbers = stride * math.prod(
             other for other, wider in zip(tiles, strides, strict=True) if wider > stride
         )
-        steps = step if ir.ShapedType.is_dynamic_size(offset) else offset  # slices begin with whole tiles
         known = math.gcd(known, steps * numbers * bitwidth(kind.element_type) // 8)
     return known
