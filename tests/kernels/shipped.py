@@ -147,7 +147,7 @@ MORE: Cases = {
     }
     | {
         f"head dim {size}, {heads} heads, group {group}, {kind or dtype}, many rows, {name}": decode(
-            size, heads, group, 64, blocks, dtype, ways, kind or None, counts=MANY_ROWS
+            size, heads, group, 64, blocks, dtype, ways, kind or None, counts=MANY_ROWS, alone=blocks < 0
         )
         for size, heads, group, blocks, dtype, kind, name, ways in (
             (128, 8, 4, 12, "bfloat16", "", "plain", PLAIN),  # Llama 3

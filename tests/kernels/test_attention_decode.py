@@ -69,6 +69,7 @@ def check(
     *,
     longest: int = 700,
     counts: tuple[int, ...] = (1,) * 7,
+    alone: bool = False,
     runner: Runner = INTERPRETED,
 ) -> float:
     """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers.
@@ -76,6 +77,7 @@ def check(
     Args:
         longest: tokens of a row; so many that it is cut.
         counts: number of rows of each sequence.
+        alone: each row has the same bits in a group of its own. So it is with fixed cuts.
 
     Returns:
         The largest error, see `largest_error`.
@@ -104,9 +106,9 @@ def check(
     got = np.asarray(runner.run(run, q, *paged), np.float32)
     if ways is WINDOW:  # what is behind it changes no bit
         np.testing.assert_array_equal(got, np.asarray(runner.run(run, q, *whole), np.float32))
-    if rows > len(counts) and blocks < 0:  # nor do the other rows of a sequence
-        alone = jax.jit(partial(attend, work=jax.jit(divide)(paged.lengths)))
-        np.testing.assert_array_equal(got, np.asarray(runner.run(alone, q, *paged), np.float32))
+    if alone:
+        run = jax.jit(partial(attend, work=jax.jit(divide)(paged.lengths)))
+        np.testing.assert_array_equal(got, np.asarray(runner.run(run, q, *paged), np.float32))
     want = np.asarray(
         jax.jit(partial(reference.paged_attention_decode, options=options))(q.astype(jnp.float32), *clean)
     )
@@ -187,7 +189,8 @@ def test_rows_of_a_sequence_read_its_pages_together(
     longest: int,
     counts: tuple[int, ...],
 ) -> None:
-    check(head_dim, kv_heads, group, page_size, blocks, dtype, ways, kind, longest=longest, counts=counts)
+    how: Ways = {"longest": longest, "counts": counts, "alone": blocks < 0}
+    check(head_dim, kv_heads, group, page_size, blocks, dtype, ways, kind, **how)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,11 @@ from pallas_kernels.work_list import LEAST, PARTS, TILE, WorkList, even_work, fi
 
 ROWS, TOKENS = 6, 40 * TILE
 LENGTHS = st.lists(st.integers(0, TOKENS) | st.just(0) | st.just(TOKENS), min_size=ROWS, max_size=ROWS)
-# lengths of the first row of a sequence, and numbers of its rows
-SEQUENCES = st.lists(st.tuples(st.integers(1, TOKENS - 12), st.sampled_from([1, 1, 2, 3, 5, 9])), max_size=6)
+# lengths of the first row of a sequence, often such that a tile ends in its rows, and numbers of its rows
+ENDS = st.builds(lambda tiles, before: tiles * TILE - before, st.integers(1, 39), st.integers(0, 8))
+SEQUENCES = st.lists(
+    st.tuples(ENDS | st.integers(1, TOKENS - 12), st.sampled_from([1, 2, 3, 5, 9])), max_size=6
+)
 MANY = 12  # rows, of some sequences and padding
 EXAMPLES = settings(max_examples=30, deadline=None)
 Key = tuple[int, int]  # first row, kv head
