@@ -27,7 +27,7 @@ from jengine.models.moe import MixtureOfExperts
 from jengine.parallel.mesh import make_mesh
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import ahead_of_time
+from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.four_bits import FourBits
 from pallas_kernels.groups import GRID
 from pallas_kernels.thunks import compiled_with_thunks
@@ -254,6 +254,7 @@ def test_a_step_is_one_command_buffer(on_hopper: Callable[..., None], devices: i
 
 
 KERNELS = {TrunkKey(8, 0): 9, TrunkKey(8, 1): 11}  # of a dense layer
+DECODE = "/paged_attention_decode/"
 
 
 def check_layer(model: dict[str, Any], keys: list[TrunkKey], more: int) -> None:
@@ -268,6 +269,10 @@ def check_layer(model: dict[str, Any], keys: list[TrunkKey], more: int) -> None:
         kernels = [f"{one.name}: {one.source}" for one, _, _ in program.program.kernels()]
         _, second, third = (i for i, kernel in enumerate(kernels) if "/kv_write/" in kernel)
         assert program.launches == 1
+        # rows of a sequence read its pages together: a part that ends at a border has eight rows' results
+        slots = {one.results[1].shape[0] for one, _, _ in program.program.kernels() if DECODE in one.source}
+        borders = tuning.decode_blocks("bfloat16", HEADS["head_dim"], None) - 1
+        assert slots == {8 * borders + 8 * HEADS["num_key_value_heads"]}
         assert third - second <= KERNELS[program.key] + more, kernels[second:third]
 
 
