@@ -42,6 +42,7 @@ RANK, POSITION = 512, 64  # channels of latent attention's values, and of positi
 THREADS = 6
 # the reference need not be fast, and autotuning takes seconds per case
 UNTUNED = {"xla_gpu_autotune_level": "0"}
+ROWS_OF = 1, 2, 1, 1, 3, 8, 9  # decode rows of sequences
 EXPONENTIALS = 2e-5  # relative error of the hardware's exponentials and of float32 sums
 
 
@@ -184,10 +185,12 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     page = case.shape.page_size
     lengths = [1, page - 1, 0, page, page + 1, case.longest, 129]
     paged = checked(lengths, case.shape, case.dtype, case.kind, seed)
-    q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(
-        case.dtype
-    )
-    where = paged.tables, jnp.asarray(lengths, jnp.int32)
+    rows, owners = sum(ROWS_OF), np.repeat(np.arange(len(ROWS_OF)), ROWS_OF)
+    shape = rows, case.shape.heads, case.shape.head_dim
+    q = jax.random.normal(jax.random.key(seed), shape).astype(case.dtype)
+    behind = np.concatenate([np.arange(rows)[::-1] for rows in ROWS_OF])
+    ends = np.maximum(np.array(lengths)[owners] - behind, 0)
+    where = paged.tables[owners], jnp.asarray(ends, jnp.int32)
     options, tokens = _options(case), paged.tables.shape[1] * page
     invariant = case.ways.get("batch_invariant", False)
 
@@ -196,6 +199,7 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         if impl == "mosaic":
             how: Ways = {
                 "heads": case.shape.heads,
+                "owners": jnp.asarray(owners, jnp.int32),
                 "window": options.window,
                 "batch_invariant": invariant,
             }
