@@ -156,8 +156,7 @@ class StrictDevice:
         for span in check_drafting(self, plan):
             sequence = self.sequences[span.seq]
             known = span.start + 1 - sequence.prompt_len
-            drafts = [*self.propose(sequence)[known : known + span.guesses]]
-            span.following = drafts + [0] * (span.guesses - len(drafts))
+            span.following = [*self.propose(sequence)[known:], *[0] * span.guesses][: span.guesses]
             self.drafted += 1
 
     def _given(self, span: Span) -> list[int]:
