@@ -77,11 +77,11 @@ class ExactRunner:
         attended = sum(pairs(span.start, span.length, self._windows) for span in prompts)
         assert plan.work == Work(*rows_work([span.start for span in rows], self._windows), attended)
         self._run(self.costs.base(plan.trunk) + self.costs.slopes.seconds(plan.work))
-        return PendingSample(plan, {}, self.now)
+        return PendingSample(plan, {}, None, self.now)
 
     def sample(self, step: PendingSample) -> InFlight:
         self.steps += 1
-        return InFlight(step.plan, self._run(self.costs.base(step.plan.sampler)), {})
+        return InFlight(step.plan, self._run(self.costs.base(step.plan.sampler)))
 
     def read(self, step: InFlight) -> StepResult:
         ends: Any = step.sampled

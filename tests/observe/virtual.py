@@ -88,6 +88,9 @@ class VirtualRunner:
     def sample(self, step: InFlight, mask: object = None) -> InFlight:
         return step
 
+    def learn_drafts(self, step: InFlight) -> None:
+        """Its steps have none."""
+
     on_host = True
 
     def memory_parts(self) -> dict[str, int]:

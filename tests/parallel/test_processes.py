@@ -56,18 +56,16 @@ def line(process: subprocess.Popen[str], start: str) -> str:
 
 def test_they_give_the_tokens_of_one(text_model: Path) -> None:
     """Hits, copied pages, updates of slots, and pages that went to the host and came back among their
-    steps.
+    steps. How many calls there are depends on measured costs.
     """
     with quickly_compiled(), LLM(text_model, progress=False, **OPTIONS) as llm:
-        tokens, hits, calls, swapped = answers(llm)
-    assert (
-        len(tokens) == 5 * len(PROMPTS) + 6
-        and hits > 100
-        and min(calls["copy"], calls["update"]) > 0
-        and swapped
-    )
+        alone = answers(llm)
     with two(text_model, "answers") as processes:
-        assert json.loads(line(processes[0], "[[")) == [tokens, hits, calls, True]
+        together = json.loads(line(processes[0], "[["))
+        for tokens, hits, calls, swapped in (alone, together):
+            assert len(tokens) == 5 * len(PROMPTS) + 6 and hits > 100 and swapped
+            assert min(calls["copy"], calls["update"]) > 0
+        assert together[:2] == [*alone[:2]]
         assert [process.wait(60) for process in processes] == [0, 0]
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from jengine.base.errors import InvalidArgument
 
-OUTPUT_TOKEN = -1  # represents every generated token; no prompt contains it
+OWN_TOKENS = 1 << 30  # from here on, each request has a token of its own
+OUTPUT_TOKEN = OWN_TOKENS - 1  # represents every generated token; no prompt contains it
 END_TOKEN = -(2**31)  # ends a request before its limit
 
 
@@ -78,10 +79,9 @@ class RequestTrace:
         """Artificial tokens for a request's prompt: equal to another prompt's exactly where their prefixes
         are equal.
 
-        Tokens of blocks are numbers from 0 on; the tokens after them are negative numbers unique to this
-        request.
+        Tokens of blocks are numbers from 0 on; the tokens after them are the request's own.
         """
-        length, own = int(self.prompts[row]), -2 - row
+        length, own = int(self.prompts[row]), OWN_TOKENS + row
         if self.prefixes is None:
             return [own] * length
         size = self.block

@@ -13,7 +13,7 @@ from jengine.base.errors import InvalidArgument, JengineError
 from jengine.capacity.simulation.fast_forward import FastForward
 from jengine.capacity.simulation.outcome import EngineSample, Outcome
 from jengine.capacity.simulation.times import StepTimes
-from jengine.capacity.simulation.trace import END_TOKEN, OUTPUT_TOKEN, RequestTrace
+from jengine.capacity.simulation.trace import END_TOKEN, OUTPUT_TOKEN, OWN_TOKENS, RequestTrace
 from jengine.capacity.simulation.virtual_host import VirtualHost
 from jengine.core.request import Request, SamplingParams
 from jengine.scheduling.requests.sequence import Sequence
@@ -134,7 +134,7 @@ class VirtualEngine:
                 continue
             self.scheduler.add(request, seed=0, eos_token_ids=self._eos)
             if self.trace.prefixes is not None:
-                self._tokens.append([-2 - int(request.request_id)])
+                self._tokens.append([OWN_TOKENS + int(request.request_id)])
 
     def _request(self, row: int) -> Request:
         trace, tokens = self.trace, int(self._limits[row])
