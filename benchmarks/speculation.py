@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT, made_model, save
 from jengine import LLM, SamplingParams
+from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.core.request import StructuredOutputs
 from jengine.core.speculation import MOST_DRAFTS, Speculation
 from jengine.engine.engine import Engine
@@ -63,11 +64,11 @@ def pieces_of(kind: str) -> list[str]:
     return [line.strip() + "." for line in prose.replace("\n", " ").split(". ") if 40 < len(line) < 300]
 
 
-def _document(llm: LLM, kind: str, tokens: int, draw: random.Random) -> str:
+def _document(tokenizer: ScriptTokenizer, kind: str, tokens: int, draw: random.Random) -> str:
     """About this many tokens of text."""
     pieces, separator = pieces_of(kind), "\n\n\n" if kind == "code" else " "
     draw.shuffle(pieces)
-    tokenizer, text = llm.get_tokenizer(), ""
+    text = ""
     for piece in pieces * 9:
         text += piece + separator
         if len(tokenizer.encode(text)) >= tokens:
@@ -75,12 +76,12 @@ def _document(llm: LLM, kind: str, tokens: int, draw: random.Random) -> str:
     return tokenizer.decode(tokenizer.encode(text)[:tokens])
 
 
-def asked(llm: LLM, task: str, context: int, draw: random.Random) -> str:
+def asked(tokenizer: ScriptTokenizer, task: str, context: int, draw: random.Random) -> str:
     """The user's message."""
     if task == "edit":
-        code = _document(llm, "code", context, draw)
+        code = _document(tokenizer, "code", context, draw)
         return f"Return this program unchanged, but add a comment with the date above it.\n\n{code}"
-    text = _document(llm, "prose", context, draw)
+    text = _document(tokenizer, "prose", context, draw)
     return {
         "extract": f"Copy the first five sentences of this text, word for word.\n\n{text}",
         "quotes": f"Summarize this text in three sentences, each with a quote from it.\n\n{text}",
@@ -134,8 +135,8 @@ def cell(
 ) -> dict[str, Any]:
     """One task with this many streams: ratios over `none`, by way."""
     draw = random.Random(f"{task} {context}")
-    messages = [asked(llm, task, context, draw) for _ in range(streams)]
     tokenizer, engine = llm.get_tokenizer(), llm._shared.engine
+    messages = [asked(tokenizer, task, context, draw) for _ in range(streams)]
     prompts: list[Any] = messages
     if tokenizer.chat_template:
         prompts = [
