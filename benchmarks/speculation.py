@@ -1,7 +1,7 @@
 """Speculative decoding: tokens a second with drafts over those without, and chosen against fixed numbers.
 
     python -m benchmarks.speculation [--model smollm2] [--streams 1 4 16 32] [--contexts 256 2048 8000]
-        [--tasks edit extract quotes schema chat random] [--fixed 1 3 7 15] [--rounds 3] [--quick]
+        [--tasks edit extract quotes schema chat random] [--fixed 1 3 7 15] [--rounds 3] [--name 2k] [--quick]
 
 One engine serves all ways, which take turns. Each task's prompts hold a text of about `context` tokens, which
 is in the prefix cache after a first round; each stream has a text of its own. Tasks: `edit` returns a program
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--fixed", nargs="*", type=int, default=[], help="fixed numbers of drafts to compare")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--name", default="", help="end of the result file's name")
     parser.add_argument("--quick", action="store_true", help="the demo model, few cells; nothing is saved")
     options = parser.parse_args()
     if options.quick:
@@ -217,9 +218,8 @@ def main() -> None:
     ]
     llm.close()
     if not options.quick:
-        save(
-            f"speculation_{options.model}", {"model": options.model, "dtype": options.dtype, "cells": results}
-        )
+        name = "_".join(["speculation", options.model, *filter(None, [options.name])])
+        save(name, {"model": options.model, "dtype": options.dtype, "cells": results})
 
 
 def _model(name: str) -> Path | str:
