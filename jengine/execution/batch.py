@@ -27,11 +27,13 @@ class Batch(NamedTuple):
     # [rows], the token's id; -1: it is in the slot, with its position; -1 - n: the slot's n-th draft, n
     # positions later
     row_tokens: jax.Array
-    row_states: jax.Array  # [rows, 2]: state pages to read and to write; [0, 2] for models without states
+    # [rows, 2]: the state page that the first row of the sequence reads, and the one that the row writes;
+    # [0, 2] for models without states
+    row_states: jax.Array
     tile_slots: jax.Array  # [tiles]
     tile_positions: jax.Array  # [tiles], of the first token
     tile_lengths: jax.Array  # [tiles], real tokens
-    tile_states: jax.Array  # as row_states
+    tile_states: jax.Array  # [tiles, 2] or [0, 2]: state pages to read and to write
     tile_tokens: jax.Array  # [tiles, tile_size]
     sample_tokens: jax.Array  # [samples], index on the token axis of the token before each sample
     sample_slots: jax.Array  # [samples]
@@ -108,7 +110,7 @@ class BatchLayout:
         buffer[at.row_positions : at.row_positions + rows] = positions
         buffer[at.row_tokens : at.row_tokens + rows] = tokens
         if self.states:
-            _fill(buffer, at.row_states, [span.states or NULL_STATES for span in on_rows])  # type: ignore[arg-type]
+            _fill(buffer, at.row_states, _states_of(on_rows))
         # `first` is the index of each span's first token on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]
@@ -152,6 +154,12 @@ def _on_several_rows(spans: Sequence[Span]) -> tuple[list[int], list[int], list[
         positions += range(span.start, span.start + 1 + len(following))
         tokens += (span.known, *following)
     return slots, positions, tokens, first
+
+
+def _states_of(spans: Sequence[Span]) -> list[list[int]]:
+    """The state pages of all rows of spans. A span without any is only measured, and has one row."""
+    pages = [span.states or NULL_STATES for span in spans]
+    return [[states[0], target] for states in pages for target in states[1:]]
 
 
 def _fill(buffer: np.ndarray, start: int, rows: object) -> None:

@@ -13,7 +13,7 @@ from jax import lax
 
 from jengine.execution.attention import TokenAxis
 from jengine.execution.batch import Batch
-from jengine.table.program_table import TrunkKey
+from jengine.table.program_table import MOST_STATES, TrunkKey
 from pallas_kernels import delta_rule
 
 ROWS_BYTES = 32 << 20  # bytes of states processed at once, which limits what rows need beside the cache
@@ -23,15 +23,19 @@ class Recurrence:
     """States by page: the convolution's [pages, taps - 1, channels], and the recurrence's [pages, heads,
     key_dim, value_dim]. A model may have only one of them.
 
-    Rows come first, then tiles in order. Each reads what earlier ones wrote. So several tiles of a sequence
-    fit in one step, and a prompt may start from a state that another prompt writes in the same step. Padding
-    reads zeros and writes to the null page.
+    Rows come first, then tiles in order. Each tile reads what earlier ones wrote. So several tiles of a
+    sequence fit in one step, and a prompt may start from a state that another prompt writes in the same step.
+    All rows of a sequence read the same page, that before its first row, and follow each other within
+    MOST_STATES rows; the last of them alone may write to this page. Padding reads zeros and writes to the null
+    page.
     """
 
     def __init__(self, batch: Batch, axis: TokenAxis, key: TrunkKey) -> None:
         rows, tiles = (batch.row_states, batch.row_slots == 0), (batch.tile_states, batch.tile_positions == 0)
         self._rows, self._tiles = (((states[:, 0], states[:, 1]), fresh) for states, fresh in (rows, tiles))
         self._lengths, self._real, self._key = batch.tile_lengths, axis.real, key
+        self._most = min(max(key.rows - 1, 0), MOST_STATES)
+        self._behind = _behind(batch.row_slots, self._most)
         # traced and lowered once for all layers with the same arguments
         self.convolve = jax.jit(self._convolve)
         self.recur = jax.jit(self._recur)
@@ -42,9 +46,14 @@ class Recurrence:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
         if key.rows:
             (sources, targets), fresh = self._rows
-            before = _begin(pages[sources], fresh)
+            # of the page, the inputs that no row of the sequence has pushed out
+            left = jnp.arange(taps - 1) + self._behind[:, None]
+            before = _begin(pages[sources[:, None], jnp.minimum(left, taps - 2)], fresh)
             if key.tiles:  # else XLA may read again after the update, from a copy of all pages
                 before = lax.optimization_barrier(before)
+            rows = jnp.pad(x[: key.rows], [(taps - 1, 0), (0, 0)])
+            others = jnp.stack([rows[i : i + key.rows] for i in range(taps - 1)], axis=1)
+            before = jnp.where((left < taps - 1)[..., None], before, others)
             every = jnp.concatenate([before, x[: key.rows, None]], axis=1)
             pages = pages.at[targets].set(every[:, 1:])
             out.append(_weighted(every, weight, 1)[:, 0])
@@ -97,19 +106,25 @@ class Recurrence:
 
     def _recur_rows(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Processes some rows at a time, to bound the memory of their states."""
+        q, k, v, decay, *rates = tokens
+        rate = rates[0] if rates else None
 
-        def some(pages: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
-            (sources, targets), fresh, *tokens = rows
-            states, read = delta_rule.step(_begin(pages[sources], fresh), *tokens)
-            return pages.at[targets].set(states), read
+        def some(carry: Any, rows: Any) -> tuple[Any, jax.Array]:
+            (pages, earlier), ((sources, targets), fresh, behind, tokens) = carry, rows
+            states = _begin(pages[sources], fresh)
+            states, read, earlier = delta_rule.steps(states, *tokens, behind, earlier)
+            return (pages.at[targets].set(states), earlier), read
 
         rows, at_once = self._key.rows, max(ROWS_BYTES // (4 * math.prod(pages.shape[1:])), 1)
         parts = next(parts for parts in range(1, rows + 1) if rows % parts == 0 and rows // parts <= at_once)
-        whole = *self._rows, *tokens
+        carry = pages, delta_rule.Earlier.none(self._most, k, v)
+        whole = *self._rows, self._behind, (q, k, v, decay, rate)
         if parts == 1:
-            pages, read = some(pages, whole)
+            (pages, _), read = some(carry, whole)
             return read, pages
-        pages, read = lax.scan(some, pages, jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), whole))
+        (pages, _), read = lax.scan(
+            some, carry, jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), whole)
+        )
         return read.reshape(rows, *read.shape[2:]), pages
 
     def _recur_tiles(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -134,6 +149,15 @@ class Recurrence:
         # [tiles, chunks, heads, chunk, value_dim]
         pages, read = lax.scan(one, pages, (*self._tiles, prepared))
         return jnp.moveaxis(read, 2, 3).reshape(tiles * size, *read.shape[2:3], read.shape[-1]), pages
+
+
+def _behind(slots: jax.Array, most: int) -> jax.Array:
+    """[rows]: number of rows of the same sequence before each. Padding has none."""
+    count, same = jnp.zeros_like(slots), slots > 0
+    for back in range(1, most + 1):
+        same &= jnp.pad(slots, (back, 0))[: len(slots)] == slots
+        count += same
+    return count
 
 
 def _begin(states: jax.Array, fresh: jax.Array) -> jax.Array:
