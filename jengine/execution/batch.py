@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -27,13 +28,11 @@ class Batch(NamedTuple):
     # [rows], the token's id; -1: it is in the slot, with its position; -1 - n: the slot's n-th draft, n
     # positions later
     row_tokens: jax.Array
-    # [rows, 2]: the state page that the first row of the sequence reads, and the one that the row writes;
-    # [0, 2] for models without states
-    row_states: jax.Array
+    row_states: jax.Array  # [rows, 2]: state pages to read and to write; [0, 2] for models without states
     tile_slots: jax.Array  # [tiles]
     tile_positions: jax.Array  # [tiles], of the first token
     tile_lengths: jax.Array  # [tiles], real tokens
-    tile_states: jax.Array  # [tiles, 2] or [0, 2]: state pages to read and to write
+    tile_states: jax.Array  # as row_states
     tile_tokens: jax.Array  # [tiles, tile_size]
     sample_tokens: jax.Array  # [samples], index on the token axis of the token before each sample
     sample_slots: jax.Array  # [samples]
@@ -156,10 +155,9 @@ def _on_several_rows(spans: Sequence[Span]) -> tuple[list[int], list[int], list[
     return slots, positions, tokens, first
 
 
-def _states_of(spans: Sequence[Span]) -> list[list[int]]:
+def _states_of(spans: Sequence[Span]) -> list[tuple[int, int]]:
     """The state pages of all rows of spans. A span without any is only measured, and has one row."""
-    pages = [span.states or NULL_STATES for span in spans]
-    return [[states[0], target] for states in pages for target in states[1:]]
+    return [pages for span in spans for pages in pairwise(span.states or NULL_STATES)]
 
 
 def _fill(buffer: np.ndarray, start: int, rows: object) -> None:

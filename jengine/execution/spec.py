@@ -226,6 +226,7 @@ class ExecutionSpec:
             "max_slots": self.max_slots,
             "page_size": self.page_size,
             "num_states": self.num_states,
+            "draft_states": self.draft_states,
             "num_pages": self.num_pages,
         }
 

@@ -89,7 +89,7 @@ class Setup:
             self.spec,
             max_slots=chosen.max_num_seqs,
             page_size=chosen.page_size,
-            **states(config, self.spec.model, chosen.max_num_seqs),
+            **states(config, self.spec.model, chosen.max_num_seqs, platform),
         )
         if config.swap_space:
             spec = dataclasses.replace(spec, host_pages=host_pages(config, spec))
@@ -114,6 +114,7 @@ class Setup:
             overlap=config.overlap,
             options={
                 "num_states": spec.num_states,
+                "draft_states": spec.draft_states,
                 "prefix_caching": config.enable_prefix_caching,
                 "host_pages": spec.host_pages,
                 "staged": spec.staged,
