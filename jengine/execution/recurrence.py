@@ -60,7 +60,7 @@ class Recurrence:
             read, pages = _convolve_in_order(x[: key.rows, None], weight, pages, *self._rows, one)
             out.append(read)
         elif key.rows:
-            read, pages = self._convolve_rows(x[: key.rows], weight, pages)
+            read, pages = self._convolve_rows(x, weight, pages)
             out.append(read)
         if key.tiles:
             tiles = x[key.rows :].reshape(key.tiles, -1, x.shape[1])
@@ -74,12 +74,12 @@ class Recurrence:
         """Computes all rows side by side."""
         (sources, targets), fresh = self._rows
         if self._following:
-            before = self._before(x, weight.shape[1] - 1, pages)
+            before = self._before(x[: self._key.rows], weight.shape[1] - 1, pages)
         else:
             before = _begin(pages[sources], fresh)
         if self._key.tiles:  # else XLA may read again after the update, from a copy of all pages
             before = lax.optimization_barrier(before)
-        every = jnp.concatenate([before, x[:, None]], axis=1)
+        every = jnp.concatenate([before, x[: self._key.rows, None]], axis=1)
         pages = pages.at[targets].set(every[:, 1:])
         return _weighted(every, weight, 1)[:, 0], pages
 
