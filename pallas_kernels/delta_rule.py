@@ -66,7 +66,7 @@ def step(
 
 
 class Earlier(NamedTuple):
-    """The tokens before those of a call of `steps`, the last of them last. The first axis is that of tokens."""
+    """The tokens before those of a call of `steps`, in order. The first axis is that of tokens."""
 
     keys: jax.Array
     decays: jax.Array

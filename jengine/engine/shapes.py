@@ -174,8 +174,8 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
 
 
 def states(config: EngineConfig, model: Model, max_num_seqs: int, platform: str) -> dict[str, Any]:
-    """Numbers of recurrent states, see ExecutionSpec: one for each running sequence, and a few for prefix hits
-    and for drafts. A state is as large as thousands of tokens.
+    """Numbers of recurrent states, see ExecutionSpec: one for each running sequence, and a few for prefix
+    hits and for drafts. A state is as large as thousands of tokens.
 
     On a GPU, programs that can verify drafts take longer without any, so they must be asked for.
     """

@@ -27,9 +27,9 @@ class Recurrence:
     fit in one step, and a prompt may start from a state that another prompt writes in the same step. Padding
     reads zeros and writes to the null page.
 
-    A row reads what the row before it wrote if both are of one sequence, in a step with drafts. A CPU computes
-    one row after the other, so that a state stays in its caches. A GPU computes rows side by side. For drafts,
-    they begin with the state before their sequence's first row, to which only the last of them may write.
+    In a step with drafts, a row reads what the row before it wrote if both are of one sequence. A CPU
+    computes one row after the other, so that a state stays in its caches. A GPU computes rows side by side:
+    all rows of a sequence begin with the state before the first, and only the last may write to its page.
 
     Args:
         following: maximum number of rows behind a sequence's first one.
@@ -84,7 +84,9 @@ class Recurrence:
         return _weighted(every, weight, 1)[:, 0], pages
 
     def _before(self, x: jax.Array, count: int, pages: jax.Array) -> jax.Array:
-        """[rows, count, channels]: the inputs before each row: rows of its sequence, then those in its page."""
+        """[rows, count, channels]: the inputs before each row: those in its page, then rows of its
+        sequence.
+        """
         (sources, _), fresh = self._rows
         index = jnp.arange(count) + self._behind[:, None]  # in the page
         given = _begin(pages[sources[:, None], jnp.minimum(index, count - 1)], fresh)
@@ -111,7 +113,7 @@ class Recurrence:
         tokens += [] if rate is None else [rate]
         key, out = self._key, []
         if key.rows:
-            read, pages = self._recur_rows([x[: key.rows] for x in tokens], pages)
+            read, pages = self._recur_rows(tuple(x[: key.rows] for x in tokens), pages)
             out.append(read)
         if key.tiles:
             real = self._real[key.rows :]
@@ -121,41 +123,23 @@ class Recurrence:
             out.append(read)
         return jnp.concatenate(out), pages
 
-    def _recur_rows(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Processes one row at a time, or some, to bound the memory of their states."""
-        q, k, v, decay, *rates = tokens
-        rate = rates[0] if rates else None
-
-        def one(pages: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
-            (source, target), fresh, tokens = row
-            state, read = delta_rule.step(_begin(pages[source], fresh), *tokens)
-            return lax.dynamic_update_index_in_dim(pages, state, target, 0), read
-
-        def some(pages: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
-            (sources, targets), fresh, tokens = rows
-            states, read = delta_rule.step(_begin(pages[sources], fresh), *tokens)
-            return pages.at[targets].set(states), read
-
-        def following(carry: Any, rows: Any) -> tuple[Any, jax.Array]:
-            (pages, earlier), ((sources, targets), fresh, tokens, behind) = carry, rows
-            states = _begin(pages[sources], fresh)
-            states, read, earlier = delta_rule.steps(states, *tokens, behind, earlier)
-            return (pages.at[targets].set(states), earlier), read
-
-        whole: Any = *self._rows, (q, k, v, decay, rate)
+    def _recur_rows(self, tokens: tuple[jax.Array, ...], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Computes one row after the other, or side by side."""
         if self._in_order:
-            pages, read = lax.scan(one, pages, whole)
-            return read, pages
-        if not self._following:
-            return self._in_parts(some, pages, whole, math.prod(pages.shape[1:]))[::-1]
-        carry = pages, delta_rule.Earlier.none(self._following, k, v)
-        (pages, _), read = self._in_parts(following, carry, (*whole, self._behind), math.prod(pages.shape[1:]))
+            pages, read = lax.scan(_one, pages, (*self._rows, tokens))
+        elif self._following:
+            _, k, v, *_ = tokens
+            begun = pages, delta_rule.Earlier.none(self._following, k, v)
+            (pages, _), read = self._in_parts(_following, begun, pages, tokens, self._behind)
+        else:
+            pages, read = self._in_parts(_several, pages, pages, tokens)
         return read, pages
 
-    def _in_parts(self, some: Any, carry: Any, whole: Any, elements: int) -> tuple[Any, jax.Array]:
-        """Scans over rows, as many at once as ROWS_BYTES hold states of this many elements."""
-        rows, at_once = self._key.rows, max(ROWS_BYTES // (4 * elements), 1)
+    def _in_parts(self, some: Any, carry: Any, pages: jax.Array, *of_rows: Any) -> tuple[Any, jax.Array]:
+        """Scans over some rows at a time, to bound the memory of their states."""
+        rows, at_once = self._key.rows, max(ROWS_BYTES // (4 * math.prod(pages.shape[1:])), 1)
         parts = next(parts for parts in range(1, rows + 1) if rows % parts == 0 and rows // parts <= at_once)
+        whole = *self._rows, *of_rows
         if parts == 1:
             return some(carry, whole)  # type: ignore[no-any-return]
         carry, read = lax.scan(some, carry, jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), whole))
@@ -183,6 +167,33 @@ class Recurrence:
         # [tiles, chunks, heads, chunk, value_dim]
         pages, read = lax.scan(one, pages, (*self._tiles, prepared))
         return jnp.moveaxis(read, 2, 3).reshape(tiles * size, *read.shape[2:3], read.shape[-1]), pages
+
+
+def _one(pages: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
+    """A row: the pages, and its output."""
+    (source, target), fresh, tokens = row
+    state, read = delta_rule.step(_begin(pages[source], fresh), *tokens)
+    return lax.dynamic_update_index_in_dim(pages, state, target, 0), read
+
+
+def _several(pages: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+    """Rows of different sequences."""
+    (sources, targets), fresh, tokens = rows
+    states, read = delta_rule.step(_begin(pages[sources], fresh), *tokens)
+    return pages.at[targets].set(states), read
+
+
+def _following(
+    carry: tuple[jax.Array, delta_rule.Earlier], rows: Any
+) -> tuple[tuple[jax.Array, delta_rule.Earlier], jax.Array]:
+    """Rows, several of which may be of one sequence; with those before them."""
+    (pages, earlier), ((sources, targets), fresh, tokens, behind) = carry, rows
+    q, k, v, decay, *rate = tokens
+    states = _begin(pages[sources], fresh)
+    states, read, earlier = delta_rule.steps(
+        states, q, k, v, decay, rate[0] if rate else None, behind, earlier
+    )
+    return (pages.at[targets].set(states), earlier), read
 
 
 def _convolve_in_order(

@@ -189,14 +189,14 @@ class StrictDevice:
         """
         slot, tokens, drafts = self.slots[span.slot], list[int](), span.following
         assert drafts is not None and len(drafts) == span.guesses == span.length - 1 <= MOST_DRAFTS
-        states = self.states.cut(span)
+        own = self.states.cut(span)
         for right, draft in enumerate([None, *drafts]):
-            if draft is not None and draft != tokens[-1]:
+            if right and draft != tokens[-1]:
                 break
             token, at = self._last(structs.replace(span, start=span.start + right))
             self.verified += right > 0
-            tokens.append(self._run_row(Span(span.seq, span.slot, at, states=states[right]), token, page_bucket))
-        self.states.spoil(states[len(tokens) :])
+            tokens.append(self._run_row(Span(span.seq, span.slot, at, states=own[right]), token, page_bucket))
+        self.states.spoil(own[len(tokens) :])
         self.fewer += len(tokens) < span.length
         for at in range(span.start + len(tokens), span.start + span.length):
             assert page_bucket == 0 or at // self.page_size < page_bucket
