@@ -24,6 +24,7 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
         "max_model_len": old.limits.max_model_len,
         "groups": blocks.groups,
         "num_states": 0 if blocks.states is None else blocks.states.pool.num_pages,
+        "draft_states": 0 if blocks.states is None else len(blocks.states.spare),
         "prefix_caching": blocks.prefix_caching,
         "options": old.options,
         "costs": old.predictor.costs,

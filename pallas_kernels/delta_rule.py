@@ -65,6 +65,79 @@ def step(
     return state, einsum("...kv,...k->...v", state, q)
 
 
+class Earlier(NamedTuple):
+    """The tokens before those of a call of `steps`, in order. The first axis is that of tokens."""
+
+    keys: jax.Array
+    decays: jax.Array
+    changes: jax.Array  # what each of them adds to the state, at its key
+
+    @classmethod
+    def none(cls, count: int, k: jax.Array, v: jax.Array) -> Earlier:
+        """In place of `count` tokens."""
+        shapes = k.shape[1:], k.shape[1:-1], v.shape[1:]
+        return cls(*[jnp.zeros((count, *shape), k.dtype) for shape in shapes])
+
+
+def steps(
+    state: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    rate: jax.Array | None,
+    behind: jax.Array,
+    earlier: Earlier,
+) -> tuple[jax.Array, jax.Array, Earlier]:
+    """As `step`, for tokens of several sequences, those of a sequence one after the other.
+
+    A token's state is computed from the one before the sequence's first token, and from what each token since
+    then adds. So the states of all tokens are computed side by side.
+
+    Args: as `step`, with the axis of tokens first.
+        state: for each token, that before the first token of its sequence.
+        behind: [tokens], how many tokens of its sequence come before it, in `earlier` too; at most as many as
+            `earlier` has.
+
+    Returns:
+        The state after each token; [tokens, ..., value_dim]; as many last tokens as `earlier` has.
+    """
+    tokens, most = decay.shape[0], earlier.decays.shape[0]
+    keys, decays = jnp.concatenate([earlier.keys, k]), jnp.concatenate([earlier.decays, decay])
+
+    def window(x: jax.Array) -> jax.Array:
+        """[most + 1, tokens, ...]: each token, and those before it, the last first; zeros for those of other
+        sequences, which may not be finite."""
+        own = [behind >= back for back in range(most + 1)]
+        parts = [x[most - back : most - back + tokens] for back in range(most + 1)]
+        shape = -1, *[1] * (x.ndim - 1)
+        return jnp.stack([jnp.where(a.reshape(shape), part, 0) for a, part in zip(own, parts, strict=True)])
+
+    each, windows = window(decays), window(keys)
+    total = jnp.exp(jnp.sum(each, axis=0))
+    since = jnp.exp(jnp.cumsum(each, axis=0) - each)  # decay from each token of the window on
+    read, queried = jnp.moveaxis(einsum("...kv,...ck->...cv", state, jnp.stack([k, q], axis=-2)), -2, 0)
+    change = v
+    if rate is not None:
+        first = rate[..., None] * (v - total[..., None] * read)
+        among = (rate * since * jnp.sum(k * windows, axis=-1))[1:, ..., None]
+
+        def settle(_: int, change: jax.Array) -> jax.Array:
+            """Right for tokens with one more before them than those for which `change` is."""
+            return first - jnp.sum(among * window(jnp.concatenate([earlier.changes, change]))[1:], axis=0)
+
+        change = lax.fori_loop(0, most, settle, first)
+    changes = jnp.concatenate([earlier.changes, change])
+    added = window(changes)
+    scores = (since * jnp.sum(q * windows, axis=-1))[..., None]
+    out = total[..., None] * queried + jnp.sum(scores * added, axis=0)
+    windows *= since[..., None]
+    after = total[..., None, None] * state
+    for back in range(most + 1):
+        after += windows[back, ..., :, None] * added[back, ..., None, :]
+    return after, out, Earlier(keys[tokens:], decays[tokens:], changes[tokens:])
+
+
 def chunk_size(tokens: int) -> int:
     """Size of the chunks of a tile: the largest divisor that is at most CHUNK, or the whole tile if that
     divisor is small."""

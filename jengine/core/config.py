@@ -120,8 +120,9 @@ class EngineConfig:
             too; draft_model: a smaller model drafts), num_speculative_tokens (most drafts of a sequence in a
             step, up to 15) and, for ngram, prompt_lookup_min and prompt_lookup_max (tokens that must be
             equal, and that are compared at most; by default 5), for draft_model, model (with the same
-            vocabulary; given as `model` is); the guide to scheduling has the options of suffix. none: off, as
-            for models with recurrent states; None: the same.
+            vocabulary; given as `model` is); the guide to scheduling has the options of suffix. Models with
+            recurrent states have up to 7 drafts of a sequence in a step, and on a GPU none with auto. none:
+            off; None: the same.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.

@@ -13,6 +13,7 @@ from jengine.core.suffix_decoding import SuffixDecoding
 
 NAME = "speculative_config"
 MOST_DRAFTS = 15  # of a sequence in a step
+MOST_STATES = 7  # the same for models with recurrent states, of which each draft needs one
 LOOKUP = 5  # default of both bounds, as in vLLM
 AUTO, OFF = "auto", "none"
 METHODS = {  # and their options

@@ -20,9 +20,7 @@ def build_draft(draft: ModelConfig, spec: ExecutionSpec) -> Model:
         ModelError: it is not supported.
     """
     model, group = spec.model.config, paged(spec.groups)[0]
-    if spec.num_states:
-        why = "not for models with recurrent states"
-    elif group.window is not None:
+    if group.window is not None:
         why = f"not for models whose layers all have a window, here of {group.window} tokens"
     elif draft.vocab_size != model.vocab_size:
         why = f"has {draft.vocab_size} tokens in its vocabulary, but the model has {model.vocab_size}"

@@ -229,7 +229,8 @@ class Bench:
                 plan.resets.append(SlotReset(span.slot, PARAMS[variant], span.slot, 0, 1, ()))
             plan.table += self._entries(span)
             if self._spec.num_states:
-                span.states = [span.slot] * (1 + -(-span.length // self._spec.table.tile_size))
+                tiles = 1 if span.tokens is None else -(-span.length // self._spec.table.tile_size)
+                span.states = [span.slot] * (1 + tiles)
         return plan
 
     def _entries(self, span: Span) -> Iterable[tuple[int, int, int, int]]:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.calibration import check_stateless, check_unconverted
 from jengine.core.config import EngineConfig
+from jengine.core.speculation import AUTO, Speculation
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
 from jengine.engine.devices import Devices
@@ -37,6 +38,8 @@ from pallas_kernels.support import DTYPES, HOPPER, capability
 
 SNAPSHOTS = 4  # running sequences per snapshot
 FEWEST_SNAPSHOTS = 16
+DRAFTED = 8  # running sequences per state for drafts
+FEWEST_DRAFTED = 16
 
 
 def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
@@ -125,7 +128,7 @@ def describe(
         max_slots=chosen.max_num_seqs,
         page_size=chosen.page_size,
         num_pages=0,
-        num_states=num_states(declared, chosen.max_num_seqs),
+        **states(config, declared, chosen.max_num_seqs, device.platform),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
         attention_backend=config.attention_backend,
     )
@@ -170,12 +173,19 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
     )
 
 
-def num_states(model: Model, max_num_seqs: int) -> int:
-    """One for each running sequence, and a few snapshots for prefix hits. A state is as large as thousands of
-    tokens.
+def states(config: EngineConfig, model: Model, max_num_seqs: int, platform: str) -> dict[str, Any]:
+    """Numbers of recurrent states, see ExecutionSpec: one for each running sequence, and a few for prefix
+    hits and for drafts. A state is as large as thousands of tokens.
+
+    On a GPU, programs that can verify drafts take longer without any, so they must be asked for.
     """
-    stateful = any(group.kind == "state" for group in model.groups)
-    return 1 + max_num_seqs + max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS) if stateful else 0
+    if not any(group.kind == "state" for group in model.groups):
+        return {}
+    asked = platform == "cpu" or config.speculative_config != AUTO
+    drafting = asked and Speculation.of(config.speculative_config) is not None
+    drafts = max(max_num_seqs // DRAFTED, FEWEST_DRAFTED) if drafting else 0
+    snapshots = max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS)
+    return {"num_states": 1 + max_num_seqs + snapshots + drafts, "draft_states": drafts}
 
 
 def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:

@@ -21,7 +21,6 @@ from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
-from jengine.core.speculation import AUTO, OFF
 from jengine.devices.device_defaults import sizes
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
@@ -259,10 +258,6 @@ def _facts(
 
 
 def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -> Scheduler:
-    if spec.num_states and config.speculative_config not in (None, AUTO, OFF):
-        raise InvalidArgument(
-            "speculative_config", config.speculative_config, "not for models with recurrent states"
-        )
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,
@@ -272,6 +267,7 @@ def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -
         max_model_len=spec.max_model_len,
         groups=[GroupPages(group.window, group.pool) for group in paged(spec.groups)],
         num_states=spec.num_states,
+        draft_states=spec.draft_states,
         prefix_caching=config.enable_prefix_caching,
         host_pages=spec.host_pages,
         staged=spec.staged,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -108,7 +109,7 @@ class BatchLayout:
         buffer[at.row_positions : at.row_positions + rows] = positions
         buffer[at.row_tokens : at.row_tokens + rows] = tokens
         if self.states:
-            _fill(buffer, at.row_states, [span.states or NULL_STATES for span in on_rows])  # type: ignore[arg-type]
+            _fill(buffer, at.row_states, _states_of(on_rows))
         # `first` is the index of each span's first token on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]
@@ -152,6 +153,11 @@ def _on_several_rows(spans: Sequence[Span]) -> tuple[list[int], list[int], list[
         positions += range(span.start, span.start + 1 + len(following))
         tokens += (span.known, *following)
     return slots, positions, tokens, first
+
+
+def _states_of(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """The state pages of all rows of spans. A span without any is only measured, and has one row."""
+    return [pages for span in spans for pages in pairwise(span.states or NULL_STATES)]
 
 
 def _fill(buffer: np.ndarray, start: int, rows: object) -> None:

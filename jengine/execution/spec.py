@@ -46,8 +46,9 @@ class ExecutionSpec:
         max_slots: maximum number of running sequences, without the null slot.
         num_pages: number of pages in the cache, the null page included.
         kv_cache_dtype: int8 or float8_e4m3fn; None: the model's dtype.
-        num_states: recurrent states of sequences and snapshots, the null state included; 0: the model has
-            none.
+        num_states: recurrent states of sequences, snapshots and drafts, the null state included; 0: the model
+            has none.
+        draft_states: those for drafts.
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
         product_forms: on a CPU, see `pallas_kernels.products.Forms`.
         attention_backend: implementation of decode attention, see `EngineConfig`.
@@ -63,6 +64,7 @@ class ExecutionSpec:
     num_pages: int
     kv_cache_dtype: str | None = None
     num_states: int = 0
+    draft_states: int = 0
     host_pages: int = 0
     product_forms: tuple[tuple[str, str], ...] = ()
     attention_backend: AttentionBackend = "auto"
@@ -224,6 +226,7 @@ class ExecutionSpec:
             "max_slots": self.max_slots,
             "page_size": self.page_size,
             "num_states": self.num_states,
+            "draft_states": self.draft_states,
             "num_pages": self.num_pages,
         }
 

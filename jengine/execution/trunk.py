@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,6 +42,7 @@ def make_trunk(
     backend: AttentionBackend = "auto",
     *,
     batch_invariant: bool = False,
+    following: int = 0,
     follow: Callable[..., Cache] | None = None,
 ) -> Callable[..., TrunkOut]:
     """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states
@@ -52,8 +53,10 @@ def make_trunk(
         device: a device that it is compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
         batch_invariant: see `PagedAttention`.
+        following: see `Recurrence`.
     """
-    run = make_pass(model, layout.key, page_size, device, backend, batch_invariant=batch_invariant)
+    how: Any = {"batch_invariant": batch_invariant, "following": following}
+    run = make_pass(model, layout.key, page_size, device, backend, **how)
 
     def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
         batch = layout.unpack(packed)
@@ -77,6 +80,7 @@ def make_pass(
     backend: AttentionBackend = "auto",
     *,
     batch_invariant: bool = False,
+    following: int = 0,
 ) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
     """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include
     the batch's updates.
@@ -93,7 +97,10 @@ def make_pass(
             PagedAttention(group, table, batch, axis, key, page_size, device, backend, batch_invariant)
             for group, table in tables
         ]
-        recurrence = Recurrence(batch, axis, key) if any(group.kind == "state" for group in groups) else None
+        recurrence = None
+        if any(group.kind == "state" for group in groups):
+            on_cpu = device.platform == "cpu"
+            recurrence = Recurrence(batch, axis, key, following=following, in_order=on_cpu)
         hidden = model.bind(params).hidden(
             axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence)
         )

@@ -63,7 +63,9 @@ class Scheduler:
             max_num_seqs + one tile.
         max_model_len: maximum tokens of a sequence, prompt and output together.
         groups: the model's cache groups with block tables.
-        num_states: number of recurrent states, the null state included; 0: the model has none.
+        num_states: number of recurrent states, the null state and those for drafts included; 0: the model has
+            none.
+        draft_states: those for drafts.
         prefix_caching: whether prompts reuse the pages of earlier ones.
         host_pages: pages of host memory for evicted pages (see HostTier); 0: no host tier.
         staged: maximum number of pages in flight between device and host, in each direction.
@@ -100,6 +102,7 @@ class Scheduler:
         max_model_len: int,
         groups: List[GroupPages] = (GroupPages(),),
         num_states: int = 0,
+        draft_states: int = 0,
         prefix_caching: bool = False,
         host_pages: int = 0,
         staged: int = SWAPS,
@@ -122,6 +125,7 @@ class Scheduler:
             [num_pages, num_states] if num_states else [num_pages],
             groups,
             states=num_states > 0,
+            draft_states=draft_states,
             prefix_caching=prefix_caching,
             hit_grid=self.composition.hit_grid(page_size),
             host_pages=host_pages,
@@ -299,7 +303,12 @@ class Scheduler:
             for sequence, span in zip(plan.rows, plan.spans, strict=False):
                 known = min(len(sequence.tokens), sequence.num_computed)
                 span.states = states.row(
-                    span.seq, sequence.tokens, known, span.start + span.length, self.table.tile_size
+                    span.seq,
+                    sequence.tokens,
+                    known,
+                    span.start + span.length,
+                    self.table.tile_size,
+                    span.guesses,
                 )
         if plan.lengthened:
             for sequence, span in zip(plan.rows, plan.spans, strict=False):
@@ -398,6 +407,8 @@ class Scheduler:
             if sequence is None:
                 continue
             if span.guesses:
+                if (states := self.blocks.states) is not None:
+                    states.settle(span.seq, span.start + len(own), len(own) - 1, self.table.tile_size)
                 sequence.settle_row(span.length, least=1, given=len(own))
                 self.speculation.note(sequence, span.guesses, len(own) - 1)
             sequence.in_flight -= len(own)

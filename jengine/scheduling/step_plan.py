@@ -36,7 +36,8 @@ class Span(msgspec.Struct, gc=False):
         known: for a span on rows, the first token's id if it is not in the slot, because it is a prompt's,
             the row repeats an earlier one, or the host chose it; otherwise -1.
         states: for a model with recurrent states, the page that the first tile reads, then the page that each
-            tile writes and the next one reads. A row counts as one tile.
+            tile writes and the next one reads. A row counts as one tile. Of several rows, only the last may
+            write the page that the first one reads.
     """
 
     seq: int

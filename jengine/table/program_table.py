@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from jengine.core.request import SamplingParams
 from jengine.core.speculation import MOST_DRAFTS as MOST_DRAFTS
+from jengine.core.speculation import MOST_STATES as MOST_STATES
 
 Variant = Literal["greedy", "sample", "truncated", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each includes the previous ones

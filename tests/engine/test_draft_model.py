@@ -141,6 +141,15 @@ def test_with_everything_else(
     assert accepted(engine)[1] > 30 and engine.compiles_since_start == 0
 
 
+@pytest.mark.full
+def test_for_a_model_with_recurrent_states(make_engine: Callable[..., Engine], folder: Any) -> None:
+    plain = run(make_engine("qwen3_next", **OPTIONS), work(random.Random(5), 24))
+    engine = make_engine("qwen3_next", **OPTIONS, **drafts_of(folder("llama_gqa", vocab_size=64)))
+    restart_scheduler(engine, **ALL)
+    check_equal(run(engine, work(random.Random(5), 24)), plain)
+    assert accepted(engine)[1] > 30 and engine.compiles_since_start == 0
+
+
 def test_a_whole_start(tmp_path: Path, folder: Any, make_engine: Callable[..., Engine]) -> None:
     """Everything is compiled ahead, and the costs of drafts are measured."""
     options = {**SMALL, "max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 96}
@@ -175,7 +184,7 @@ def test_pages_hold_the_keys_of_both_models(folder: Any) -> None:
     [
         ("llama_gqa", "llama_mqa", {}, {}, "model='llama': has 101 tokens in its vocabulary, but the model"),
         ("llama_gqa", "qwen3_next", {"vocab_size": 96}, {}, "its layers keep recurrent states"),
-        ("qwen3_next", "qwen3_next", {}, {}, "not for models with recurrent states"),
+        ("qwen3_next", "qwen3_next", {}, {}, "its layers keep recurrent states"),
         ("llama_gqa", "llama_gqa", {"max_position_embeddings": 64}, {}, "has 64 positions, fewer than"),
         ("llama_gqa", "llama_gqa", {}, {"num_scheduler_steps": 8}, "num_scheduler_steps=8: must be 1 with a"),
     ],

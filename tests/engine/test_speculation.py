@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.restart import restart_scheduler
 from jengine import LLM
-from jengine.base.errors import InvalidArgument
 from jengine.core.request import SamplingParams, StructuredOutputs
 from jengine.engine.engine import Engine
 from jengine.scheduling.costs.draft_count import all_of_them
@@ -214,13 +213,6 @@ def test_ngrams(make_engine: Callable[..., Engine]) -> None:
     assert load.drafts > 5 and load.draft_tokens > load.drafts
     assert load.accepted_tokens == tuple(engine.scheduler.speculation.accepted)
     assert 0 < sum(load.accepted_tokens) <= load.draft_tokens
-
-
-def test_states_refuse_drafts(make_engine: Callable[..., Engine]) -> None:
-    with pytest.raises(InvalidArgument, match=r"speculative_config.*recurrent states"):
-        make_engine(
-            "qwen3_next", **OPTIONS, speculative_config={"method": "ngram", "num_speculative_tokens": 2}
-        )
 
 
 def test_grammars_draft_their_forced_tokens(make_engine: Callable[..., Engine]) -> None:

@@ -437,11 +437,13 @@ def test_drafts_on_hopper_copy_no_cache(on_hopper: Callable[..., None], devices:
     on_hopper(check_drafts_on_hopper, devices)
 
 
-def check_states_on_hopper(devices: int) -> None:
-    spec = dataclasses.replace(
-        described("h200", devices, STATEFUL, num_scheduler_steps=8), num_states=1 << 16
-    )
-    for key in (*spec.table.trunks(), *spec.table.bursts()):
+def check_states_on_hopper(devices: int, drafts: bool) -> None:
+    how: dict[str, Any] = {"num_scheduler_steps": 8}
+    if drafts:
+        how = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    spec = dataclasses.replace(described("h200", devices, STATEFUL, **how), num_states=1 << 16)
+    assert (spec.draft_states > 0) == drafts
+    for key in (TrunkKey(8, 1),) if drafts else (*spec.table.trunks(), *spec.table.bursts()):
         compiled = lower(spec, key).compile()
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
@@ -460,9 +462,12 @@ def check_states_on_hopper(devices: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("devices", [1, 2])
-def test_states_on_hopper_are_updated_in_place(on_hopper: Callable[..., None], devices: int) -> None:
-    on_hopper(check_states_on_hopper, devices)
+@pytest.mark.parametrize(("devices", "drafts"), [(1, False), (2, False), (1, True)])
+def test_states_on_hopper_are_updated_in_place(
+    on_hopper: Callable[..., None], devices: int, drafts: bool
+) -> None:
+    """With drafts, in programs for rows that follow others of their sequence."""
+    on_hopper(check_states_on_hopper, devices, drafts)
 
 
 def check_without_hopper(target: str, kv_cache_dtype: str | None) -> None:

@@ -73,6 +73,32 @@ def test_linear_attention_adds_values_as_they_are(count: int) -> None:
     assert np.abs(one - states[1]).max() < 1e-5 and np.abs(out - read[:, 0]).max() < 1e-5
 
 
+@pytest.mark.parametrize("rated", [True, False])
+@pytest.mark.parametrize("at_once", [12, 4])
+def test_tokens_of_several_sequences_side_by_side_are_as_many_steps(at_once: int, rated: bool) -> None:
+    """In parts of `at_once` tokens; what another sequence holds does not matter, even if it is not finite."""
+    lengths, rng = [1, 4, 1, 3, 3], np.random.default_rng(0)
+    behind = jnp.asarray([at for length in lengths for at in range(length)])
+    given = [jnp.asarray(np.moveaxis(x, 1, 0), jnp.float32) for x in tokens(12, "random")]
+    given[2] = given[2].at[0].set(jnp.nan)
+    given = given if rated else given[:4]
+    begun = jnp.asarray(rng.normal(size=(5, HEADS, KEY, VALUE)), jnp.float32)
+    state = jnp.repeat(begun, jnp.asarray(lengths), axis=0)
+    states, out, earlier = [], [], delta_rule.Earlier.none(3, *given[1:3])
+    run = jax.jit(delta_rule.steps)
+    for at in range(0, 12, at_once):
+        q, k, v, decay, *rates = (x[at : at + at_once] for x in given)
+        rate, after = rates[0] if rates else None, behind[at : at + at_once]
+        *part, earlier = run(state[at : at + at_once], q, k, v, decay, rate, after, earlier)
+        states.append(part[0])
+        out.append(part[1])
+    for t in range(1, 12):
+        before = wanted if behind[t] else state[t]  # noqa: F821
+        wanted, read = delta_rule.step(before, *(x[t] for x in given))
+        assert np.abs(np.concatenate(states)[t] - wanted).max() < 1e-5
+        assert np.abs(np.concatenate(out)[t] - read).max() < 1e-5
+
+
 def test_a_saved_program_needs_no_library() -> None:
     """LAPACK's functions are found only in a process that has lowered a call of them."""
     given = [jnp.asarray(x, jnp.float32) for x in tokens(64, "random")]

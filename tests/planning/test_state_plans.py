@@ -46,6 +46,12 @@ def test_qwen3_6_35b_a3b_on_an_h200_by_hand() -> None:
     assert "recurrent states" in report("Qwen3.6-35B-A3B", plan)
 
 
+def test_drafts_on_a_gpu_have_states_if_they_are_asked_for() -> None:
+    how = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    spec = make_plan(EngineConfig.of(MODEL, how), "h200", progress=False).spec
+    assert (spec.num_states, spec.draft_states) == (1 + 256 + 64 + 32, 32)
+
+
 def test_eight_devices_share_the_heads_of_the_states() -> None:
     plan = make_plan(EngineConfig(model=MODEL, tensor_parallel_size=8), "h200", progress=False)
     assert plan.spec.state_bytes == 65_863_680 // 8
@@ -81,7 +87,10 @@ def test_simulations_have_as_many_states_as_engines(tmp_path: Path) -> None:
     config = EngineConfig(model=str(tmp_path), dtype="float32", max_num_seqs=4)
     spec = describe_engine(config)[1]
     shape = Setup(config, spec, StepCosts(spec.table)).shape(max_num_seqs=64)
-    assert spec.num_states == 1 + 4 + 16 and shape.options["num_states"] == 1 + 64 + 16
+    assert spec.num_states == 1 + 4 + 16 + 16 and shape.options["num_states"] == 1 + 64 + 16 + 16
+    assert spec.draft_states == shape.options["draft_states"] == 16
+    shape = Setup(config, spec, StepCosts(spec.table)).shape(max_num_seqs=256, speculative_config="none")
+    assert (shape.options["num_states"], shape.options["draft_states"]) == (1 + 256 + 64, 0)
     assert [group.window for group in shape.groups] == [None]
 
 
@@ -89,6 +98,6 @@ def test_a_cache_without_room_names_the_states(tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3_next")
     config = EngineConfig(model=str(tmp_path), dtype="float32", kv_cache_memory="100KB", max_num_seqs=4)
     with pytest.raises(
-        OutOfMemory, match=r"beside 21 recurrent states of .* MiB; a lower max_num_seqs needs fewer"
+        OutOfMemory, match=r"beside 37 recurrent states of .* MiB; a lower max_num_seqs needs fewer"
     ):
         pages_that_fit(config, describe_engine(config)[1])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from jengine.scheduling.step_plan import Span
+from jengine.table.program_table import MOST_STATES
 
 
 class StateMemory:
@@ -37,3 +38,19 @@ class StateMemory:
             assert not at or self._held[source] == content(at - 1), "another's state, or a stale one"
             self.snapshots += source not in (0, target)
             self._held[target] = content(border - 1)
+
+    def cut(self, span: Span) -> list[list[int] | None]:
+        """A span with drafts, cut into the states of its rows. The device computes all from the first one's,
+        which stays until the last row writes. Those of wrong drafts are nonsense.
+        """
+        if span.states is None:
+            return [None] * span.length
+        first, *written = span.states
+        assert len({*written}) == len(written) == span.length <= 1 + MOST_STATES
+        assert first not in written[:-1] and self._held.keys() >= {first}
+        self._held |= dict.fromkeys(written[:-1], 0)
+        return [[*pages] for pages in pairwise(span.states)]
+
+    def spoil(self, states: list[list[int] | None]) -> None:
+        """These rows have wrong drafts."""
+        self._held |= {pages[1]: 0 for pages in states if pages is not None}

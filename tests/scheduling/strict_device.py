@@ -189,13 +189,14 @@ class StrictDevice:
         """
         slot, tokens, drafts = self.slots[span.slot], list[int](), span.following
         assert drafts is not None and len(drafts) == span.guesses == span.length - 1 <= MOST_DRAFTS
+        own = self.states.cut(span)
         for right, draft in enumerate([None, *drafts]):
-            if draft is not None and draft != tokens[-1]:
+            if right and draft != tokens[-1]:
                 break
-            assert slot.last is not None
-            token, at = slot.last
+            token, at = self._last(structs.replace(span, start=span.start + right))
             self.verified += right > 0
-            tokens.append(self._run_row(Span(span.seq, span.slot, at), token, page_bucket))
+            tokens.append(self._run_row(Span(span.seq, span.slot, at, states=own[right]), token, page_bucket))
+        self.states.spoil(own[len(tokens) :])
         self.fewer += len(tokens) < span.length
         for at in range(span.start + len(tokens), span.start + span.length):
             assert page_bucket == 0 or at // self.page_size < page_bucket
@@ -229,8 +230,7 @@ class StrictDevice:
         self._read(span)
         return self._sample(self.slots[span.slot], span.start + 1)
 
-    def _page(self, _: int, page: int) -> Content:
-        # whole pages alone are worth a copy
+    def _page(self, _: int, page: int) -> Content:  # whole pages alone are worth a copy
         return {offset: self.cache[page, offset] for offset in range(self.page_size)}
 
     def _set_page(self, _: int, page: int, content: Content) -> None:

@@ -56,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_pages=st.sampled_from([0, 0, 1, 4, 30]),
         staged=st.integers(1, 5),
         more_states=st.sampled_from([None, None, 0, 2, 20]),
+        draft_states=st.sampled_from([0, 1, 3, 16]),
         prompt_rows=st.booleans(),
         right=st.sampled_from([None, None, 0.0, 0.6, 1.0]),
         how_many_drafts=st.sampled_from([all_of_them, most_a_second]),
@@ -83,12 +84,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_pages,
         staged,
         more_states,
+        draft_states,
         prompt_rows,
         right,
         how_many_drafts,
     ):
         if more_states is not None:
             host_pages = invariant_tiles = 0  # refused with recurrent states
+        else:
+            draft_states = 0
         pages = -(-max_model_len // page_size)  # of the longest sequence
         most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
         self.loop = Loop(
@@ -112,7 +116,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_scheduler_steps=steps if tile_size == 8 and not invariant_tiles else 1,
             host_pages=host_pages if prefix_caching else 0,
             staged=staged,
-            num_states=0 if more_states is None else max(1 + max_num_seqs + more_states, 3),
+            num_states=0 if more_states is None else max(1 + max_num_seqs + more_states, 3) + draft_states,
+            draft_states=draft_states,
             prompt_rows=prompt_rows and more_states is None and not invariant_tiles,
             drafter=None if right is None else knowing(right, max_model_len),
             how_many_drafts=how_many_drafts,

@@ -128,13 +128,12 @@ def test_tokens_are_those_of_single_rows(
     assert one.scheduler.speculation.drafts > 15
 
 
-@pytest.mark.parametrize("options", [{"num_states": 40}, {"invariant_tiles": 2}])
-def test_states_have_no_drafts_and_batch_invariance_has(options: dict[str, Any]) -> None:
-    one = speculating(0.8, **options)
+def test_batch_invariance_has_drafts() -> None:
+    one = speculating(0.8, invariant_tiles=2)
     for seed in range(12):
         one.add([seed + 1, 2, 3], max_tokens=20, ignore_eos=seed % 2 == 0)
     one.drain(ahead=1)
-    assert (one.scheduler.speculation.drafts > 0) == ("num_states" not in options)
+    assert one.scheduler.speculation.drafts > 0
 
 
 @pytest.mark.parametrize("known", [1, 2, 5])
@@ -153,10 +152,14 @@ def test_a_token_that_is_computed_again_has_no_drafts(known: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_among_other_requests(seed: int, steps: int) -> None:
-    """Samples, beams, hits of generated tokens, preemptions, aborts, windows, prompts on rows and bursts."""
+def test_among_other_requests(seed: int, states: bool, steps: int) -> None:
+    """Samples, beams, hits of generated tokens, preemptions, aborts, windows, prompts on rows, bursts, and
+    recurrent states.
+    """
     draw = random.Random(seed)
+    more = draw.choice([0, 1, 2, 20]), draw.choice([1, 3, 16])
     windows = draw.choice([(None,), (5,), (None, 3)])
     one = speculating(
         draw.choice([0.0, 0.5, 0.9, 1.0]),
@@ -166,12 +169,14 @@ def test_among_other_requests(seed: int, steps: int) -> None:
         num_pages=1 + 24 * len(windows) + draw.choice([0, 6, 30]),
         groups=[GroupPages(window) for window in windows],
         prefix_caching=True,
-        host_pages=draw.choice([0, 20]),
+        host_pages=0 if states else draw.choice([0, 20]),
         num_scheduler_steps=steps,
         page_buckets=draw.choice([(0,), (1, 24)]),
-        prompt_rows=seed % 2 == 1,
+        prompt_rows=seed % 2 == 1 and not states,
         policy=draw.choice(["fcfs", "fair"]),
-        invariant_tiles=draw.choice([0, 0, 2]) if steps == 1 else 0,
+        invariant_tiles=draw.choice([0, 0, 2]) if steps == 1 and not states else 0,
+        num_states=9 + sum(more) if states else 0,
+        draft_states=more[1] if states else 0,
     )
     ahead, longest = draw.randint(0, 2), one.max_model_len - 1
     while len(one.sequences) < 60:

@@ -9,8 +9,10 @@ import pytest
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
+from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.states import SPARSE
+from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop
 
@@ -100,6 +102,60 @@ def test_what_was_generated_leaves_snapshots_too() -> None:
     assert cached(one, [*sequence.tokens[:80], *tokens(5, 1)]) == 64, "while it runs"
     one.drain(1)
     assert cached(one, [*sequence.tokens, *tokens(5, 1)]) == SPARSE * TILE * 2 == 128
+
+
+def drafting(right: float, draft_states: int, **options: object) -> Loop:
+    how = {"drafter": knowing(right, 400), "how_many_drafts": all_of_them, "max_num_batched_tokens": 72}
+    return loop(40 + draft_states, draft_states=draft_states, max_num_seqs=8, **{**how, **options})
+
+
+@pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
+def test_drafts_leave_the_same_snapshots(right: float) -> None:
+    """Where a row of a draft ends at such a place, too, if it is right."""
+    one, prompt = drafting(right, 16), tokens(43)
+    sequence = one.add(prompt, max_tokens=140, ignore_eos=True)
+    while len(sequence.tokens) < 140:
+        one.step(1)
+    assert cached(one, [*sequence.tokens[:80], *tokens(5, 1)]) == 64, "while it runs"
+    assert cached(one, [*sequence.tokens, *tokens(5, 1)]) == SPARSE * TILE * 2 == 128
+    assert one.scheduler.speculation.drafts > 5 and len(one.scheduler.blocks.states.spare) == 16  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("draft_states", "most"), [(16, 7), (3, 3), (0, 0)])
+def test_a_draft_needs_a_state(draft_states: int, most: int) -> None:
+    one = drafting(1.0, draft_states)
+    sequence = one.add(tokens(5), max_tokens=60, ignore_eos=True)
+    seen = set[int]()
+    while one.scheduler.has_work:
+        one.step(1)
+        seen.add(one.last.guesses)
+        if one.last.guesses:
+            (span,) = one.last.spans
+            assert span.states is not None and len({*span.states[1:]}) == 1 + span.guesses
+    assert max(seen) == most and len(sequence.output_token_ids) == 60
+    others = [one.add(tokens(5, seed), max_tokens=60, ignore_eos=True) for seed in range(4)]
+    one.step(0)
+    one.step(0)
+    assert one.last.guesses == min(draft_states, 4) == sum(span.guesses for span in one.last.spans)
+    one.drain(1)
+    assert all(len(other.output_token_ids) == 60 for other in others)
+
+
+def test_states_of_drafts_come_back_from_whoever_leaves() -> None:
+    """Aborted, or preempted, while a step with drafts is in flight."""
+    one = drafting(1.0, 16)
+    states = one.scheduler.blocks.states
+    assert states is not None
+    first, second = (one.add(tokens(9, seed), max_tokens=90, ignore_eos=True) for seed in range(2))
+    one.step(0)
+    one.step(1)
+    assert one.last.guesses == 6 and len(states.spare) == 10
+    one.abort(first)
+    one.scheduler.registry.preempt(second)
+    one.check()
+    assert len(states.spare) == 16
+    one.drain(1)
+    assert len(second.output_token_ids) == 90 and len(states.spare) == 16
 
 
 def test_few_states_make_requests_wait() -> None:

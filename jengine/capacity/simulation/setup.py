@@ -15,7 +15,7 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import Speculation
 from jengine.devices.device_defaults import sizes
 from jengine.engine.program_set import saved_costs
-from jengine.engine.shapes import describe_engine, host_pages, make_table, num_states, page_buckets
+from jengine.engine.shapes import describe_engine, host_pages, make_table, page_buckets, states
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import paged
@@ -85,9 +85,11 @@ class Setup:
         config = dataclasses.replace(self.config, **changes)
         platform = self.spec.mesh.devices.flat[0].platform
         chosen, buckets = sizes(config, platform), self.spec.table.page_buckets
-        states = num_states(self.spec.model, chosen.max_num_seqs)
         spec = dataclasses.replace(
-            self.spec, max_slots=chosen.max_num_seqs, page_size=chosen.page_size, num_states=states
+            self.spec,
+            max_slots=chosen.max_num_seqs,
+            page_size=chosen.page_size,
+            **states(config, self.spec.model, chosen.max_num_seqs, platform),
         )
         if config.swap_space:
             spec = dataclasses.replace(spec, host_pages=host_pages(config, spec))
@@ -98,7 +100,7 @@ class Setup:
         spec = dataclasses.replace(spec, table=table)
         options: dict[str, Any] = {}
         how = Speculation.of(config.speculative_config)
-        if how is not None and self.drafts_right and not spec.num_states:
+        if how is not None and self.drafts_right:
             options["drafter"] = AssumedDrafts(self.drafts_right, how.num_speculative_tokens)
         return EngineShape(
             table=table,
@@ -112,6 +114,7 @@ class Setup:
             overlap=config.overlap,
             options={
                 "num_states": spec.num_states,
+                "draft_states": spec.draft_states,
                 "prefix_caching": config.enable_prefix_caching,
                 "host_pages": spec.host_pages,
                 "staged": spec.staged,

@@ -12,7 +12,7 @@ from jengine.execution.memory import trunk_temporaries
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.scheduling.step_plan import StepPlan
-from jengine.table.program_table import TrunkKey
+from jengine.table.program_table import MOST_STATES, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
 
 
@@ -30,6 +30,7 @@ class Trunk(Kind[TrunkKey]):
             device,
             spec.attention_backend,
             batch_invariant=invariant,
+            following=MOST_STATES if spec.draft_states else 0,
             follow=None
             if spec.draft is None
             else make_follow(spec.model, spec.draft, key, spec.page_size, device, spec.attention_backend),

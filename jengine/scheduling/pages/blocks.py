@@ -28,6 +28,7 @@ class BlockManager:
         pools: number of pages in each pool, the null page included.
         groups: the model's cache groups with block tables.
         states: whether the model also has recurrent states. They form one more group, in the last pool.
+        draft_states: number of these for drafts.
         prefix_caching: whether released pages are kept for later requests.
         hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size; None: the
             page size.
@@ -46,6 +47,7 @@ class BlockManager:
         groups: Sequence[GroupPages] = (GroupPages(),),
         *,
         states: bool = False,
+        draft_states: int = 0,
         prefix_caching: bool = False,
         hit_grid: int | None = None,
         host_pages: int = 0,
@@ -62,9 +64,8 @@ class BlockManager:
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
         self._index = PrefixIndex(len(windows), page_size)
         self._finder = PrefixFinder(self._index, page_size, self.hit_grid, windows)
-        self.states = (
-            States(self.pools[-1], self._index, len(self.groups), page_size, self.commit) if states else None
-        )
+        own = self.pools[-1], self._index, len(self.groups), page_size, self.commit, draft_states
+        self.states = States(*own) if states else None
         self._token_pools = self.pools[: len(self.pools) - states]
         self._tables: dict[int, BlockTable] = {}
         self.tier = (

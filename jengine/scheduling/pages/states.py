@@ -25,6 +25,7 @@ class StatePages:
         branch: length of the prompt's cached prefix of keys and values. Similar prompts may branch off here.
         findable: whether its snapshots may be found.
         snapshots: pages that will become findable, by the number of tokens that they cover.
+        drafted: pages that the rows before the last of a step with drafts write, until it is read.
     """
 
     own: int
@@ -32,6 +33,7 @@ class StatePages:
     branch: int
     findable: bool
     snapshots: dict[int, int] = field(default_factory=dict)
+    drafted: list[int] = field(default_factory=list)
 
 
 class States:
@@ -42,12 +44,19 @@ class States:
     States are never copied. A plan may give away a page that it reads, since rows and tiles run in the plan's
     order.
 
+    A step with drafts writes a page for each row, since only later it is known which of them is right. These
+    pages are set apart, so drafts neither shorten hits nor keep requests waiting.
+
     In the index, a snapshot is the page of its block in the state group, which is the last group. It covers
     all tokens up to the block's end.
 
     Args:
         group: index of the state group.
         let_find: see BlockManager.commit.
+        drafts: number of pages for drafts.
+
+    Attributes:
+        spare: pages for drafts that no step is using.
     """
 
     def __init__(
@@ -57,6 +66,7 @@ class States:
         group: int,
         page_size: int,
         let_find: Callable[[int, Sequence[int], int], None],
+        drafts: int = 0,
     ) -> None:
         self.pool, self._index, self._group, self._page_size, self._let_find = (
             pool,
@@ -66,6 +76,7 @@ class States:
             let_find,
         )
         self._of: dict[int, StatePages] = {}
+        self.spare = pool.take(drafts)
 
     def needed(self, blocks: Sequence[Block]) -> int:
         """Pages needed to admit a sequence with this hit."""
@@ -87,22 +98,53 @@ class States:
         self.pool.share(parent.source)
         self._of[child] = StatePages(self._take(), parent.source, 0, parent.findable)
 
-    def row(self, number: int, tokens: Sequence[int], known: int, end: int, tile_size: int) -> list[int]:
+    def row(
+        self, number: int, tokens: Sequence[int], known: int, end: int, tile_size: int, drafts: int = 0
+    ) -> list[int]:
         """Plans a sequence's next row, or a burst of its rows, up to the token before `end`. Returns [page to
-        read, page to write].
+        read, page to write], with drafts a page to write for each row; see `settle`.
 
         At intervals it leaves a snapshot, which can be found once all of its tokens are known.
 
         Args:
             known: number of its tokens that are computed and that the host has read.
+            drafts: number of rows of drafts, at most as many as there are spare pages.
         """
         of = self._of[number]
         if of.snapshots and min(of.snapshots) <= known:
             self._let_find(number, tokens, known)
         pages = self._step(number)
-        if of.findable and end % (SPARSE * tile_size) == 0 and end % self._page_size == 0:
+        if drafts:
+            # the last row writes the page that all of them read
+            of.drafted, self.spare = self.spare[:drafts], self.spare[drafts:]
+            pages[1:1] = of.drafted
+        elif self._on_grid(of, end, tile_size):
             self._snapshot(number, end)
         return pages
+
+    def settle(self, number: int, end: int, right: int, tile_size: int) -> None:
+        """A step with drafts was read: the sequence's state is that of the last row that counts.
+
+        Args:
+            end: number of tokens that this state covers.
+            right: number of drafts that were right.
+        """
+        of = self._of.get(number)
+        if of is None or not of.drafted:  # preempted meanwhile
+            return
+        pages, of.drafted = [*of.drafted, of.own], []
+        of.own = pages.pop(right)
+        if self._on_grid(of, end, tile_size):
+            self._snapshot(number, end)
+        for back, page in enumerate(reversed(pages[:right]), 1):
+            if self._on_grid(of, end - back, tile_size) and self.pool.available:
+                of.snapshots[end - back] = page
+                pages[right - back] = self._take()
+        self.spare += pages
+
+    def _on_grid(self, of: StatePages, end: int, tile_size: int) -> bool:
+        """Whether a sequence leaves a snapshot here among the tokens that it generates."""
+        return of.findable and end % (SPARSE * tile_size) == 0 and end % self._page_size == 0
 
     def _step(self, number: int) -> list[int]:
         """[page to read, page to write] of a sequence's next row or tile."""
@@ -164,15 +206,15 @@ class States:
     def release(self, number: int) -> None:
         """Releases a sequence's pages."""
         pages = self._of.pop(number)
+        self.spare += pages.drafted
         for page in (pages.own, pages.source, *pages.snapshots.values()):
             if page:
                 self._release(page)
 
     def held(self) -> Counter[int]:
         """Number of holders of each page."""
-        return Counter(
-            page for of in self._of.values() for page in (of.own, of.source, *of.snapshots.values()) if page
-        )
+        held = [[of.own, of.source, *of.snapshots.values(), *of.drafted] for of in self._of.values()]
+        return Counter(page for pages in [*held, self.spare] for page in pages if page)
 
     @property
     def numbers(self) -> set[int]:

@@ -17,7 +17,7 @@ from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step.timeline import Timeline
 from jengine.scheduling.step_plan import Sample, Span
 from jengine.scheduling.work import further_work
-from jengine.table.program_table import MOST_DRAFTS
+from jengine.table.program_table import MOST_DRAFTS, MOST_STATES
 
 GAIN = 0.03  # weight of a step in the mean gain
 
@@ -54,9 +54,9 @@ class Speculation(Rule):
     ) -> None:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
         self._timeline, self._costs = timeline, DraftCosts(predictor, limits.windows, how_many)
-        # recurrent layers would have to take back what they have made of a wrong draft
-        self._drafter = None if limits.recurrent or drafter is None else Watched(drafter)
-        self.most = MOST_DRAFTS if drafter is None else min(drafter.most, MOST_DRAFTS)
+        self._drafter = None if drafter is None else Watched(drafter)
+        most = MOST_STATES if limits.recurrent else MOST_DRAFTS
+        self.most = most if drafter is None else min(drafter.most, most)
         self.drafts = self.tokens = self.right = 0
         self.accepted = [0] * MOST_DRAFTS
         self.gain = 1.0
@@ -86,7 +86,7 @@ class Speculation(Rule):
         if any([s.tentative for s in decoding]):
             return True
         rows = Rows.of([s for s in decoding if s.num_computed < s.last_position], self._windows)
-        offer = self._costs.offer_while_in_flight(rows)
+        offer = self._with_states(self._costs.offer_while_in_flight(rows))
         if not self._costs.could_pay(offer):
             return False
         likely = [self._likely(s, s.in_flight) for s in decoding if self._may_have(s) and s.in_flight < 2]
@@ -110,7 +110,8 @@ class Speculation(Rule):
             limit = min([sequence.due for sequence in plan.rows]) - self._timeline.start(plan.now)
         # prompts of the step have samples too; programs with the most rows hold as many samples
         count = max(len(plan.rows) + plan.more_rows, len(plan.samples))
-        offer = self._costs.offer(Rows(count, plan.longest, plan.rank, plan.work), plan.tiles, limit)
+        rows = Rows(count, plan.longest, plan.rank, plan.work)
+        offer = self._with_states(self._costs.offer(rows, plan.tiles, limit))
         if not self._costs.could_pay(offer):
             return
         spans, likely = list[Span](), list[Likely]()
@@ -127,6 +128,13 @@ class Speculation(Rule):
                 self._add(plan, span, one.tokens[:most])
         if plan.guesses:
             self._add_samples(plan)
+
+    def _with_states(self, offer: Offer) -> Offer:
+        """Each draft needs a recurrent state, if the model has any."""
+        if (states := self._blocks.states) is None:
+            return offer
+        spare = len(states.spare)
+        return offer._replace(buckets=[one._replace(drafts=min(one.drafts, spare)) for one in offer.buckets])
 
     def _counts(self, offer: Offer, likely: list[Likely]) -> list[int]:
         """How many drafts of each sequence to verify."""
