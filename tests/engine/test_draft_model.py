@@ -143,10 +143,10 @@ def test_with_everything_else(
 
 @pytest.mark.full
 def test_for_a_model_with_recurrent_states(make_engine: Callable[..., Engine], folder: Any) -> None:
-    plain = run(make_engine("qwen3_next", **OPTIONS), work(random.Random(5), 24))
+    plain = run(make_engine("qwen3_next", **OPTIONS), work(random.Random(5), 8))
     engine = make_engine("qwen3_next", **OPTIONS, **drafts_of(folder("llama_gqa", vocab_size=64)))
     restart_scheduler(engine, **ALL)
-    check_equal(run(engine, work(random.Random(5), 24)), plain)
+    check_equal(run(engine, work(random.Random(5), 8)), plain)
     assert accepted(engine)[1] > 30 and engine.compiles_since_start == 0
 
 

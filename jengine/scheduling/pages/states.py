@@ -213,8 +213,10 @@ class States:
 
     def held(self) -> Counter[int]:
         """Number of holders of each page."""
-        held = [[of.own, of.source, *of.snapshots.values(), *of.drafted] for of in self._of.values()]
-        return Counter(page for pages in [*held, self.spare] for page in pages if page)
+        held = Counter(self.spare)
+        for of in self._of.values():
+            held.update(filter(None, (of.own, of.source, *of.snapshots.values(), *of.drafted)))
+        return held
 
     @property
     def numbers(self) -> set[int]:
