@@ -13,11 +13,17 @@ from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.speculation import NAME
-from jengine.models import HEADS
+from jengine.models import DRAFT_HEADS
 from jengine.models.config import ModelConfig
 from jengine.models.eagle3 import ARCHITECTURES
+from jengine.models.mtp import Ahead
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")  # fields of config.json
+# of its format, without effect on what the head computes
+OF_SPECULATORS = (
+    "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
+    "has_no_defaults_at_init", "embed_requires_grad",
+)  # fmt: skip
 
 
 def mtp_config(folder: Path, model: ModelConfig) -> ModelConfig:
@@ -29,17 +35,24 @@ def mtp_config(folder: Path, model: ModelConfig) -> ModelConfig:
     name = f"{model.family}_mtp"
     if is_gguf(folder) or is_converted(folder):
         why = "heads are read from checkpoints in Hugging Face's layout alone"
-    elif name not in HEADS:
-        have = ", ".join(head.removesuffix("_mtp") for head in HEADS if head.endswith("_mtp"))
+    elif name not in DRAFT_HEADS:
+        have = ", ".join(head.removesuffix("_mtp") for head in DRAFT_HEADS if head.endswith("_mtp"))
         why = f"model_type {model.family} has no such head; {have} do"
     else:
         fields = read_json(folder / "config.json")
         text = {**fields, **(fields.get("text_config") or {})}
         field = next((field for field in COUNTS if text.get(field) == 0), None)
         if field is None:
-            return model_config({**fields, "model_type": name}, folder / "config.json", HEADS)
+            return model_config({**fields, "model_type": name}, folder / "config.json", DRAFT_HEADS)
         why = f"the checkpoint has no such head: {field}=0"
     raise InvalidArgument(f"{NAME}.method", "mtp", why)
+
+
+def mtp_prefix(head: ModelConfig) -> str:
+    """The prefix of the names of its tensors."""
+    module: Any = DRAFT_HEADS[head.family].module
+    prefix: str = module.names(head.part(Ahead).layers).head
+    return prefix
 
 
 def eagle3_config(folder: Path) -> ModelConfig:
@@ -58,5 +71,6 @@ def eagle3_config(folder: Path) -> ModelConfig:
         what = fields.get("speculators_model_type") or ", ".join(named) or "no architectures"
         raise ModelError(f"is no EAGLE-3 head but {what}; {', '.join(ARCHITECTURES)} are", file=file)
     if "speculators_model_type" in fields:  # its default is the other one
-        fields = {"norm_before_residual": True, **fields, **fields["transformer_layer_config"]}
-    return model_config({**fields, "model_type": "eagle3"}, file, HEADS)
+        own = {name: value for name, value in fields.items() if name not in OF_SPECULATORS}
+        fields = {"norm_before_residual": True, **own, **fields["transformer_layer_config"]}
+    return model_config({**fields, "model_type": "eagle3"}, file, DRAFT_HEADS)

@@ -7,11 +7,10 @@ import dataclasses
 from jengine.base.errors import InvalidArgument
 from jengine.core.speculation import NAME
 from jengine.execution.spec import ExecutionSpec
-from jengine.models import HEADS, Model, build
+from jengine.models import DRAFT_HEADS, Model, build
 from jengine.models.cache import apart, paged
 from jengine.models.config import ModelConfig
 from jengine.models.eagle3 import Eagle3Head
-from jengine.models.llama import Llama
 
 
 def build_draft(draft: ModelConfig, spec: ExecutionSpec) -> Model:
@@ -22,7 +21,7 @@ def build_draft(draft: ModelConfig, spec: ExecutionSpec) -> Model:
         InvalidArgument: it cannot draft for the model of the spec; says why.
         ModelError: it is not supported.
     """
-    head, group, why = draft.family in HEADS, paged(spec.groups)[0], None
+    head, group, why = draft.family in DRAFT_HEADS, paged(spec.groups)[0], None
     if group.window is not None:
         why = f"not for models whose layers all have a window, here of {group.window} tokens"
     else:
@@ -71,7 +70,7 @@ def _head_differs(head: ModelConfig, model: Model) -> str | None:
         return f"has no embedding, and hidden states of {head.hidden_size}, not {config.hidden_size}"
     if not all(0 <= layer <= config.num_layers for layer in part.before):
         return f"reads layers {list(part.before)}, but the model has {config.num_layers}"
-    if not isinstance(model.module, Llama) or type(model.module).hidden is not Llama.hidden:
+    if not model.gives_states:
         return f"not for models of type {config.family}, whose layers have other inputs"
     return None
 

@@ -23,6 +23,7 @@ from jengine.checkpoints import (
     load,
     load_calibrated,
     mtp_config,
+    mtp_prefix,
     read_config,
     resolve,
 )
@@ -31,7 +32,7 @@ from jengine.checkpoints.folder import CONFIG_FILES, HUB_FILES, WITHOUT_WEIGHTS
 from jengine.checkpoints.in_memory import Tensors, in_memory
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder
-from jengine.core.speculation import Speculation
+from jengine.core.speculation import NAME, Speculation
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Params
 from jengine.models.config import ModelConfig
@@ -112,6 +113,10 @@ class ModelSource:
             return None
         if how.head == "mtp":
             head = mtp_config(self.folder, self.config)
+            name = mtp_prefix(head)
+            if weights and not has_tensors(self.folder, name, self.params):
+                why = f"the checkpoint has no tensors of {name}"
+                raise InvalidArgument(f"{NAME}.method", "mtp", why)
             return ModelSource(self.folder, head, None, self.params)
         assert how.model is not None
         if how.head is None:

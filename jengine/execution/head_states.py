@@ -1,8 +1,8 @@
 """The states of the model that a head reads (MTP, EAGLE-3): those at the token before each token.
 
 In a batch it is mostly the neighbouring token's. Slots keep the states of their last tokens, for the first
-token of the next batch: of as many as a step verifies, since the one that the next batch follows is known only
-when the step has been sampled.
+token of the next batch: of as many tokens as a step verifies, since only its samples tell which of them the
+next batch follows.
 """
 
 from __future__ import annotations

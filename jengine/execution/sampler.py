@@ -92,8 +92,8 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
 
 
 def make_proposer(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """(params, SlotState.last, to sample) -> (last, the tokens that a draft model or head finds likeliest, int32
-    [rows]). Each slot has at most one row.
+    """(params, SlotState.last, to sample) -> (last, tokens int32 [rows]): those that a draft model or head
+    finds likeliest. Each slot has at most one row.
     """
 
     def propose(params: Params, last: jax.Array, to: ToSample) -> tuple[jax.Array, jax.Array]:

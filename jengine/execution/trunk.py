@@ -58,6 +58,7 @@ def make_trunk(
         batch_invariant: see `PagedAttention`.
         following: see `Recurrence`.
     """
+
     def hidden_and_states(
         module: Any, tokens: jax.Array, positions: jax.Array, attend: LayerCaches
     ) -> tuple[jax.Array, list[jax.Array]]:

@@ -27,6 +27,7 @@ from jengine.models.config import ModelConfig
 from jengine.models.config_parts import StoredWeights
 from jengine.models.family import Decoder, Family, Head, TextPart
 from jengine.models.layers import Matrix
+from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
@@ -53,8 +54,8 @@ FAMILIES: dict[str, Family] = dict(
     sorted(item for module in _MODULES for item in getattr(module, "FAMILIES", {}).items())
 )
 # heads that draft, by the name of their model's family and "_mtp", and by names of their own
-HEADS: dict[str, Family] = dict(
-    sorted(item for module in _MODULES for item in getattr(module, "HEADS", {}).items())
+DRAFT_HEADS: dict[str, Family] = dict(
+    sorted(item for module in _MODULES for item in getattr(module, "DRAFT_HEADS", {}).items())
 )
 
 
@@ -162,12 +163,17 @@ class Model:
 
     def head(self, params: Params) -> Head | None:
         """The same for a head; None for a model."""
-        return cast(Head, self.bind(params)) if self.config.family in HEADS else None
+        return cast(Head, self.bind(params)) if self.config.family in DRAFT_HEADS else None
+
+    @property
+    def gives_states(self) -> bool:
+        """Whether an EAGLE-3 head may read its layers' inputs: they have none but the residual stream."""
+        return isinstance(self.module, Llama) and type(self.module).hidden is Llama.hidden
 
     @property
     def reads(self) -> tuple[int, ...] | None:
         """As in Head; None for a model."""
-        return cast(Head, self.module).reads if self.config.family in HEADS else None
+        return cast(Head, self.module).reads if self.config.family in DRAFT_HEADS else None
 
 
 def build(
@@ -196,7 +202,7 @@ def build(
             over this many devices.
         ModelError: the family or its activation is not supported.
     """
-    if config.family not in {**FAMILIES, **HEADS}:
+    if config.family not in {**FAMILIES, **DRAFT_HEADS}:
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if config.activation not in ACTIVATIONS:
         raise ModelError(
@@ -219,7 +225,7 @@ def build(
     config = dataclasses.replace(
         config, shards=shards, stored=config.stored if quantization is None else None
     )
-    family = FAMILIES.get(config.family) or HEADS[config.family]
+    family = FAMILIES.get(config.family) or DRAFT_HEADS[config.family]
     module = family.module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
     entries = facts.cache_entries(module)

@@ -28,7 +28,7 @@ class Glm4MoeMtp(Mtp, glm_moe.Glm4Moe):
     names = staticmethod(as_layer)
 
 
-HEADS = {
+DRAFT_HEADS = {
     **{
         f"{name}_mtp": head_of("DeepSeek V3 and alike", DeepseekMtp, deepseek.FAMILIES[name])
         for name in ("deepseek_v3", "glm4_moe_lite", "kimi_k2")

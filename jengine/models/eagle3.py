@@ -33,6 +33,7 @@ from pallas_kernels.rows import Sum, array_of
 
 STATES = 3  # of the model, if a configuration does not name their layers
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
+LATER = ("norm_before_fc", "fc_norm", "norm_output")  # fields of later versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,9 @@ class Eagle3(Llama):
 def read_eagle3(hf: Fields) -> dict[str, Any]:
     """Of the layer's fields; `of_model` completes them."""
     fields = {**decoder(hf), **attention_biases(hf), "mlp_bias": bool(hf.get("mlp_bias", False))}
+    for name in LATER:
+        if hf.get(name):
+            raise ModelError(f"{name} of EAGLE 3.1 is not supported")
     if fields["num_layers"] != 1:
         raise ModelError(f"num_hidden_layers={fields['num_layers']} must be 1 in an EAGLE-3 head")
     part = Eagle3Head(
@@ -150,7 +154,7 @@ def _unread(config: ModelConfig) -> frozenset[str]:
     return frozenset(names)
 
 
-HEADS = {
+DRAFT_HEADS = {
     "eagle3": Family(
         "EAGLE-3",
         Eagle3,

@@ -27,4 +27,4 @@ def read_mimo(hf: Fields) -> dict[str, Any]:
 
 
 FAMILIES = {"mimo": Family("MiMo", Llama, read_mimo, skipped=("model.mtp_layers.",))}
-HEADS = {"mimo_mtp": head_of("MiMo", MimoMtp, FAMILIES["mimo"])}
+DRAFT_HEADS = {"mimo_mtp": head_of("MiMo", MimoMtp, FAMILIES["mimo"])}

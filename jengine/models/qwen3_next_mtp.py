@@ -17,7 +17,7 @@ class Qwen3NextMtp(Mtp, qwen3_next.Qwen3Next):
 
 
 VISION = ("visual.",)
-HEADS = {
+DRAFT_HEADS = {
     f"{name}_mtp": dataclasses.replace(
         head_of("Qwen3-Next, Qwen3.5 and Qwen3.6", Qwen3NextMtp, family),
         text_part=family.text_part and TextPart(family.text_part.model_types, VISION),

@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.golden.declaring import Shapes, attention, gated, linear
 from tests.golden.variants import VARIANTS, tensor_shapes
-from tests.golden.weights import uniform, weights
+from tests.golden.weights import uniform, weight, weights
 
 # of a model's variant: where its head's layer is, and the layer of the model that it is like
 NORMS = "input_layernorm", "post_attention_layernorm"
@@ -39,7 +39,10 @@ def mtp_shapes(variant: str, config: dict[str, Any]) -> Shapes:
         norms = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
     else:
         like, prefix = layers - 1, f"model.layers.{layers}"
-        projection, norms = f"{prefix}.eh_proj", [f"{prefix}.{n}" for n in ("enorm", "hnorm", "shared_head.norm")]
+        projection, norms = (
+            f"{prefix}.eh_proj",
+            [f"{prefix}.{n}" for n in ("enorm", "hnorm", "shared_head.norm")],
+        )
     start = f"model.layers.{like}."
     found = {
         f"{prefix}.{name.removeprefix(start)}": shape
@@ -51,9 +54,7 @@ def mtp_shapes(variant: str, config: dict[str, Any]) -> Shapes:
 
 def mtp_weights(variant: str, config: dict[str, Any]) -> dict[str, np.ndarray]:
     """The model's, and its head's."""
-    from tests.golden.weights import _weight
-
-    head = {name: _weight(variant, name, shape) for name, shape in mtp_shapes(variant, config).items()}
+    head = {name: weight(variant, name, shape) for name, shape in mtp_shapes(variant, config).items()}
     found = {**weights(variant, config), **head}
     if not variant.startswith("qwen3") and variant != "mimo":  # as published
         prefix = f"model.layers.{config['num_hidden_layers']}"
@@ -66,13 +67,20 @@ def write_mtp(folder: Path, variant: str, *, follows: bool = False, **changes: A
     """A model with a head. If it follows a rule, see `ruled`."""
     config = {**mtp_config(variant), **changes}
     found = mtp_weights(variant, config)
-    _write(folder, config, ruled(found, config) if follows else found)
+    write_folder(folder, config, ruled(found, config) if follows else found)
 
 
 def eagle3_config(variant: str, speculators: bool = False, **changes: Any) -> dict[str, Any]:
     """config.json of a head for a Llama, as its authors write it, or as speculators does."""
     model = VARIANTS[variant]
-    names = "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta", "hidden_act"
+    names = (
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "rope_theta",
+        "hidden_act",
+    )
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, model["num_hidden_layers"]]}
     layer = {name: model[name] for name in (*names, "intermediate_size", "rms_norm_eps")}
     layer |= {"model_type": "llama", "num_hidden_layers": 1, "max_position_embeddings": 64}
@@ -86,19 +94,22 @@ def eagle3_config(variant: str, speculators: bool = False, **changes: Any) -> di
 
 def eagle3_weights(variant: str, config: dict[str, Any], key: str = "eagle3") -> dict[str, np.ndarray]:
     """With d2t, as int64, and t2d."""
-    from tests.golden.weights import _weight
-
     speculators = "transformer_layer_config" in config
     layer = config.get("transformer_layer_config", config)
     hidden, drafts = layer["hidden_size"], config["draft_vocab_size"]
     name = "layers.0" if speculators else "midlayer"
     shapes = attention(f"{name}.self_attn", layer) | gated(f"{name}.mlp", hidden, layer["intermediate_size"])
-    shapes |= {f"{name}.self_attn.{p}_proj.weight": (shapes[f"{name}.self_attn.{p}_proj.weight"][0], 2 * hidden) for p in "qkv"}
-    shapes |= {f"{name}.{norm}.weight": (hidden,) for norm in (*NORMS, "hidden_norm")} | {"norm.weight": (hidden,)}
+    shapes |= {
+        f"{name}.self_attn.{p}_proj.weight": (shapes[f"{name}.self_attn.{p}_proj.weight"][0], 2 * hidden)
+        for p in "qkv"
+    }
+    shapes |= {f"{name}.{norm}.weight": (hidden,) for norm in (*NORMS, "hidden_norm")} | {
+        "norm.weight": (hidden,)
+    }
     shapes |= linear("fc", hidden, 3 * hidden) | linear("lm_head", drafts, hidden)
     if speculators:
         shapes |= linear("embed_tokens", layer["vocab_size"], hidden)
-    found = {n: _weight(f"{variant}/{key}", n, shape) for n, shape in shapes.items()}
+    found = {n: weight(f"{variant}/{key}", n, shape) for n, shape in shapes.items()}
     if drafts < layer["vocab_size"]:
         ids = targets(layer["vocab_size"], drafts)
         found |= {"d2t": ids - np.arange(drafts), "t2d": np.isin(np.arange(layer["vocab_size"]), ids)}
@@ -113,7 +124,7 @@ def targets(vocab: int, drafts: int) -> np.ndarray:
 def write_eagle3(folder: Path, variant: str, *, follows: bool = False, **changes: Any) -> None:
     config = eagle3_config(variant, **changes)
     found = eagle3_weights(variant, config)
-    _write(folder, config, ruled_eagle3(found, config) if follows else found)
+    write_folder(folder, config, ruled_eagle3(found, config) if follows else found)
 
 
 def following(vocab: int) -> np.ndarray:
@@ -184,7 +195,7 @@ def _silent(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
