@@ -93,7 +93,7 @@ class Speculation:
             if not isinstance(model, str) or not model:
                 what = "draft model" if method == "draft_model" else "head"
                 raise InvalidArgument(f"{NAME}.model", model, f"must name the {what}, a folder or a repo id")
-            head = None if method == "draft_model" else "eagle3"
+            head: Literal["eagle3"] | None = "eagle3" if method == "eagle3" else None
             return cls(fields["num_speculative_tokens"], model=model, head=head)
         low, high = (fields.get(f"prompt_lookup_{end}") for end in ("min", "max"))
         low = next(given for given in (low, high, LOOKUP) if given is not None)

@@ -98,8 +98,8 @@ class Eagle3(Llama):
         x = state if self.config.part(Eagle3Head).norm_before_residual else before
         both = jnp.concatenate([layer.attention_norm(self.embedded(tokens)), state], axis=-1)
         x, both = jnp.where(real, x, 0), jnp.where(real, both, 0)
-        x = Sum(x, layer.attention(0, both, self.rope.cos_sin(positions), attend))
-        x = array_of(Sum(x, layer.mlp(normed(layer.mlp_norm, x, layer.mlp))))
+        attended = Sum(x, layer.attention(0, both, self.rope.cos_sin(positions), attend))
+        x = array_of(Sum(attended, layer.mlp(normed(layer.mlp_norm, attended, layer.mlp))))
         return self.norm(x), x
 
     def ids(self, tokens: jax.Array) -> jax.Array:

@@ -135,7 +135,7 @@ ALL = [pytest.param(n, marks=pytest.mark.full) for n in ("eagle3", "deepseek_v3"
 
 @pytest.mark.parametrize("name", ["mimo", *ALL])
 def test_a_head_that_is_wrong_changes_nothing(name: str, models: Any) -> None:
-    """A head with random weights is hardly ever right. Sampled, penalized and scored tokens are as without."""
+    """With random weights it hardly ever is right. Sampled, penalized and scored tokens are as without."""
     options = models(name)
     plain = run(started(options, speculative_config="none"), work(random.Random(5), 12))
     engine = started(options)
