@@ -27,7 +27,7 @@ from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
-from jengine.models import Model, Params, build
+from jengine.models import DRAFT_HEADS, Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
@@ -216,7 +216,10 @@ def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Te
                 ours + name.removeprefix(theirs) if name.startswith(theirs) else name: tensor
                 for name, tensor in tensors.items()
             }
-        tensors = _without(tensors, model.skipped, "only the next token is predicted")
+        why = "only the next token is predicted"
+        if f"{model.config.family}_mtp" in DRAFT_HEADS:
+            why = "method mtp of speculative_config uses them"
+        tensors = _without(tensors, model.skipped, why)
         tensors = each_expert(_named(tensors, model.prefix), {piece.name for piece in pieces})
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.unread}
     place = path if given is None else PLACE
@@ -324,7 +327,9 @@ def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> 
     )
     if len(mine) < len(tensors):
         parts = ", ".join(name.removesuffix(".") for name in skipped)
-        log.warning("%d tensors of %s are not loaded: %s", len(tensors) - len(mine), parts, why)
+        log.warning(
+            "%d tensors of %s are not loaded with the model: %s", len(tensors) - len(mine), parts, why
+        )
     return mine
 
 

@@ -17,6 +17,7 @@ from jengine.core.request import SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.shapes import describe_engine
 from jengine.engine.start import start_engine
+from jengine.execution.memory import device_bytes
 from jengine.scheduling.costs.draft_count import all_of_them
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Estimates, Work, limit_pages, run
@@ -194,6 +195,8 @@ def test_a_whole_start(tmp_path: Path, models: Any) -> None:
     assert all(costs.known[key].seconds > 0 for key in engine.scheduler.table.draft_keys())
     run(engine, greedy(2, most=20))
     assert engine.compiles_since_start == 0 and started.programs_compiled == started.programs
+    spec = describe_engine(config)[1]
+    assert engine.memory_parts()["weights"] == device_bytes(spec.weights) < device_bytes(spec.both_leaves)
     engine.close()
     again, loaded = start_engine(config, progress=False)
     assert loaded.programs_compiled == 0
