@@ -79,7 +79,9 @@ def accepted(engine: Engine) -> tuple[int, int]:
     return sum(speculation.accepted), speculation.tokens
 
 
-@pytest.mark.parametrize("name", ["mimo", "eagle3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", ["mimo", "eagle3", *(pytest.param(n, marks=pytest.mark.full) for n in ("glm4_moe", "qwen3_next"))]
+)
 def test_a_head_that_knows_the_rule_is_always_right(name: str, models: Any) -> None:
     """It reads the state before a token alone. So it finds the right one in prompts in several chunks, beside
     others, after prefix hits and preemptions, and whatever the number of drafts that were right before.
@@ -89,7 +91,7 @@ def test_a_head_that_knows_the_rule_is_always_right(name: str, models: Any) -> N
     check_equal(run(engine, greedy(5)), run(plain, greedy(5)))
     right, drafted = accepted(engine)
     assert right == drafted > 40
-    shared = greedy(6, most=8, start=(*range(40),))
+    shared = greedy(6, most=8, start=(*range(64), *range(64)))
     check_equal(run(engine, shared), run(plain, shared))
     assert engine.scheduler.prefixes.hits == plain.scheduler.prefixes.hits > 64
     right, drafted = accepted(engine)
@@ -106,7 +108,11 @@ def test_a_head_that_knows_the_rule_is_always_right(name: str, models: Any) -> N
 
 @pytest.mark.parametrize(
     "name",
-    ["mimo", "eagle3", *(pytest.param(n, marks=pytest.mark.full) for n in ("deepseek_v3", "glm4_moe"))],
+    [
+        "mimo",
+        "eagle3",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("deepseek_v3", "glm4_moe", "qwen3_next")),
+    ],
 )
 def test_drafts_are_those_recorded(name: str, models: Any) -> None:
     """After a prompt, from states of the model, then from the head's own."""
@@ -131,7 +137,7 @@ def test_drafts_are_those_recorded(name: str, models: Any) -> None:
     assert engine.compiles_since_start == 0
 
 
-ALL = [pytest.param(n, marks=pytest.mark.full) for n in ("eagle3", "deepseek_v3", "glm4_moe")]
+ALL = [pytest.param(n, marks=pytest.mark.full) for n in ("eagle3", "deepseek_v3", "glm4_moe", "qwen3_next")]
 
 
 @pytest.mark.parametrize("name", ["mimo", *ALL])
@@ -211,7 +217,6 @@ def test_what_is_refused(tmp_path: Path, models: Any) -> None:
     write_model(windows, "gemma3n_text")
     write_model(tmp_path / "none", "glm4_moe", num_nextn_predict_layers=0)
     write_model(tmp_path / "lost", "glm4_moe", num_nextn_predict_layers=1)
-    write_mtp(tmp_path / "states", "qwen3_next")
     write_eagle3(tmp_path / "other", EAGLE, vocab_size=97)
     write_eagle3(tmp_path / "wider", EAGLE, target_hidden_size=80)
     write_eagle3(tmp_path / "deeper", EAGLE, eagle_aux_hidden_state_layer_ids=[2, 16, 29])
@@ -220,7 +225,6 @@ def test_what_is_refused(tmp_path: Path, models: Any) -> None:
         (plain, mtp, "method='mtp': model_type llama has no such head; deepseek_v3, glm4_moe"),
         (tmp_path / "none", mtp, "method='mtp': the checkpoint has no such head: num_nextn_predict_layers=0"),
         (tmp_path / "lost", mtp, "method='mtp': the checkpoint has no tensors of model.layers.3."),
-        (tmp_path / "states", mtp, "method='mtp': not for models with recurrent states"),
         (plain, {**head, "model": str(plain)}, "is no EAGLE-3 head but LlamaForCausalLM"),
         (plain, {**head, "model": str(tmp_path / "other")}, "is for 97 tokens in the vocabulary, but the"),
         (plain, {**head, "model": str(tmp_path / "wider")}, "is for hidden states of 80, but the model's"),

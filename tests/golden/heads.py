@@ -187,7 +187,7 @@ def _silent(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Layers add nothing, and norms only scale."""
     out = {}
     for name, array in found.items():
-        if name.endswith((".o_proj.weight", ".down_proj.weight")):
+        if name.endswith((".o_proj.weight", ".out_proj.weight", ".down_proj.weight")):
             array = np.zeros_like(array)
         elif "norm" in name and name.endswith(".weight"):
             array = np.ones_like(array)
