@@ -6,6 +6,7 @@ UNLESS_READ. Any other that jengine does not know causes a warning.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jengine.base.errors import ModelError
@@ -41,27 +42,33 @@ UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
 }
 
 
-def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelConfig:
+def model_config(
+    fields: dict[str, Any], file: object = "config.json", families: Mapping[str, Family] = FAMILIES
+) -> ModelConfig:
     """A ModelConfig from the content of a config.json.
+
+    Args:
+        families: by model_type.
 
     Raises:
         ModelError: a field is missing, invalid or not supported, or contradicts another.
     """
     try:
-        _check_head(fields)
+        if families is FAMILIES:
+            _check_head(fields)
         family = str(fields["model_type"])
-        if family not in FAMILIES:
+        if family not in families:
             raise ModelError(
-                f"model_type {family!r} is not supported; {', '.join(sorted(FAMILIES))} are", file=file
+                f"model_type {family!r} is not supported; {', '.join(sorted(families))} are", file=file
             )
-        hf = _fields(fields, FAMILIES[family])
+        hf = _fields(fields, families[family])
         eos, quantization = hf.get("eos_token_id"), quantization_config(hf)
         config = ModelConfig(
             family=family,
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
             stored=None if quantization is None else stored_weights(quantization),
-            **FAMILIES[family].read(hf),
+            **families[family].read(hf),
         )
         check(config)
     except KeyError as missing:
@@ -75,14 +82,16 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
     for name, neutral in UNLESS_READ.items():
         if name not in hf.seen and hf.get(name) not in (None, neutral):
             raise ModelError(f"{name} is not supported", file=file)
-    text = fields if FAMILIES[family].text_part is None else fields["text_config"]
+    text = fields if families[family].text_part is None else fields["text_config"]
     warn_of_unknown(hf, text, frozenset(("layer_types", *UNLESS_READ)), file)
     return config
 
 
 def _check_head(fields: dict[str, Any]) -> None:
-    """Raises ModelError for a classification head."""
-    for name in fields.get("architectures") or ():
+    """Raises ModelError for a classification head, and for a head that drafts."""
+    for name in (*(fields.get("architectures") or ()), fields.get("speculators_model_type")):
+        if "eagle" in str(name).lower():
+            raise ModelError(f"{name} is a head that drafts; name it as the model of speculative_config")
         if str(name).endswith("Classification"):
             raise ModelError(
                 f"{name} has a classification head; cross-encoders and other classifiers are not supported"

@@ -27,7 +27,7 @@ from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
-from jengine.models import Model, Params, build
+from jengine.models import DRAFT_HEADS, Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
@@ -44,6 +44,7 @@ CONSTANTS = (
     ".attn.masked_bias",
     ".attention.bias",
     ".attention.masked_bias",
+    "t2d",  # the inverse of an EAGLE-3 head's d2t
 )
 log = logging.getLogger("jengine")
 
@@ -208,17 +209,49 @@ def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Te
             tensors = read_quantized(tensors, quantization)
         if model.text_part is not None:
             tensors = _of_text(tensors, model.text_part)
-        tensors = _without(tensors, model.skipped, "only the next token is predicted")
+        if model.only:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(model.only)}
+        for theirs, ours in model.renamed.items():
+            tensors = {
+                ours + name.removeprefix(theirs) if name.startswith(theirs) else name: tensor
+                for name, tensor in tensors.items()
+            }
+        why = "only the next token is predicted"
+        if f"{model.config.family}_mtp" in DRAFT_HEADS:
+            why = "method mtp of speculative_config uses them"
+        tensors = _without(tensors, model.skipped, why)
         tensors = each_expert(_named(tensors, model.prefix), {piece.name for piece in pieces})
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.unread}
-    _check(path if given is None else PLACE, tensors, pieces, model.config.tie_embeddings)
+    place = path if given is None else PLACE
+    _check(place, tensors, pieces, model.config.tie_embeddings, _of_integers(model))
     return tensors
+
+
+def _of_integers(model: Model) -> set[str]:
+    """Names of the tensors of parameters that are integers in programs, too."""
+    parameters = zip(
+        jax.tree.leaves(model.params, is_leaf=is_weight),
+        jax.tree.leaves(model.sources, is_leaf=_is_source),
+        strict=True,
+    )
+    return {
+        piece.name
+        for parameter, source in parameters
+        if not is_weight(parameter) and np.issubdtype(parameter.dtype, np.integer)
+        for piece in source
+    }
 
 
 def _found(path: Path, given: Tensors | None) -> dict[str, Tensor]:
     if given is None:
         return read_tensors(path, skipped=CONSTANTS)
     return {name: tensor for name, tensor in given.items() if not name.endswith(CONSTANTS)}
+
+
+def has_tensors(path: Path, prefix: str, given: Tensors | None = None) -> bool:
+    """Whether a folder has tensors whose names, beside "model.", begin with the prefix."""
+    names = _found(path, given)
+    return any(name.removeprefix("model.").startswith(prefix.removeprefix("model.")) for name in names)
 
 
 def has_output_head(path: Path, config: ModelConfig, given: Tensors | None = None) -> bool:
@@ -294,18 +327,21 @@ def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> 
     )
     if len(mine) < len(tensors):
         parts = ", ".join(name.removesuffix(".") for name in skipped)
-        log.warning("%d tensors of %s are not loaded: %s", len(tensors) - len(mine), parts, why)
+        log.warning(
+            "%d tensors of %s are not loaded with the model: %s", len(tensors) - len(mine), parts, why
+        )
     return mine
 
 
-def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bool) -> None:
+def _check(
+    path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bool, integers: set[str]
+) -> None:
     for piece in wanted:
         if piece.name not in tensors:
             raise ModelError("is missing", file=path, tensor=piece.name)
         file, array = tensors[piece.name]
-        if (
-            code := next((code for code, dtype in NUMBERS.items() if dtype == array.dtype), None)
-        ) is not None:
+        code = next((code for code, dtype in NUMBERS.items() if dtype == array.dtype), None)
+        if code is not None and piece.name not in integers:
             raise ModelError(
                 f"dtype {code} is not supported; {', '.join(DTYPES)} are", file=file, tensor=piece.name
             )

@@ -117,12 +117,12 @@ class EngineConfig:
             drafts as pay, according to what steps cost and how often drafts are right; drafts are what
             followed the same tokens earlier in the request, and tokens that a grammar leaves no choice. An
             object sets method (ngram; suffix: drafts come from outputs of the same client and cache_salt
-            too; draft_model: a smaller model drafts), num_speculative_tokens (most drafts of a sequence in a
-            step, up to 15) and, for ngram, prompt_lookup_min and prompt_lookup_max (tokens that must be
-            equal, and that are compared at most; by default 5), for draft_model, model (with the same
-            vocabulary; given as `model` is); the guide to scheduling has the options of suffix. Models with
-            recurrent states have up to 7 drafts of a sequence in a step, and on a GPU none with auto. none:
-            off; None: the same.
+            too; draft_model: a smaller model drafts; mtp: the checkpoint's own head; eagle3: a trained head),
+            num_speculative_tokens (most drafts of a sequence in a step, up to 15) and, for ngram,
+            prompt_lookup_min and prompt_lookup_max (tokens that must be equal, and that are compared at most;
+            by default 5), for draft_model and eagle3, model (given as `model` is); the guide to scheduling
+            has the options of suffix. Models with recurrent states have up to 7 drafts of a sequence in a
+            step, and on a GPU none with auto. none: off; None: the same.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
@@ -321,15 +321,15 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         how = Speculation.of(self.speculative_config)
-        if how is not None and how.model is not None and self.burst_steps > 1:
-            limit = "must be 1 with a draft model: a burst drafts nothing"
+        if how is not None and how.on_device and self.burst_steps > 1:
+            limit = "must be 1 with a draft model or head: a burst drafts nothing"
             raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, limit)
 
     @property
     def draft_tokens(self) -> int:
-        """Tokens that a draft model proposes for a sequence in a step; 0: there is no draft model."""
+        """Tokens that a draft model or a head proposes for a sequence in a step; 0: there is none."""
         how = Speculation.of(self.speculative_config)
-        return 0 if how is None or how.model is None else how.num_speculative_tokens
+        return how.num_speculative_tokens if how is not None and how.on_device else 0
 
     @property
     def burst_steps(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
@@ -20,7 +20,12 @@ METHODS = {  # and their options
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens", *SuffixDecoding.names()),
     "draft_model": ("num_speculative_tokens", "model"),
+    "mtp": ("num_speculative_tokens",),
+    "eagle3": ("num_speculative_tokens", "model"),
 }
+MTP = (  # names that vLLM has for MTP heads of single families, and replaces by mtp
+    "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class Speculation:
 
     Attributes:
         suffix: options of method suffix; None with another method.
-        model: with method draft_model, the draft model; otherwise None.
+        model: with methods draft_model and eagle3, the draft model or head; otherwise None.
+        head: the method, if it is that of a head, which reads the model's hidden states; otherwise None.
     """
 
     num_speculative_tokens: int
@@ -37,6 +43,12 @@ class Speculation:
     prompt_lookup_max: int = LOOKUP
     suffix: SuffixDecoding | None = None
     model: str | None = None
+    head: Literal["mtp", "eagle3"] | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether drafts are made by layers that the device computes."""
+        return self.model is not None or self.head is not None
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | str | None) -> Speculation | None:
@@ -60,6 +72,7 @@ class Speculation:
             raise InvalidArgument(NAME, value, f"must be {AUTO}, {OFF} or an object")
         fields = {key: given for key, given in value.items() if given is not None}
         method = fields.pop("method", None)
+        method = "mtp" if method in MTP else method
         if method not in [*METHODS]:
             raise InvalidArgument(f"{NAME}.method", method, f"must be {' or '.join(METHODS)}")
         known = METHODS[method]
@@ -73,13 +86,15 @@ class Speculation:
         check_whole(f"{NAME}.num_speculative_tokens", fields["num_speculative_tokens"], 1, MOST_DRAFTS)
         if method == "suffix":
             return cls(fields["num_speculative_tokens"], suffix=SuffixDecoding.of(NAME, fields))
-        if method == "draft_model":
+        if method == "mtp":
+            return cls(fields["num_speculative_tokens"], head="mtp")
+        if method in ("draft_model", "eagle3"):
             model = fields.get("model")
             if not isinstance(model, str) or not model:
-                raise InvalidArgument(
-                    f"{NAME}.model", model, "must name the draft model, a folder or a repo id"
-                )
-            return cls(fields["num_speculative_tokens"], model=model)
+                what = "draft model" if method == "draft_model" else "head"
+                raise InvalidArgument(f"{NAME}.model", model, f"must name the {what}, a folder or a repo id")
+            head: Literal["eagle3"] | None = "eagle3" if method == "eagle3" else None
+            return cls(fields["num_speculative_tokens"], model=model, head=head)
         low, high = (fields.get(f"prompt_lookup_{end}") for end in ("min", "max"))
         low = next(given for given in (low, high, LOOKUP) if given is not None)
         high = low if high is None else high

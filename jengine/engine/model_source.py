@@ -16,10 +16,14 @@ from jengine.base.gguf_file import is_gguf
 from jengine.base.progress import Progress
 from jengine.checkpoints import (
     choose_embedder,
+    eagle3_config,
     has_output_head,
+    has_tensors,
     kept_format,
     load,
     load_calibrated,
+    mtp_config,
+    mtp_prefix,
     read_config,
     resolve,
 )
@@ -28,10 +32,11 @@ from jengine.checkpoints.folder import CONFIG_FILES, HUB_FILES, WITHOUT_WEIGHTS
 from jengine.checkpoints.in_memory import Tensors, in_memory
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder
-from jengine.core.speculation import Speculation
+from jengine.core.speculation import NAME, Speculation
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Params
 from jengine.models.config import ModelConfig
+from jengine.models.eagle3 import of_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class ModelSource:
         config: the model's configuration.
         embedder: how the model embeds; None: it does not.
         params: weights in memory, by the names of a checkpoint's tensors; None: they are in the folder.
-        draft: the draft model that the options name, if any.
+        draft: the draft model or head that the options name, if any.
     """
 
     folder: Path
@@ -76,9 +81,8 @@ class ModelSource:
                 " tensors"
             )
             raise InvalidArgument("params", counted(len(tensors), "tensor"), limit)
-        named = _draft_options(options)
-        draft = None if named is None else cls.find(named)
-        found = dataclasses.replace(cls._read(options, folder), params=tensors, draft=draft)
+        found = dataclasses.replace(cls._read(options, folder), params=tensors)
+        found = dataclasses.replace(found, draft=found._draft(options))
         if found.embedder is None or has_output_head(folder, found.config, tensors):
             return found
         # The head is the embedding: tokens sampled for embedding requests are not used.
@@ -90,15 +94,39 @@ class ModelSource:
     @classmethod
     def without_weights(cls, options: EngineConfig) -> ModelSource:
         """The same for a model whose weights may be absent."""
-        named = _draft_options(options)
-        draft = None if named is None else cls.without_weights(named)
         found = cls._read(options, resolve(options.model, options.revision, CONFIG_FILES))
-        return dataclasses.replace(found, draft=draft)
+        return dataclasses.replace(found, draft=found._draft(options, weights=False))
 
     @classmethod
     def _read(cls, options: EngineConfig, folder: Path) -> ModelSource:
         config = read_config(folder)
         return cls(folder, config, choose_embedder(options.embeddings, folder, config.hidden_size))
+
+    def _draft(self, options: EngineConfig, weights: bool = True) -> ModelSource | None:
+        """The draft model or head that the options name, if any.
+
+        Args:
+            weights: whether it must have weights.
+        """
+        how = Speculation.of(options.speculative_config)
+        if how is None or not how.on_device:
+            return None
+        if how.head == "mtp":
+            head = mtp_config(self.folder, self.config)
+            name = mtp_prefix(head)
+            if weights and not has_tensors(self.folder, name, self.params):
+                why = f"the checkpoint has no tensors of {name}"
+                raise InvalidArgument(f"{NAME}.method", "mtp", why)
+            return ModelSource(self.folder, head, None, self.params)
+        assert how.model is not None
+        if how.head is None:
+            changes: dict[str, Any] = {"revision": None, "speculative_config": None, "embeddings": False}
+            named = dataclasses.replace(options, model=how.model, **changes)
+            return ModelSource.find(named) if weights else ModelSource.without_weights(named)
+        folder = resolve(how.model, None, HUB_FILES if weights else CONFIG_FILES)
+        own = weights and has_tensors(folder, "embed_tokens.")
+        head = of_model(eagle3_config(folder), self.config.num_layers, own)
+        return ModelSource(folder, head, None)
 
     def complete(self, options: EngineConfig) -> EngineConfig:
         """Options in which `embeddings` and `quantization` are what holds for this model.
@@ -122,17 +150,14 @@ class ModelSource:
             return load(self.folder, spec.model, spec.mesh, progress, self.params)
         return load_calibrated(self.folder, spec.model, spec.mesh, calibration, progress, self.params)
 
-    def load_draft(self, spec: ExecutionSpec, progress: Progress) -> Params:
-        """The draft model's weights, on the devices; None: there is no draft model."""
-        if self.draft is None or spec.drafting is None:
+    def load_draft(self, spec: ExecutionSpec, params: Params, progress: Progress) -> Params:
+        """The weights of the draft model or head, on the devices; None: there is none.
+
+        Args:
+            params: the model's, some of which a head has, too.
+        """
+        if self.draft is None or spec.draft is None:
             return None
-        return self.draft.load(spec.drafting, None, progress)
-
-
-def _draft_options(options: EngineConfig) -> EngineConfig | None:
-    """Options that name the draft model as the model; None: there is none."""
-    how = Speculation.of(options.speculative_config)
-    if how is None or how.model is None:
-        return None
-    changes: dict[str, Any] = {"revision": None, "speculative_config": None, "embeddings": False}
-    return dataclasses.replace(options, model=how.model, **changes)
+        shared = {name: params[name] for name in spec.draft.shared if name in params}
+        own = load(self.draft.folder, spec.draft.alone, spec.mesh, progress, self.draft.params)
+        return {**own, **shared}

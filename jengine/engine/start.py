@@ -210,7 +210,8 @@ def _prepare(
         if config.calibration_data is None
         else read_text(config.calibration_data, started.require_tokenizer())
     )
-    weights, draft = source.load(shapes, text, progress), source.load_draft(shapes, progress)
+    weights = source.load(shapes, text, progress)
+    draft = source.load_draft(shapes, weights, progress)
     lap("weights")
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)

@@ -14,7 +14,7 @@ from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache
 from jengine.execution.sampler import Sampled, make_sampler
 from jengine.execution.slots import SlotState, updated
-from jengine.execution.trunk import make_pass
+from jengine.execution.trunk import make_pass, to_sample
 from jengine.models import Model, Params
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import BurstKey
@@ -55,8 +55,8 @@ def make_burst(
                 row_states=_states(batch.row_states, going, number),
                 sample_slots=jnp.where(going[batch.sample_tokens], batch.sample_slots, 0),
             )
-            cache, to_sample, _ = run(params, cache, slots._replace(last=last), now)
-            last, sampled = sample(params, last, slots.sampling, to_sample)
+            cache, axis, hidden = run(params, cache, slots._replace(last=last), now)
+            last, sampled = sample(params, last, slots.sampling, to_sample(now, axis, hidden))
             return (cache, last), sampled.tokens
 
         (cache, last), tokens = lax.scan(step, (cache, slots.last), jnp.arange(key.steps, dtype=jnp.int32))

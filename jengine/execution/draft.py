@@ -1,13 +1,15 @@
-"""A draft model on the device. Its layers have places of their own in the cache, behind the model's, and
-keep a token on the page that the model's first cache group has for it.
+"""A draft model or head on the device. Its layers have places of their own in the cache, behind the model's,
+and keep a token on the page that the model's first cache group has for it.
 
-Each trunk also runs the draft model over its batch, for its keys and values. So the draft model knows every
-token that the model knows, wherever that was computed.
+Each trunk also runs it over its batch, for its keys and values. So it knows every token that the model knows,
+wherever that was computed. A head keeps those of a token that follow from the token and the model's state
+before it; so a page's never depend on tokens behind the page, and pages are shared as without a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +17,13 @@ import numpy as np
 from jax import lax
 
 from jengine.core.config import AttentionBackend
+from jengine.execution.attention import TokenAxis
 from jengine.execution.batch import ENTRY_WORDS, RESET_WORDS, Batch
+from jengine.execution.head_states import noted, read, states_before
 from jengine.execution.kv_cache import SHARED, Cache
-from jengine.execution.sampler import Sampled, make_sampler
+from jengine.execution.sampler import Sampled, make_proposer
 from jengine.execution.slots import SlotState, updated
-from jengine.execution.trunk import make_pass
+from jengine.execution.trunk import make_pass, to_sample
 from jengine.models import Model, Params
 from jengine.models.cache import places
 from jengine.scheduling.step_plan import StepPlan
@@ -28,37 +32,53 @@ from jengine.table.program_table import DraftKey, TrunkKey
 
 ROW_WORDS = 2  # slot, number of drafts
 
+# the cache's part, SlotState.last, and what a head's next step reads
+State = tuple[Cache, jax.Array, jax.Array | None]
 DraftOut = tuple[Cache, SlotState, Sampled]  # the last is int32 [rows, tokens]
 
 
 def make_follow(
     model: Model, draft: Model, key: TrunkKey, page_size: int, device: jax.Device, backend: AttentionBackend
-) -> Callable[[Params, Cache, SlotState, Batch], Cache]:
-    """(the draft model's params, cache, slots, batch) -> cache with the draft model's keys and values of the
-    batch.
+) -> Callable[..., tuple[Cache, SlotState]]:
+    """(the draft model's or head's params, cache, slots, batch, states that a head reads) -> (cache with its
+    keys and values of the batch, slots with what a head reads later).
     """
-    run, first = make_pass(draft, key, page_size, device, backend), _first_place(model)
+    run, first = _make_pass(draft, key, page_size, device, backend), _first_place(model)
 
-    def follow(params: Params, cache: Cache, slots: SlotState, batch: Batch) -> Cache:
-        own, _, _ = run(params, _own(cache, first), _of_first_group(slots), batch)
-        return _joined(cache, first, own)
+    def follow(
+        params: Params, cache: Cache, slots: SlotState, batch: Batch, states: Sequence[jax.Array]
+    ) -> tuple[Cache, SlotState]:
+        before = []
+        if (head := draft.head(params)) is not None and (kept := slots.kept) is not None:
+            axis, entering = TokenAxis(slots.last, batch, slots.drafts), head.entering(states)
+            before = [states_before(axis, batch, entering, kept)]
+            slots = slots._replace(kept=noted(axis, batch, entering, kept))
+        own, _, _ = run(params, _own(cache, first), _of_first_group(slots), batch, *before)
+        return _joined(cache, first, own), slots
 
     return follow
+
+
+def _make_pass(draft: Model, *where: Any) -> Callable[..., tuple[Cache, TokenAxis, Any]]:
+    """A pass whose result is a pair: hidden states, and for a head those that its next step reads."""
+    if draft.reads is None:
+        return make_pass(draft, *where, compute=lambda module, *args: (module.hidden(*args), None))
+    return make_pass(draft, *where, compute=lambda head, *args: head.ahead(*args))
 
 
 def make_draft(
     model: Model, draft: Model, key: DraftKey, page_size: int, device: jax.Device, backend: AttentionBackend
 ) -> Callable[..., DraftOut]:
-    """The function to compile: (the draft model's params, cache, slots, packed, see `pack_drafts`) -> (cache,
-    slots, drafts).
+    """The function to compile: (the draft model's or head's params, cache, slots, packed, see `pack_drafts`)
+    -> (cache, slots, drafts).
 
     A row takes part in as many steps as it wants drafts, each from the token before it; the first step begins
-    with its slot's last token. The loop has a fixed length, so it needs no host. Drafts are what the draft
-    model finds most likely.
+    with its slot's last token, and for a head with the model's state before that. The loop has a fixed
+    length, so it needs no host. Drafts are the likeliest tokens.
     """
     rows, first = key.rows, _first_place(model)
-    run = make_pass(draft, TrunkKey(rows, 0, key.pages), page_size, device, backend)
-    sample = make_sampler(draft, "greedy")
+    run = _make_pass(draft, TrunkKey(rows, 0, key.pages), page_size, device, backend)
+    choose = make_proposer(draft)
     empty = _empty_batch(rows)
 
     def propose(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> DraftOut:
@@ -66,19 +86,19 @@ def make_draft(
         entries = packed[rows * ROW_WORDS :].reshape(-1, ENTRY_WORDS)
         slots = updated(slots, entries, jnp.zeros((0, RESET_WORDS), jnp.int32))
         of_draft = _of_first_group(slots)
+        before = None if slots.kept is None else read(slots.kept, own_slots, slots.last[own_slots, 1])
 
-        def step(
-            state: tuple[Cache, jax.Array], number: jax.Array
-        ) -> tuple[tuple[Cache, jax.Array], jax.Array]:
-            own, last = state
+        def step(state: State, number: jax.Array) -> tuple[State, jax.Array]:
+            own, last, before = state
             at = jnp.where(number < counts, own_slots, 0)
             now = empty._replace(row_slots=at, row_tokens=jnp.where(at > 0, -1, 0), sample_slots=at)
-            own, to_sample, _ = run(params, own, of_draft._replace(last=last), now)
-            last, sampled = sample(params, last, slots.sampling, to_sample)
-            return (own, last), sampled.tokens
+            given = [] if before is None else [before]
+            own, axis, (hidden, following) = run(params, own, of_draft._replace(last=last), now, *given)
+            last, tokens = choose(params, last, to_sample(now, axis, hidden))
+            return (own, last, following), tokens
 
         steps = jnp.arange(key.tokens, dtype=jnp.int32)
-        (own, _), found = lax.scan(step, (_own(cache, first), slots.last), steps)
+        (own, _, _), found = lax.scan(step, (_own(cache, first), slots.last, before), steps)
         drafts = found.T
         assert slots.drafts is not None
         slots = slots._replace(drafts=slots.drafts.at[own_slots].set(drafts))

@@ -67,7 +67,7 @@ class DeviceMemory:
         working = max(program.working for program in programs)
         return cls(
             limit,
-            device_bytes(spec.both_leaves),
+            device_bytes(spec.weights),
             state,
             working,
             spec.page_bytes,
@@ -223,7 +223,8 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     # only if both read the input
     fused = not on_cpu and not key.pages and all(group.kind in ("full", "window") for group in spec.groups)
     together = max(mixing, layer.channels) if fused and not model.parallel else mixing + layer.channels
-    channels = 8 * model.config.hidden_size + together + beside.channels
+    stream = 8 if model.reads is None else 20  # a head also has states before, and joins several
+    channels = stream * model.config.hidden_size + together + beside.channels
     each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
     caches = max(_attention_bytes(spec, group, key, on_cpu) for group in paged(spec.groups))
     working = each * tokens * channels + layer.bytes + beside.bytes

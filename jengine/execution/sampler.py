@@ -91,6 +91,21 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
     return full if variant == "full" else sampler
 
 
+def make_proposer(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """(params, SlotState.last, to sample) -> (last, tokens int32 [rows]): those that a draft model or head
+    finds likeliest. Each slot has at most one row.
+    """
+
+    def propose(params: Params, last: jax.Array, to: ToSample) -> tuple[jax.Array, jax.Array]:
+        logits, _ = _shared_out(model, params, to)
+        tokens: jax.Array = all_gather(argmax(logits), to.slots.shape[0])
+        if (head := model.head(params)) is not None:
+            tokens = head.ids(tokens)
+        return _noted(last, to, tokens, jnp.ones(tokens.shape, bool)), tokens
+
+    return propose
+
+
 def _noted(last: jax.Array, to: ToSample, tokens: jax.Array, count: jax.Array) -> jax.Array:
     """SlotState.last with the last token that counts of each slot, and its position.
 

@@ -17,46 +17,70 @@ ENTRIES, RESETS = 512, 16  # in one `update_slots`
 UPDATE_WORDS = ENTRIES * ENTRY_WORDS + RESETS * RESET_WORDS
 
 
+class KeptStates(NamedTuple):
+    """States of the model at the last tokens of each slot, which a head reads; see head_states.py. A token's
+    place is its position modulo n.
+    """
+
+    states: jax.Array  # [slots, n, size]
+    followers: jax.Array  # int32 [slots, n], the positions behind these tokens; 0: there is no state
+
+
 class SlotState(NamedTuple):
     """The state of all slots; donated to every step and updated in place.
 
     Attributes:
         last: int32 [slots, 2], the token that the slot's next decode row reads, and its position. The program
             that samples the token writes both.
-        drafts: int32 [slots, n], tokens that a draft model has proposed after the last one; None: there is no
-            draft model.
+        drafts: int32 [slots, n], tokens that a draft model or head has proposed after the last one; None:
+            there is none.
         block_table: int32 [cache groups, slots, width], page ids in order.
         sampling: int32 [slots, SAMPLING_WORDS], see sampling_row.py; a single array, so that a step has few
             arguments.
+        kept: None: there is no head.
     """
 
     last: jax.Array
     block_table: jax.Array
     sampling: jax.Array
     drafts: jax.Array | None = None
+    kept: KeptStates | None = None
 
 
 def abstract_slots(
-    slots: int, groups: int, width: int, sharding: jax.sharding.Sharding, drafts: int = 0
+    slots: int,
+    groups: int,
+    width: int,
+    sharding: jax.sharding.Sharding,
+    drafts: int = 0,
+    state: jax.ShapeDtypeStruct | None = None,
 ) -> SlotState:
-    """SlotState's shapes for `slots` slots, the null slot included, `width` pages a sequence, and as many
-    drafts.
+    """SlotState's shapes for `slots` slots, the null slot included, `width` pages a sequence, as many drafts,
+    and a head that reads such a state, [size].
     """
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-    kept = ints(slots, drafts) if drafts else None
-    return SlotState(ints(slots, 2), ints(groups, slots, width), ints(slots, SAMPLING_WORDS), kept)  # type: ignore[arg-type]
+    proposed = ints(slots, drafts) if drafts else None
+    kept = None
+    if state is not None:
+        places = slots, drafts + 1
+        states = jax.ShapeDtypeStruct((*places, *state.shape), state.dtype, sharding=sharding)
+        kept = KeptStates(states, ints(*places))  # type: ignore[arg-type]
+    last, table, sampling = ints(slots, 2), ints(groups, slots, width), ints(slots, SAMPLING_WORDS)
+    return SlotState(last, table, sampling, proposed, kept)  # type: ignore[arg-type]
 
 
 def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotState:
     """Applies entries [n, ENTRY_WORDS] and resets [m, RESET_WORDS], as in a Batch."""
     group, slot, index, page = entries.T
-    table, sampling = slots.block_table.at[group, slot, index].set(page), slots.sampling
+    table, sampling, kept = slots.block_table.at[group, slot, index].set(page), slots.sampling, slots.kept
     if resets.shape[0]:
         sampling = sampling.at[resets[:, 0]].set(resets[:, 1:])
-    return slots._replace(block_table=table, sampling=sampling)
+        if kept is not None:  # those of the sequence that had the slot before
+            kept = kept._replace(followers=kept.followers.at[resets[:, 0]].set(0))
+    return slots._replace(block_table=table, sampling=sampling, kept=kept)
 
 
 def update_slots(slots: SlotState, packed: jax.Array) -> SlotState:

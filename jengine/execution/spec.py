@@ -52,7 +52,7 @@ class ExecutionSpec:
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
         product_forms: on a CPU, see `pallas_kernels.products.Forms`.
         attention_backend: implementation of decode attention, see `EngineConfig`.
-        draft: a model that drafts on the device; its one cache group is apart. None: there is none.
+        draft: a model or head that drafts on the device; its one cache group is apart. None: there is none.
     """
 
     model: Model
@@ -163,6 +163,14 @@ class ExecutionSpec:
         """Those of the model, then those of the draft model, if there is one."""
         return self.leaves if self.drafting is None else (*self.leaves, *self.drafting.leaves)
 
+    @property
+    def weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The same, without those of a head that are the model's."""
+        if self.draft is None:
+            return self.leaves
+        own = self.draft.alone
+        return (*self.leaves, *jax.tree.leaves(with_shardings(self.mesh, own.params, own.axes)))
+
     @functools.cached_property
     def cache(self) -> Cache:
         return abstract_cache(self.cached, self.pool_pages, self.page_size, self.cache_dtype, self.mesh)
@@ -174,8 +182,10 @@ class ExecutionSpec:
 
     @functools.cached_property
     def slots(self) -> SlotState:
-        groups, drafts = len(paged(self.groups)), self.table.drafts
-        return abstract_slots(self.max_slots + 1, groups, self.table_width, self.replicated, drafts)
+        groups, drafts, state = len(paged(self.groups)), self.table.drafts, None
+        if self.draft is not None and self.draft.reads is not None:
+            state = jax.ShapeDtypeStruct((self.draft.config.hidden_size,), self.draft.dtype)
+        return abstract_slots(self.max_slots + 1, groups, self.table_width, self.replicated, drafts, state)
 
     def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from jengine.core.config import AttentionBackend
 from jengine.execution.attention import PagedAttention, TokenAxis
@@ -43,33 +44,57 @@ def make_trunk(
     *,
     batch_invariant: bool = False,
     following: int = 0,
-    follow: Callable[..., Cache] | None = None,
+    follow: Callable[..., tuple[Cache, SlotState]] | None = None,
+    reads: Sequence[int] | None = None,
 ) -> Callable[..., TrunkOut]:
     """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states
     of tiles).
 
     Args:
-        follow: makes the draft model's keys and values, see draft.py; params is then a pair.
+        follow: makes the keys and values of the draft model or head, see draft.py; params is then a pair.
+        reads: states that a head reads, see `models.family.Head`; None: there is no head.
         device: a device that it is compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
         batch_invariant: see `PagedAttention`.
         following: see `Recurrence`.
     """
-    how: Any = {"batch_invariant": batch_invariant, "following": following}
+
+    def hidden_and_states(
+        module: Any, tokens: jax.Array, positions: jax.Array, attend: LayerCaches
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        if reads:
+            out: tuple[jax.Array, list[jax.Array]] = module.hidden_and_states(
+                tokens, positions, attend, reads
+            )
+            return out
+        hidden = module.hidden(tokens, positions, attend)
+        return hidden, [] if reads is None else [hidden]
+
+    how: Any = {"batch_invariant": batch_invariant, "following": following, "compute": hidden_and_states}
     run = make_pass(model, layout.key, page_size, device, backend, **how)
 
     def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
-        batch = layout.unpack(packed)
+        batch, of_draft = layout.unpack(packed), None
         slots = updated(slots, batch.table, batch.resets)
-        if follow is None:
-            cache, to_sample, tiles = run(params, cache, slots, batch)
-        else:
+        if follow is not None:
             params, of_draft = params
-            cache, to_sample, tiles = run(params, cache, slots, batch)
-            cache = follow(of_draft, cache, slots, batch)
-        return cache, slots, to_sample, tiles
+        cache, axis, (hidden, states) = run(params, cache, slots, batch)
+        if follow is not None:
+            # a head must not change how XLA rounds what the sampler reads
+            cache, slots = follow(of_draft, cache, slots, batch, lax.optimization_barrier(states))
+        return cache, slots, to_sample(batch, axis, hidden), hidden[layout.key.rows :]
 
     return trunk
+
+
+def to_sample(batch: Batch, axis: TokenAxis, hidden: jax.Array) -> ToSample:
+    """What the sampler reads of a pass."""
+    at = batch.sample_tokens
+    return ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1, axis.tokens[at])
+
+
+def _hidden(module: Any, *args: Any) -> Any:
+    return module.hidden(*args)
 
 
 def make_pass(
@@ -81,15 +106,19 @@ def make_pass(
     *,
     batch_invariant: bool = False,
     following: int = 0,
-) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
-    """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include
-    the batch's updates.
+    compute: Callable[..., Any] = _hidden,
+) -> Callable[..., tuple[Cache, TokenAxis, Any]]:
+    """(params, cache, slots, batch, ...) -> (cache, the token axis, what `compute` returns, by default the
+    hidden states). The slots already include the batch's updates.
+
+    Args:
+        compute: takes the model's module, tokens, positions, `attend`, and what follows the batch.
     """
     groups = model.groups
 
     def run(
-        params: Params, cache: Cache, slots: SlotState, batch: Batch
-    ) -> tuple[Cache, ToSample, jax.Array]:
+        params: Params, cache: Cache, slots: SlotState, batch: Batch, *more: Any
+    ) -> tuple[Cache, TokenAxis, Any]:
         axis = TokenAxis(slots.last, batch, slots.drafts)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
@@ -101,12 +130,9 @@ def make_pass(
         if any(group.kind == "state" for group in groups):
             on_cpu = device.platform == "cpu"
             recurrence = Recurrence(batch, axis, key, following=following, in_order=on_cpu)
-        hidden = model.bind(params).hidden(
-            axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence)
-        )
-        at = batch.sample_tokens
-        to_sample = ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1, axis.tokens[at])
-        return cache, to_sample, hidden[key.rows :]
+        attend = LayerCaches(cache, groups, attentions, recurrence)
+        out = compute(model.bind(params), axis.tokens, axis.positions, attend, *more)
+        return cache, axis, out
 
     return run
 

@@ -10,10 +10,10 @@ import dataclasses
 import importlib
 import pkgutil
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from jengine.models import facts
 from jengine.models.cache import CacheEntry, CacheGroup, cache_groups
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import StoredWeights
-from jengine.models.family import Decoder, Family, TextPart
+from jengine.models.family import Decoder, Family, Head, TextPart
 from jengine.models.layers import Matrix
+from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
@@ -52,6 +53,10 @@ _MODULES = [importlib.import_module(f"{__name__}.{file.name}") for file in pkgut
 FAMILIES: dict[str, Family] = dict(
     sorted(item for module in _MODULES for item in getattr(module, "FAMILIES", {}).items())
 )
+# heads that draft, by the name of their model's family and "_mtp", and by names of their own
+DRAFT_HEADS: dict[str, Family] = dict(
+    sorted(item for module in _MODULES for item in getattr(module, "DRAFT_HEADS", {}).items())
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,8 @@ class Model:
         matrices: whether each parameter is read as a Weight.
         group_size, calibrated: as in `build`.
         prefix: as in Decoder.
-        text_part, skipped, unread: as in Family.
+        text_part, skipped, unread, renamed: as in Family.
+        shared, only: as in Head; of a model: empty.
         entries: what each layer keeps in the cache.
         groups: the cache's groups of layers.
         elements: how many elements its matrices have.
@@ -87,6 +93,9 @@ class Model:
     text_part: TextPart | None
     skipped: tuple[str, ...]
     unread: frozenset[str]
+    renamed: Mapping[str, str]
+    shared: tuple[str, ...]
+    only: str
     entries: tuple[CacheEntry, ...]
     groups: tuple[CacheGroup, ...]
     elements: facts.Elements
@@ -117,6 +126,21 @@ class Model:
 
         return jax.tree.map(formed, params, self.matrices, is_leaf=is_weight) if forms else params
 
+    def sharing(self, model: Model) -> Model:
+        """A head with the form that the model has of the parameters that both share."""
+        shared = {name: model.params[name] for name in self.shared if name in self.params}
+        return dataclasses.replace(self, params={**self.params, **shared})
+
+    @property
+    def alone(self) -> Model:
+        """Without the parameters of the model that it is a head of."""
+
+        def own(tree: Any) -> Any:
+            return {name: value for name, value in tree.items() if name not in self.shared}
+
+        trees = {name: own(getattr(self, name)) for name in ("params", "axes", "sources", "matrices")}
+        return dataclasses.replace(self, **trees) if self.shared else self
+
     @property
     def parallel(self) -> bool:
         """Whether attention and MLP of a layer may be computed at the same time."""
@@ -136,6 +160,20 @@ class Model:
         """The module with these parameters. It works inside and outside of traced functions."""
         module: Decoder = nnx.merge(self.graph, params)
         return module
+
+    def head(self, params: Params) -> Head | None:
+        """The same for a head; None for a model."""
+        return cast(Head, self.bind(params)) if self.config.family in DRAFT_HEADS else None
+
+    @property
+    def gives_states(self) -> bool:
+        """Whether an EAGLE-3 head may read its layers' inputs: they have none but the residual stream."""
+        return isinstance(self.module, Llama) and type(self.module).hidden is Llama.hidden
+
+    @property
+    def reads(self) -> tuple[int, ...] | None:
+        """As in Head; None for a model."""
+        return cast(Head, self.module).reads if self.config.family in DRAFT_HEADS else None
 
 
 def build(
@@ -164,7 +202,7 @@ def build(
             over this many devices.
         ModelError: the family or its activation is not supported.
     """
-    if config.family not in FAMILIES:
+    if config.family not in {**FAMILIES, **DRAFT_HEADS}:
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if config.activation not in ACTIVATIONS:
         raise ModelError(
@@ -187,7 +225,8 @@ def build(
     config = dataclasses.replace(
         config, shards=shards, stored=config.stored if quantization is None else None
     )
-    module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
+    family = FAMILIES.get(config.family) or DRAFT_HEADS[config.family]
+    module = family.module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
     entries = facts.cache_entries(module)
 
@@ -233,9 +272,12 @@ def build(
         sources=tree(lambda p: p.get_metadata("source")),
         matrices=tree(lambda p: isinstance(p, Matrix)),
         prefix=module.prefix,
-        text_part=FAMILIES[config.family].text_part,
-        skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
-        unread=FAMILIES[config.family].unread(config),
+        text_part=family.text_part,
+        skipped=tuple(name.format(num_layers=config.num_layers) for name in family.skipped),
+        unread=family.unread(config),
+        renamed=family.renamed,
+        shared=getattr(module, "shared", ()),
+        only=getattr(module, "only", ""),
         entries=entries,
         groups=cache_groups(entries),
         elements=facts.elements(module, nnx.to_flat_state(state)),

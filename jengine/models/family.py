@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +30,29 @@ class Decoder(Protocol):
         """[N, hidden] -> float32[N, vocab], with vocab padded to a multiple of the devices. Each device has
         its own columns.
         """
+
+
+class Head(Decoder, Protocol):
+    """One layer that drafts for a model. Its hidden state at a token's position follows from this token and
+    the model's states at the token before, and gives the next token.
+    """
+
+    shared: tuple[str, ...]  # attributes with the model's own parameters
+    only: str  # prefix of its tensors in the model's checkpoint; "": it has a checkpoint of its own
+    reads: tuple[int, ...]  # the model's layers whose inputs it reads; (): hidden states after the norm
+
+    def entering(self, states: Sequence[jax.Array]) -> jax.Array:
+        """The model's states that it reads, [N, hidden] each -> [N, hidden], the head's `before`."""
+
+    def ahead(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, before: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """tokens and positions int32[N], before [N, hidden] of the tokens before -> the states for `logits`,
+        and those that are `before` at the next position, if the model's are not known. Both [N, hidden].
+        """
+
+    def ids(self, tokens: jax.Array) -> jax.Array:
+        """Columns of `logits`, int32[N] -> the model's tokens."""
 
 
 class Fields(dict[str, Any]):
@@ -79,6 +102,7 @@ class Family:
             prediction; {num_layers} stands for the number of layers.
         parts: types of ModelConfig.parts that `read` may give.
         unread: names of tensors that checkpoints may contain but this model never reads.
+        renamed: prefixes of tensor names that some checkpoints have in place of others.
     """
 
     title: str
@@ -89,3 +113,4 @@ class Family:
     skipped: tuple[str, ...] = ()
     parts: tuple[type[Any], ...] = ()
     unread: Callable[[ModelConfig], frozenset[str]] = field(default=lambda config: frozenset())
+    renamed: Mapping[str, str] = field(default_factory=dict)

@@ -192,16 +192,18 @@ class Attention(nnx.Module):
     sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
     takes_norm = True  # x may be a norm, which its product computes
     slopes = False  # whether `attend` gets slopes
+    width = 1  # of x, in hidden sizes
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
         laid, dim, hidden = config.num_kv_heads_padded, config.head_dim, config.hidden_size
         rows, parts = self.layout(config)
+        inputs = self.width * hidden
         self.qkv = matrix(
-            (laid, rows, hidden),
+            (laid, rows, inputs),
             dtype,
             ("kv_heads", None, None),
-            *self.qkv_source(name, "weight", parts, hidden),
+            *self.qkv_source(name, "weight", parts, inputs),
         )
         output = self.output_source(name, "weight", hidden, config.num_heads * dim)
         self.o = matrix(
@@ -234,7 +236,7 @@ class Attention(nnx.Module):
         return Piece(f"{name}.o_proj.{kind}", shape)
 
     def __call__(self, layer: int, x: Rows, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        """x [N, hidden] -> [N, hidden]. rotation is None if queries and keys do not rotate."""
+        """x [N, width * hidden] -> [N, hidden]. rotation is None if queries and keys do not rotate."""
         config = self.config
         tokens, kv_heads, group, dim = (
             x.shape[0],

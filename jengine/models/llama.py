@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ class Llama(nnx.Module):
         self.config = config
         self.rope, self.local_rope = rope(config, max_model_len), local_rope(config, max_model_len)
         self.embed = vocabulary(config, config.hidden_size, dtype, f"{self.prefix}{self.embed_name}.weight")
-        names = (f"{self.prefix}{self.layers_name}.{i}" for i in range(config.num_layers))
+        names = (self.layer_name(config, i) for i in range(config.num_layers))
         self.layers = nnx.List([self.layer(config, dtype, name, i) for i, name in enumerate(names)])
         self.norm = self.norm_type(config.hidden_size, config, dtype, f"{self.prefix}{self.norm_name}")
         self.lm_head = (
@@ -59,6 +60,10 @@ class Llama(nnx.Module):
         size = config.vocab_size
         bias = Piece(f"{self.head_name}.bias", (size,), (slice(0, size),))
         self.head_bias = param((config.padded(size),), dtype, ("vocab",), bias) if config.head.bias else None
+
+    def layer_name(self, config: ModelConfig, index: int) -> str:
+        """The prefix of a layer's tensors in the checkpoint."""
+        return f"{self.prefix}{self.layers_name}.{index}"
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         return Layer(
@@ -82,14 +87,26 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
+        return self.hidden_and_states(tokens, positions, attend)[0]
+
+    def hidden_and_states(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, before: Sequence[int] = ()
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """The same, and the residual stream [N, hidden] before each of these layers; the number of layers
+        stands for the end.
+        """
         x: jax.Array | Sum = self.embedded(tokens)
+        states = dict[int, jax.Array]()
         everywhere = nearby = self.rope.cos_sin(positions)
         if self.local_rope != self.rope:
             nearby = self.local_rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):
+            if i in before:
+                x = states[i] = array_of(x)
             rotation = everywhere if self.config.window(i) is None else nearby
             x = layer(i, x, None if i in self.config.rope.unrotated else rotation, attend)
-        return self.norm(array_of(x))
+        x = states[len(self.layers)] = array_of(x)
+        return self.norm(x), [states[i] for i in before]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[N, hidden] -> float32[N, vocab]."""

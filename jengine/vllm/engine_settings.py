@@ -32,7 +32,9 @@ SAME: dict[str, str] = {
         "vLLM has removed it (0.18); here GiB of host memory for each device that hold evicted cached pages"
     ),
     "num_scheduler_steps": "vLLM has removed it (2025); here decode steps that run as one program",
-    "speculative_config": "auto, or methods ngram, suffix and draft_model; it changes no output",
+    "speculative_config": (
+        "auto, or methods ngram, suffix, draft_model, mtp and eagle3; it changes no output"
+    ),
 }
 PROGRAMS = (
     "a fixed table of programs is compiled before the first request; see max_num_seqs, max_num_batched_tokens"
@@ -43,7 +45,7 @@ LORA = (
     "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload), or serve"
     " the base model"
 )
-SPECULATION = "see speculative_config, with method ngram, suffix or draft_model"
+SPECULATION = "see speculative_config, with method ngram, suffix, draft_model, mtp or eagle3"
 EXPERTS = "experts are split over the devices of tensor_parallel_size"
 REPLICAS = "run several engines: jengine.ray serves replicas behind one address"
 PROCESSES = "start a process on each machine, with coordinator, num_processes and process_id"

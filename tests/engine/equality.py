@@ -24,11 +24,13 @@ from jengine.text.tokenizer import Tokenizer
 from tests.engine.replay import ERROR, Replay
 from tests.engine.structures import structures
 from tests.execution.oracle import Oracle
+from tests.golden.heads import write_eagle3, write_mtp
 from tests.golden.weights import write_model
 from tests.text.conftest import byte_level, write
 
 LENGTH = 192  # tokens of a sequence at most
 LETTERS = [*range(66, 74)]  # the tokens of a to h
+HEAD = "head"
 END = 73  # h, an end-of-sequence token
 CLOSE = 1e-4  # of a log probability: programs of other shapes sum in another order
 FORCED = (
@@ -46,10 +48,18 @@ FORCED = (
 )
 
 
-def write_text_model(folder: Path, variant: str) -> Path:
-    """A tiny model with a tokenizer, and an end-of-sequence token that may come anywhere."""
+def write_text_model(folder: Path, variant: str, head: str | None = None) -> Path:
+    """A tiny model with a tokenizer, and an end-of-sequence token that may come anywhere.
+
+    Args:
+        head: mtp, or eagle3: a head in the folder HEAD.
+    """
     tokenizer = byte_level()
-    write_model(folder, variant, vocab_size=tokenizer.get_vocab_size(), eos_token_id=[1, END])
+    vocab = tokenizer.get_vocab_size()
+    make = write_mtp if head == "mtp" else write_model
+    make(folder, variant, vocab_size=vocab, eos_token_id=[1, END])
+    if head == "eagle3":
+        write_eagle3(folder / HEAD, variant, vocab_size=vocab)
     return write(tokenizer, folder)
 
 

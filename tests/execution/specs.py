@@ -8,7 +8,7 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.engine.draft_model import build_draft
 from jengine.execution.kinds import Key, kind_of
 from jengine.execution.spec import ExecutionSpec
-from jengine.models import build
+from jengine.models import DRAFT_HEADS, build
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import ProgramTable
 from tests.golden.weights import VARIANTS
@@ -32,7 +32,7 @@ def make_spec(
     num_states: int = 20,
     draft: str | None = None,
 ) -> ExecutionSpec:
-    """draft: variant of a draft model, which proposes four tokens."""
+    """draft: variant of a draft model, or name of the variant's head; it proposes four tokens."""
     # one of each kind, all with samplers of 16 rows
     table = ProgramTable((16,), (8,), (1,), 32, page_buckets, drafts=4 if draft else 0)
     model = build(model_config(VARIANTS[variant]), dtype, 192, quantization, devices)
@@ -50,4 +50,7 @@ def make_spec(
     )
     if draft is None:
         return spec
+    if draft in DRAFT_HEADS:
+        fields = {**VARIANTS[variant], "model_type": draft}
+        return dataclasses.replace(spec, draft=build_draft(model_config(fields, "", DRAFT_HEADS), spec))
     return dataclasses.replace(spec, draft=build_draft(model_config(VARIANTS[draft]), spec))

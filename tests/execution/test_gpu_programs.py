@@ -19,10 +19,12 @@ from jengine.capacity.planning.compiled import compiled
 from jengine.capacity.planning.hlo import parse
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
+from jengine.core.speculation import Speculation
 from jengine.engine.shapes import describe
 from jengine.execution.kernels import decode_refused, kernels_refused
 from jengine.execution.programs import UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
+from jengine.models import DRAFT_HEADS
 from jengine.models.moe import MixtureOfExperts
 from jengine.parallel.mesh import make_mesh
 from jengine.table.pages import SWAPS
@@ -58,7 +60,15 @@ def described(target: str, devices: int = 1, model: dict[str, Any] = MODEL, **op
         "tensor_parallel_size": devices,
     }
     config = EngineConfig.of("MODEL", {**small, **options})
-    draft = model_config(MODEL) if config.draft_tokens else None
+    how, draft = Speculation.of(config.speculative_config), None
+    if how is not None and how.head == "mtp":
+        draft = model_config({**model, "model_type": f"{model['model_type']}_mtp"}, "", DRAFT_HEADS)
+    elif how is not None and how.head == "eagle3":
+        fields = {**MODEL, "model_type": "eagle3", "num_hidden_layers": 1, "draft_vocab_size": 128}
+        ids = [0, 1, model["num_hidden_layers"]]
+        draft = model_config({**fields, "eagle_aux_hidden_state_layer_ids": ids}, "", DRAFT_HEADS)
+    elif how is not None and how.model is not None:
+        draft = model_config(MODEL)
     spec = describe(config, model_config(model), mesh, Path(), draft)
     return dataclasses.replace(spec, num_pages=4096)
 
@@ -417,9 +427,11 @@ def test_bursts_on_hopper_copy_no_cache(on_hopper: Callable[..., None]) -> None:
     on_hopper(check_bursts_on_hopper)
 
 
-def check_drafts_on_hopper(devices: int) -> None:
-    how = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
-    spec = described("h200", devices, speculative_config=how)
+def check_drafts_on_hopper(devices: int, method: str) -> None:
+    how: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    how |= {} if method == "mtp" else {"model": "DRAFT"}
+    model = {**MODEL, "model_type": "mimo"} if method == "mtp" else MODEL
+    spec = described("h200", devices, model, speculative_config=how)
     for key in (*spec.table.draft_keys(), *spec.table.trunks()):
         compiled = lower(spec, key).compile()
         text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -433,8 +445,9 @@ def check_drafts_on_hopper(devices: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("devices", [1, 2])
-def test_drafts_on_hopper_copy_no_cache(on_hopper: Callable[..., None], devices: int) -> None:
-    on_hopper(check_drafts_on_hopper, devices)
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3"])
+def test_drafts_on_hopper_copy_no_cache(on_hopper: Callable[..., None], method: str, devices: int) -> None:
+    on_hopper(check_drafts_on_hopper, devices, method)
 
 
 def check_states_on_hopper(devices: int, drafts: bool) -> None:

@@ -112,6 +112,7 @@ def test_a_burst_copies_no_cache(case: dict[str, Any]) -> None:
     "case",
     [
         {"variant": "llama_gqa", "draft": "gpt2"},
+        {"variant": "mimo", "draft": "mimo_mtp"},
         pytest.param(
             {"variant": "gemma3", "draft": "llama_gqa", "kv_cache_dtype": "int8"}, marks=pytest.mark.full
         ),

@@ -28,6 +28,7 @@ FEWER = (1, 17, 65, 130)  # of variants that are not in ALL_LENGTHS; EVERYWHERE 
 EVERYWHERE = (17, 65)
 SAME = {
     "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
     "minimax_m1": "minimax",
     "minimax_text_01": "minimax",
 }  # model_types that transformers knows by another name

@@ -39,10 +39,11 @@ def weights(variant: str, config: dict[str, Any] | None = None) -> dict[str, np.
     config: None is the variant's.
     """
     shapes = tensor_shapes(VARIANTS[variant] if config is None else config)
-    return {name: _weight(variant, name, shape) for name, shape in shapes.items()}
+    return {name: weight(variant, name, shape) for name, shape in shapes.items()}
 
 
-def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """One of them."""
     # experts are alike in pairs, so that it does not matter which of them a tie gives
     ties = variant.endswith("ties")
     twin = EACH_EXPERT.sub(lambda found: f".experts.{int(found[1]) // 2 * 2}.", name) if ties else name

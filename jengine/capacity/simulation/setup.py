@@ -134,4 +134,4 @@ def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:
         or config.kv_cache_memory is not None
     ):
         return pages
-    return max(pages - device_bytes(spec.both_leaves) // spec.page_bytes, 2)
+    return max(pages - device_bytes(spec.weights) // spec.page_bytes, 2)

@@ -34,6 +34,7 @@ class Trunk(Kind[TrunkKey]):
             follow=None
             if spec.draft is None
             else make_follow(spec.model, spec.draft, key, spec.page_size, device, spec.attention_backend),
+            reads=None if spec.draft is None else spec.draft.reads,
         )
         args = spec.both_leaves, spec.cache, spec.slots, spec.packed(key)
         out = partitions(spec.cache), *[PartitionSpec()] * 3

@@ -39,6 +39,6 @@ def drafter_of(options: SchedulingOptions) -> Drafter | None:
     most = how.num_speculative_tokens
     if how.suffix is not None:
         return FirstOf([Forced(most), Suffix(how.suffix, most)])
-    if how.model is not None:
+    if how.on_device:
         return FirstOf([Forced(most), DraftModel(most)])
     return FirstOf([Forced(most), Ngrams(how.prompt_lookup_min, how.prompt_lookup_max, most)])
