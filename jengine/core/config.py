@@ -74,6 +74,8 @@ class EngineConfig:
         gpu_memory_utilization: the share of a GPU's memory for weights, programs and KV cache together.
         num_pages: size of the KV cache in pages instead of bytes, including the null page, which padding
             uses.
+        weight_updates: compile what `update_weights` runs when the engine starts, so that weights can be
+            replaced while it runs, without compilations.
         enable_prefix_caching: keep the pages of prompts and outputs until their memory is needed. A request
             whose prompt begins with the same tokens, and has the same cache_salt, uses them instead of
             computing them again.
@@ -164,6 +166,7 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
+    weight_updates: bool = False
     enable_prefix_caching: bool = True
     swap_space: float = 0.0
     batch_invariant: bool = False
@@ -239,7 +242,7 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidArgument("seed", self.seed, "must be a whole number")
-        for name in ("enable_prefix_caching", "batch_invariant", "overlap"):
+        for name in ("weight_updates", "enable_prefix_caching", "batch_invariant", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if self.embeddings is not None and not isinstance(self.embeddings, bool):

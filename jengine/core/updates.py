@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from jengine.core.request import FinishReason
+from jengine.core.weights import FIRST_VERSION, Version
 
 
 class TokenLogprobs(NamedTuple):
@@ -36,6 +37,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
         scheduled: monotonic seconds at which the request first ran; 0 if unknown.
         cached: prompt tokens that the request did not compute: found in the prefix cache when it first ran,
             or computed by another sample of the same prompt.
+        version: of the weights that made the token.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     preemptions: int = 0
     scheduled: float = 0.0
     cached: int = 0
+    version: Version = FIRST_VERSION
 
 
 class PromptScores(NamedTuple):
@@ -66,6 +69,7 @@ class Pooled(NamedTuple):
     preemptions: int = 0
     scheduled: float = 0.0
     cached: int = 0
+    version: Version = FIRST_VERSION
 
 
 class Beam(NamedTuple):
@@ -91,6 +95,7 @@ class BeamsFound(NamedTuple):
     preemptions: int = 0
     scheduled: float = 0.0
     cached: int = 0
+    version: Version = FIRST_VERSION
 
 
 class Ended(NamedTuple):

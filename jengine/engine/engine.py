@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import FinishReason, Request
 from jengine.core.seeds import prompt_seed
 from jengine.core.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
+from jengine.core.weights import FIRST_VERSION, Version
 from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.limits import Limits
+from jengine.engine.live_weights import LiveWeights
 from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_masks
 from jengine.engine.operations import Operation
@@ -66,6 +69,7 @@ class Engine:
         recorder: records each finished request.
         embedder: how the model embeds; None: the table has no programs for embeddings.
         reranker: how the model scores pairs of texts; None: its folder does not say.
+        weights: the weights, if they can be replaced.
     """
 
     def __init__(
@@ -82,9 +86,12 @@ class Engine:
         recorder: TraceRecorder | None = None,
         embedder: Embedder | None = None,
         reranker: Reranker | None = None,
+        weights: LiveWeights | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self._embedder, self._reranker = embedder, reranker
+        self.weights = weights
+        self._early: list[Update] = []  # of steps that were read between two calls of `step`
         self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
         # the flag says whether the step's duration may update costs
@@ -113,7 +120,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step has not been read."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight or self._early)
 
     @property
     def has_requests(self) -> bool:
@@ -210,6 +217,20 @@ class Engine:
         """The caller has converted the output of `step` to text, or sent it."""
         self.records.passed_on(time.perf_counter())
 
+    @property
+    def weights_version(self) -> Version:
+        """Of the weights that steps use; see `LLM.update_weights`."""
+        return FIRST_VERSION if self.weights is None else self.weights.version
+
+    @property
+    def abstract_params(self) -> Any:
+        """See `LLM.abstract_params`."""
+        return self.runner.spec.params
+
+    def settle(self) -> None:
+        """Reads all steps in flight. The next call of `step` returns their updates."""
+        self._early += self._read_all_but(0)
+
     def do[T](self, operation: Operation[T]) -> T:
         """Does an operation that its `check` has accepted, and returns the answer; see operations.py."""
         return operation.run(self)
@@ -234,7 +255,9 @@ class Engine:
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
         awaited = self.scheduler.searches.awaited or self.scheduler.speculation.awaited
-        updates = self._read_all_but(0) if awaited else []
+        updates, self._early = self._early, []
+        if awaited:
+            updates += self._read_all_but(0)
         now = time.perf_counter()
         self._clock.planning(now, self.scheduler.predictor.costs)
         self.records.turn(now)
@@ -395,11 +418,11 @@ class Engine:
         if self._unmasked:
             collected = self._until_unmasked(collected)
         self._note_ended()
-        got = result.logprobs
+        got, version = result.logprobs, self.weights_version
         if got is not None:
             self._accept(collected)
         if got is not None or step.plan.steps > 1 or step.plan.guesses:
-            return several_updates(collected, got)
+            return several_updates(collected, got, version)
         return [
             TokenUpdate(
                 s.request_id,
@@ -410,9 +433,10 @@ class Engine:
                 s.num_preemptions,
                 s.scheduled,
                 s.num_cached,
+                version,
             )
             if s.pooled is None
-            else pooled_update(s)
+            else pooled_update(s, version)
             for s, token in zip(collected.sequences, collected.tokens, strict=True)
         ]
 

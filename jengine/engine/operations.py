@@ -11,15 +11,19 @@ import math
 import os
 from pathlib import Path
 from types import get_original_bases
-from typing import Any, ClassVar, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args
 
 import msgspec
 
 from jengine.base.errors import InvalidArgument
+from jengine.core.weights import Version, next_version
 from jengine.engine.limits import Limits
 from jengine.insight.profiling.data import ProfileOptions
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:  # which needs jax
+    from jengine.engine.live_weights import LiveWeights
 
 
 class Running(Protocol):
@@ -31,7 +35,12 @@ class Running(Protocol):
     @property
     def limits(self) -> Limits: ...
 
+    @property
+    def weights(self) -> LiveWeights: ...
+
     def trace(self, seconds: float | None) -> Trace: ...
+
+    def settle(self) -> None: ...
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,12 +48,14 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     represent all of these.
 
     Attributes:
+        local: whether its fields cannot be sent to another process.
         in_thread: whether `run` takes long. Then it runs in a separate thread while the engine steps;
             otherwise, between two steps.
         remote: administrators may call it over the network. False by default, and for operations that name
             files.
     """
 
+    local: ClassVar[bool] = False
     in_thread: ClassVar[bool] = False
     remote: ClassVar[bool] = False
 
@@ -70,7 +81,11 @@ def decode_operation(name: str, arguments: bytes | str, *, remote: bool = False)
     Raises:
         InvalidArgument: there is no such operation, or an argument is unknown or invalid.
     """
-    kinds = {kind.__name__: kind for kind in Operation.__subclasses__() if kind.remote or not remote}
+    kinds = {
+        kind.__name__: kind
+        for kind in Operation.__subclasses__()
+        if kind.remote or not (remote or kind.local)
+    }
     if name not in kinds:
         raise InvalidArgument("operation", name, f"must be one of {', '.join(sorted(kinds))}")
     try:
@@ -92,6 +107,27 @@ class ResetPrefixCache(Operation[bool], frozen=True):
     def run(self, engine: Running) -> bool:
         engine.scheduler.blocks.reset()
         return True
+
+
+class UpdateWeights(Operation[Version], frozen=True):
+    """Replaces the weights; see LLM.update_weights. Answers their version."""
+
+    weights: Any  # arrays: this message stays in its process
+    version: Version | None = None
+    check_finite: bool = False
+    keep_cache: bool = False
+    local = True
+
+    def run(self, engine: Running) -> Version:
+        live = engine.weights
+        version = next_version(self.version, live.version)
+        checked = live.check(self.weights, check_finite=self.check_finite)
+        engine.settle()
+        if not self.keep_cache:
+            engine.scheduler.preempt_all()
+        engine.scheduler.blocks.reset()
+        live.replace(checked, version)
+        return version
 
 
 class SetStrategy(Operation[None], frozen=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from jengine.core.speculation import AUTO, OFF
 from jengine.devices.device_defaults import sizes
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
+from jengine.engine.live_weights import LiveWeights, warm, why_not_updatable
 from jengine.engine.model_source import ModelSource
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
 from jengine.engine.shapes import spec_of, with_pages
@@ -89,7 +89,7 @@ def start_engine(
     config: EngineConfig,
     *,
     mesh: Mesh | None = None,
-    params: Mapping[str, Any] | None = None,
+    params: Any = None,
     progress: Progress = True,
 ) -> tuple[Engine, Started]:
     """Does everything that comes before the first request. Adds the tokenizer's end-of-sequence token to the
@@ -98,11 +98,16 @@ def start_engine(
     Args:
         mesh: the devices to use, tensor_parallel_size of them: at most one axis may have more than one. None:
             the first ones.
-        params: weights in place of the folder's: numpy or JAX arrays by the names of a checkpoint's tensors.
-            The folder needs only the configuration and the tokenizer. The arrays are copied, one parameter at
-            a time, and may be deleted afterwards: JAX arrays on the devices, where each device briefly holds
-            the parameter's whole tensors; numpy arrays, experts that are stacked in one tensor and tensors of
-            a quantized checkpoint through the host.
+        params: weights in place of the folder's, which then needs only the configuration and the tokenizer.
+            Numpy or JAX arrays: a mapping by name, nested or not, an nnx.State or nnx.Module, or an iterator
+            of (name, array). Names are those of a checkpoint's tensors, or of `LLM.abstract_params`.
+            By a checkpoint's names, the arrays are copied, one parameter at a time, and may be deleted
+            afterwards: JAX arrays on the devices, where each device briefly holds the parameter's whole
+            tensors; numpy arrays, experts that are stacked in one tensor and tensors of a quantized
+            checkpoint through the host.
+            By the names of abstract_params, a JAX array with the declared shape, dtype and sharding is used
+            without a copy. The caller and the engine then share it: it must not be deleted, nor donated to
+            a jitted function, until other weights have taken its place.
         progress: whether to show progress bars on a terminal; a function is called with the progress as well.
 
     Raises:
@@ -143,7 +148,7 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
 
 
 def _start(
-    config: EngineConfig, mesh: Mesh | None, params: Mapping[str, Any] | None, progress: Progress
+    config: EngineConfig, mesh: Mesh | None, params: Any, progress: Progress
 ) -> tuple[Engine, Started]:
     if config.process_id > 0:
         raise InvalidArgument(
@@ -156,6 +161,7 @@ def _start(
             )
     link = connect(config)
     worker, programs, started = _prepare(config, link, mesh, params, progress)
+    weights = LiveWeights(started.folder, worker.spec, worker.state, updatable=config.weight_updates)
     runner = Runner(worker, link)
     clock = time.perf_counter()
     warmed_up = programs.warm_up(runner, progress)
@@ -173,12 +179,13 @@ def _start(
         recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
         embedder=started.embedder,
         reranker=started.reranker,
+        weights=weights,
     )
     return engine, started
 
 
 def _prepare(
-    config: EngineConfig, link: Link, mesh: Mesh | None, params: Mapping[str, Any] | None, progress: Progress
+    config: EngineConfig, link: Link, mesh: Mesh | None, params: Any, progress: Progress
 ) -> tuple[Worker, ProgramSet, Started]:
     """Prepares weights and programs on this process's devices."""
     compile_count()  # starts counting
@@ -212,6 +219,11 @@ def _prepare(
         else read_text(config.calibration_data, started.require_tokenizer())
     )
     weights, draft = source.load(shapes, text, progress), source.load_draft(shapes, progress)
+    if config.weight_updates:
+        why = why_not_updatable(shapes.model, source, config.num_processes)
+        if why is not None:
+            raise InvalidArgument("weight_updates", True, why)
+        warm(shapes.model, shapes.params)
     lap("weights")
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jengine.core.updates import BeamsFound, Pooled, ScoredToken, TokenLogprobs, TokenUpdate
+from jengine.core.weights import Version
 from jengine.execution.runner import StepResult
 from jengine.execution.sampler import SampledLogprobs
 from jengine.scheduling.requests.sequence import Sequence
@@ -13,24 +14,27 @@ from jengine.scheduling.step_plan import StepPlan
 
 
 def several_updates(
-    collected: Iterable[tuple[int, Sequence, int]], got: SampledLogprobs | None = None
+    collected: Iterable[tuple[int, Sequence, int]], got: SampledLogprobs | None, version: Version
 ) -> list[TokenUpdate | Pooled | BeamsFound]:
     """Updates for tokens of which a sequence may have several. The last one has the finish reason."""
     updates: list[TokenUpdate | Pooled | BeamsFound] = []
     later = set[int]()
     for row, s, token in reversed([*collected]):
         if s.pooled is not None:
-            updates.append(pooled_update(s))
+            updates.append(pooled_update(s, version))
             continue
         if s.searches:
-            updates.append(BeamsFound(s.request_id, s.found, s.num_preemptions, s.scheduled, s.num_cached))
+            counts = s.num_preemptions, s.scheduled, s.num_cached
+            updates.append(BeamsFound(s.request_id, s.found, *counts, version))
             continue
         ends = (None, None) if s.number in later else (s.finish_reason, s.stop_reason)
         later.add(s.number)
         count = s.request.params.logprobs
         logprobs = None if count is None or got is None else logprobs_of(got, row, count)
         updates.append(
-            TokenUpdate(s.request_id, token, *ends, logprobs, s.num_preemptions, s.scheduled, s.num_cached)
+            TokenUpdate(
+                s.request_id, token, *ends, logprobs, s.num_preemptions, s.scheduled, s.num_cached, version
+            )
         )
     return updates[::-1]
 
@@ -47,12 +51,17 @@ def beam_candidates(plan: StepPlan, result: StepResult, scheduler: Scheduler) ->
     return found
 
 
-def pooled_update(sequence: Sequence) -> Pooled:
+def pooled_update(sequence: Sequence, version: Version) -> Pooled:
     """The update for a finished embedding request."""
     assert sequence.pooled is not None and sequence.request.pooling is not None
     embedding = sequence.pooled.vector(sequence.request.pooling).tobytes()
     return Pooled(
-        sequence.request_id, embedding, sequence.num_preemptions, sequence.scheduled, sequence.num_cached
+        sequence.request_id,
+        embedding,
+        sequence.num_preemptions,
+        sequence.scheduled,
+        sequence.num_cached,
+        version,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -26,19 +27,17 @@ class DeviceState:
     """Weights, cache and slots, counts once a request has needed them, and results that the next call reads.
 
     Attributes:
-        leaves: those of `params`, as programs take them.
-        draft: parameters of the draft model; None: there is none.
-        draft_leaves, both_leaves: those of `draft`, and of both.
+        leaves: those of the parameters, as programs take them.
+        draft_leaves, both_leaves: those of the draft model's parameters, if there is one, and of both.
         counts: see ExecutionSpec.counts; None: not allocated.
         to_sample, tiles: results of the last trunk, for the programs that follow it.
         store: pages in host memory; None: there is no host tier.
     """
 
     def __init__(self, spec: ExecutionSpec, programs: ByKey, params: Params, draft: Params = None) -> None:
-        self.spec, self.programs, self.params = spec, programs, params
-        self.leaves, self.draft = tuple(jax.tree.leaves(params)), draft
+        self.spec, self.programs = spec, programs
         self.draft_leaves = tuple(jax.tree.leaves(draft))
-        self.both_leaves = (*self.leaves, *self.draft_leaves)
+        self.put_leaves(jax.tree.leaves(params))
         self.cache, self.slots = programs[ALLOCATE]()
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None
@@ -46,6 +45,17 @@ class DeviceState:
         self.store = HostStore(spec) if spec.host_pages else None
         self._local = spec.replicated.is_fully_addressable
         self._all_allowed: dict[int, jax.Array] = {}  # by rows
+
+    def put_leaves(self, leaves: Sequence[jax.Array]) -> None:
+        """Sets the model's parameters."""
+        self.leaves = tuple(leaves)
+        self.both_leaves = (*self.leaves, *self.draft_leaves)
+
+    def take_leaves(self) -> list[jax.Array]:
+        """Gives up the model's parameters: the caller's list is the only reference to them here."""
+        leaves = [*self.leaves]
+        self.leaves = self.both_leaves = ()
+        return leaves
 
     def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
         """An array for all devices, as an argument of a program.
