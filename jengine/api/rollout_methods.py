@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jengine.core.weights import Version
-from jengine.engine.operations import Operation, UpdateWeights
+from jengine.core.weights import TAGS, PauseMode, Tag, Version
+from jengine.engine.operations import (
+    GetPauseState,
+    Operation,
+    Pause,
+    Resume,
+    Sleep,
+    UpdateWeights,
+    WakeUp,
+)
+from jengine.engine.pausing import idle
 
 if TYPE_CHECKING:  # an AsyncLLM over a remote engine needs no jax
     from jengine.api.shared_engine import SharedEngine
+
+POLL_SECONDS = 0.005  # between two questions whether running requests have finished
 
 
 class RolloutMethods(ABC):
@@ -29,7 +42,7 @@ class RolloutMethods(ABC):
         """The parameters that programs take: nested dicts of jax.ShapeDtypeStruct with shardings. Arrays that
         fit these are used without a copy. Raises EngineDead after `close`.
         """
-        return self._shared.engine.abstract_params
+        return self._shared.engine.weights.params
 
     def update_weights(
         self,
@@ -47,7 +60,8 @@ class RolloutMethods(ABC):
 
         Cached pages are forgotten. Running requests go on with the new weights: they compute their tokens so
         far again, so what follows is what the new weights would generate after them. A request's
-        prompt_logprobs stay as they were computed. `CompletionOutput.weights_versions` says which version made which token.
+        prompt_logprobs stay as they were computed. `CompletionOutput.weights_versions` says which version
+        made which token.
         Call `pause` first to end requests, or to wait for them.
 
         Args:
@@ -71,6 +85,77 @@ class RolloutMethods(ABC):
         """
         return self._shared.do(UpdateWeights(weights, version, check_finite, keep_cache))
 
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop working on requests until `resume`. Requests that arrive meanwhile wait, and are answered
+        then.
+
+        Args:
+            mode: what becomes of the requests that are there. abort: they end, with finish_reason "abort" and
+                stop_reason "paused"; wait: they finish first, and this call returns then; keep: they wait,
+                too, and go on where they were.
+
+        Raises:
+            InvalidArgument: there is no such mode.
+            EngineDead: as `generate`.
+        """
+        self._shared.do(Pause(mode))
+        self._shared.step_until(lambda: idle(self._shared.engine))
+
+    def resume(self) -> None:
+        """End a pause.
+
+        Raises:
+            JengineError: the engine sleeps, or has no weights.
+            EngineDead: as `generate`.
+        """
+        self._shared.do(Resume())
+
+    def is_paused(self) -> bool:
+        """Whether the engine is paused, or sleeps. Raises EngineDead after `close`."""
+        return self._shared.do(GetPauseState()).paused
+
+    def sleep(
+        self, level: int = 1, mode: PauseMode = "abort", tags: Iterable[Tag] = ("weights", "kv_cache")
+    ) -> None:
+        """Pause, if the engine is not paused yet, and give memory back until `wake_up`. Programs stay:
+        nothing is compiled again.
+
+        The cache is dropped. Requests that `keep` keeps compute their tokens again.
+
+        Args:
+            level: 1 moves the weights to the host's memory, which on a CPU holds them already; 2 drops them,
+                so that the engine needs `update_weights` before it goes on. Weights that the caller shares
+                (see `update_weights`) stay where they are at level 1.
+            mode: as for `pause`.
+            tags: what to free.
+
+        Raises:
+            InvalidArgument: there is no such level, mode or tag.
+            EngineDead: as `generate`.
+        """
+        operation = Sleep(level, mode, tuple(tags))
+        while not self._shared.do(operation):
+            self._shared.step_until(lambda: idle(self._shared.engine))
+
+    def wake_up(self, tags: Iterable[Tag] | None = None) -> None:
+        """Take back what `sleep` has freed, or a part of it. The engine goes on when it has everything,
+        unless it was paused before it went to sleep.
+
+        Args:
+            tags: weights, kv_cache; None: both.
+
+        Raises:
+            InvalidArgument: there is no such tag.
+            EngineDead: as `generate`.
+        """
+        self._shared.do(WakeUp(TAGS if tags is None else tuple(tags)))
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` has freed something that `wake_up` has not taken back. Raises EngineDead after
+        `close`.
+        """
+        return bool(self._shared.do(GetPauseState()).asleep)
+
 
 class AsyncRolloutMethods(ABC):
     """AsyncLLM's. Arrays do not travel: an engine in another process takes them from a folder."""
@@ -89,3 +174,33 @@ class AsyncRolloutMethods(ABC):
     ) -> Version:
         """Replace the weights between two steps; see `LLM.update_weights`, also for errors."""
         return await self.do(UpdateWeights(weights, version, check_finite, keep_cache))
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop working on requests until `resume`; see `LLM.pause`, also for errors."""
+        await self.do(Pause(mode))
+        while not (await self.do(GetPauseState())).idle:
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def resume(self) -> None:
+        """End a pause. Raises as `LLM.resume`."""
+        await self.do(Resume())
+
+    async def is_paused(self) -> bool:
+        """Whether the engine is paused, or sleeps. Raises EngineDead after `close`."""
+        return (await self.do(GetPauseState())).paused
+
+    async def sleep(
+        self, level: int = 1, mode: PauseMode = "abort", tags: Iterable[Tag] = ("weights", "kv_cache")
+    ) -> None:
+        """Pause, and give memory back until `wake_up`; see `LLM.sleep`, also for errors."""
+        operation = Sleep(level, mode, tuple(tags))
+        while not await self.do(operation):
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def wake_up(self, tags: Iterable[Tag] | None = None) -> None:
+        """Take back what `sleep` has freed; see `LLM.wake_up`, also for errors."""
+        await self.do(WakeUp(TAGS if tags is None else tuple(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """Whether something is freed. Raises EngineDead after `close`."""
+        return bool((await self.do(GetPauseState())).asleep)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,59 +26,82 @@ from jengine.models import Model
 from jengine.models.pieces import Piece
 from pallas_kernels.weights import is_weight
 
-Makers = list[Callable[[], Any]]
 
-
-class LiveWeights:
+class NewWeights(NamedTuple):
+    """Checked weights: functions that make the parameters, in order, and whether these may be the caller's
+    arrays.
     """
-    Args:
-        folder: of the model's configuration.
-        updatable: whether `warm` has run, so that updates compile nothing.
+
+    makers: list[Callable[[], Any]]
+    shared: bool
+
+
+class FixedWeights:
+    """Weights that cannot be replaced.
 
     Attributes:
+        params: the abstract parameters, with shardings.
         version: of the weights that steps use.
         there: whether there are weights. An update that fails half way, and sleep at level 2, leave none.
+        shared: whether the caller may hold the same arrays.
     """
 
-    def __init__(self, folder: Path, spec: ExecutionSpec, state: DeviceState, *, updatable: bool) -> None:
-        self._folder, self._spec, self._state, self._updatable = folder, spec, state, updatable
-        self.version: Version = FIRST_VERSION
-        self.there = True
+    def __init__(self, params: Any = None, *, shared: bool = False) -> None:
+        self.params, self.version = params, FIRST_VERSION  # type: Any, Version
+        self.there, self.shared = True, shared
 
-    def check(self, weights: Any, *, check_finite: bool) -> Makers:
+    def check(self, weights: Any, *, check_finite: bool) -> NewWeights:
         """Checks new weights against the model's declarations. Changes nothing.
 
         Raises:
             InvalidArgument: the engine takes no updates, or these are no weights.
             ModelError: a tensor is missing, unknown, or has another shape or dtype, or is not finite.
         """
-        if not self._updatable:
-            raise InvalidArgument("weight_updates", False, "must be True at the start to update weights")
+        raise InvalidArgument("weight_updates", False, "must be True at the start to update weights")
+
+    def replace(self, new: NewWeights, version: Version) -> None:
+        """Puts checked weights in the place of the others, one parameter at a time: the old one is freed
+        before the new one is made. No step may be in flight.
+        """
+        raise NotImplementedError
+
+
+class LiveWeights(FixedWeights):
+    """Weights that can be replaced, after `warm` without compilations.
+
+    Args:
+        folder: of the model's configuration.
+    """
+
+    def __init__(self, folder: Path, spec: ExecutionSpec, state: DeviceState, *, shared: bool) -> None:
+        super().__init__(spec.params, shared=shared)
+        self._folder, self._spec, self._state = folder, spec, state
+
+    def check(self, weights: Any, *, check_finite: bool) -> NewWeights:
         model, tensors = self._spec.model, in_memory(weights)
-        if not own_names(model, tensors):
+        if not (shared := own_names(model, tensors)):
             _check_dtypes(model, tensors)
         made = makers(self._folder, model, self._spec.params, tensors)
         if check_finite:
             _check_finite(tensors)
-        return made
+        return NewWeights(made, shared)
 
-    def replace(self, made: Makers, version: Version) -> None:
-        """Puts checked weights in the place of the others, one parameter at a time: the old one is freed
-        before the new one is made. No step may be in flight.
-        """
-        state, self.there = self._state, False
+    def replace(self, new: NewWeights, version: Version) -> None:
+        state, made, self.there = self._state, new.makers, False
         tree = jax.tree.structure(self._spec.params)
-        old = jax.tree.leaves(jax.tree.unflatten(tree, state.take_leaves()), is_leaf=is_weight)
-        new = list[Any]()
+        old = state.take_leaves()
+        if old:  # sleep at level 2 leaves none
+            old = jax.tree.leaves(jax.tree.unflatten(tree, old), is_leaf=is_weight)
+        leaves = list[Any]()
         old.reverse()
         made.reverse()
         with jax.set_mesh(None):  # the caller's context may have another mesh
             while made:
-                if old:  # there are none after sleep at level 2
+                if old:
                     old.pop()
-                new += jax.tree.leaves(made.pop()())
-        state.put_leaves(new)
-        self.version, self.there = version, True
+                leaves += jax.tree.leaves(made.pop()())
+        state.put_leaves(leaves)
+        self.version, self.there, self.shared = version, True, new.shared
 
 
 def why_not_updatable(model: Model, source: ModelSource, processes: int) -> str | None:

@@ -11,36 +11,18 @@ import math
 import os
 from pathlib import Path
 from types import get_original_bases
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import msgspec
 
+from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
-from jengine.core.weights import Version, next_version
+from jengine.core.weights import TAGS, PauseMode, Tag, Version, check_mode, check_tags, next_version
 from jengine.engine.limits import Limits
+from jengine.engine.pausing import go_on, idle, pause, resume, sleep, wake_up
+from jengine.engine.running import Running
 from jengine.insight.profiling.data import ProfileOptions
 from jengine.insight.recording.trace import Trace
-from jengine.scheduling.scheduler import Scheduler
-
-if TYPE_CHECKING:  # which needs jax
-    from jengine.engine.live_weights import LiveWeights
-
-
-class Running(Protocol):
-    """The parts of an engine that handlers use. Messages are used in processes without jax, too."""
-
-    @property
-    def scheduler(self) -> Scheduler: ...
-
-    @property
-    def limits(self) -> Limits: ...
-
-    @property
-    def weights(self) -> LiveWeights: ...
-
-    def trace(self, seconds: float | None) -> Trace: ...
-
-    def settle(self) -> None: ...
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,8 +108,93 @@ class UpdateWeights(Operation[Version], frozen=True):
         if not self.keep_cache:
             engine.scheduler.preempt_all()
         engine.scheduler.blocks.reset()
-        live.replace(checked, version)
+        try:
+            live.replace(checked, version)
+        finally:
+            if not live.there and engine.gate.mode is None:  # the devices failed: requests wait for weights
+                engine.gate.mode, engine.gate.by_sleep = "keep", True
+        engine.gate.asleep.discard("weights")
+        go_on(engine)
         return version
+
+
+class Pause(Operation[None], frozen=True):
+    """Stops to plan steps; see LLM.pause. New requests wait."""
+
+    mode: PauseMode = "abort"
+    remote = True
+
+    def check(self, limits: Limits) -> None:
+        check_mode(self.mode)
+
+    def run(self, engine: Running) -> None:
+        pause(engine, self.mode)
+
+
+class Resume(Operation[None], frozen=True):
+    """Ends a pause."""
+
+    remote = True
+
+    def run(self, engine: Running) -> None:
+        resume(engine)
+
+
+class PauseState(NamedTuple):
+    """
+    Attributes:
+        paused: whether the engine is paused, or sleeps.
+        idle: whether it has nothing left to do before it resumes; False while requests finish.
+        asleep: what sleep has freed.
+        version: of the weights.
+    """
+
+    paused: bool
+    idle: bool
+    asleep: list[Tag]
+    version: Version
+
+
+class GetPauseState(Operation[PauseState], frozen=True):
+    """Answers whether the engine is paused, and what sleeps."""
+
+    remote = True
+
+    def run(self, engine: Running) -> PauseState:
+        gate = engine.gate
+        return PauseState(gate.mode is not None, idle(engine), sorted(gate.asleep), engine.weights_version)
+
+
+class Sleep(Operation[bool], frozen=True):
+    """Frees memory; see LLM.sleep. Answers whether it was done. If not, running requests are being finished:
+    ask again.
+    """
+
+    level: int = 1
+    mode: PauseMode = "abort"
+    tags: tuple[Tag, ...] = TAGS
+    remote = True
+
+    def check(self, limits: Limits) -> None:
+        check_whole("level", self.level, 1, 2)
+        check_mode(self.mode)
+        check_tags(self.tags)
+
+    def run(self, engine: Running) -> bool:
+        return sleep(engine, self.level, self.mode, self.tags)
+
+
+class WakeUp(Operation[None], frozen=True):
+    """Takes back memory that sleep has freed."""
+
+    tags: tuple[Tag, ...] = TAGS
+    remote = True
+
+    def check(self, limits: Limits) -> None:
+        check_tags(self.tags)
+
+    def run(self, engine: Running) -> None:
+        wake_up(engine, self.tags)
 
 
 class SetStrategy(Operation[None], frozen=True):

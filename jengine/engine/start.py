@@ -16,6 +16,7 @@ from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument, OutOfMemory
 from jengine.base.progress import Progress, begin
 from jengine.checkpoints import read_reranker, read_sampling_defaults, read_text, resolve
+from jengine.checkpoints.own_tree import own_names
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import SamplingParams
@@ -24,7 +25,7 @@ from jengine.core.speculation import AUTO, OFF
 from jengine.devices.device_defaults import sizes
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
-from jengine.engine.live_weights import LiveWeights, warm, why_not_updatable
+from jengine.engine.live_weights import FixedWeights, LiveWeights, warm, why_not_updatable
 from jengine.engine.model_source import ModelSource
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
 from jengine.engine.shapes import spec_of, with_pages
@@ -141,7 +142,7 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
         raise InvalidArgument("process_id", config.process_id, "process 0 takes requests and cannot follow")
     link = connect(config)
     assert isinstance(link, Follower)
-    worker, programs, _ = _prepare(config, link, None, None, progress)
+    worker, programs, *_ = _prepare(config, link, None, None, progress)
     programs.obtain_others(link)
     while frame := link.heard():
         worker.execute(decode(frame))
@@ -160,8 +161,12 @@ def _start(
                 name, type(given).__name__, f"must be None with num_processes={config.num_processes}"
             )
     link = connect(config)
-    worker, programs, started = _prepare(config, link, mesh, params, progress)
-    weights = LiveWeights(started.folder, worker.spec, worker.state, updatable=config.weight_updates)
+    worker, programs, started, shared = _prepare(config, link, mesh, params, progress)
+    weights = (
+        LiveWeights(started.folder, worker.spec, worker.state, shared=shared)
+        if config.weight_updates
+        else FixedWeights(worker.spec.params, shared=shared)
+    )
     runner = Runner(worker, link)
     clock = time.perf_counter()
     warmed_up = programs.warm_up(runner, progress)
@@ -186,8 +191,10 @@ def _start(
 
 def _prepare(
     config: EngineConfig, link: Link, mesh: Mesh | None, params: Any, progress: Progress
-) -> tuple[Worker, ProgramSet, Started]:
-    """Prepares weights and programs on this process's devices."""
+) -> tuple[Worker, ProgramSet, Started, bool]:
+    """Prepares weights and programs on this process's devices. Returns also whether the caller may hold the
+    same arrays.
+    """
     compile_count()  # starts counting
     clock = time.perf_counter()
     seconds = dict[str, float]()
@@ -241,7 +248,8 @@ def _prepare(
     devices.agree(None)  # wait until all are ready
     if isinstance(link, Leader):
         link.watch()
-    return worker, programs, started
+    shared = source.params is not None and own_names(spec.model, source.params)
+    return worker, programs, started, shared
 
 
 def _same(values: list[str]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jengine.core.updates import BeamsFound, Pooled, ScoredToken, TokenLogprobs, TokenUpdate
+import numpy as np
+
+from jengine.core.updates import BeamsFound, Pooled, PromptScores, ScoredToken, TokenLogprobs, TokenUpdate
 from jengine.core.weights import Version
 from jengine.execution.runner import StepResult
 from jengine.execution.sampler import SampledLogprobs
@@ -68,3 +70,32 @@ def pooled_update(sequence: Sequence, version: Version) -> Pooled:
 def logprobs_of(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:
     top = zip(got.top_ids[row, :count].tolist(), got.top_logprobs[row, :count].tolist(), strict=True)
     return TokenLogprobs(float(got.logprobs[row]), int(got.ranks[row]), list(top))
+
+
+def prompt_scores(plan: StepPlan, scores: SampledLogprobs, scheduler: Scheduler) -> list[PromptScores]:
+    """Log probabilities of tiles' prompt tokens, for requests that want them and have not ended."""
+    out, table = [], scheduler.table
+    for i, (number, offset, length) in enumerate(table.place(plan.spans).tiles):
+        span = plan.spans[number]
+        targets = (span.targets or [])[offset : offset + length]
+        sequence = scheduler.registry.by_number.get(span.seq)
+        if targets and sequence is not None:
+            count = sequence.request.params.prompt_logprobs
+            assert count is not None
+            logprobs = [logprobs_of(scores, i * table.tile_size + j, count) for j in range(len(targets))]
+            out.append(PromptScores(sequence.request_id, span.start + offset + 1, targets, logprobs))
+    return out
+
+
+def add_pooled(plan: StepPlan, pooled: np.ndarray, scheduler: Scheduler) -> None:
+    """Adds tiles' sums to those of their sequences, if these have not ended."""
+    for i, (number, offset, length) in enumerate(scheduler.table.place(plan.spans).tiles):
+        span = plan.spans[number]
+        sequence = scheduler.registry.by_number.get(span.seq)
+        if (
+            span.pool is not None
+            and span.pool < offset + length
+            and sequence is not None
+            and sequence.pooled is not None
+        ):
+            sequence.pooled.add(span.start + max(span.pool, offset), span.start + offset + length, pooled[i])

@@ -36,8 +36,9 @@ class DeviceState:
 
     def __init__(self, spec: ExecutionSpec, programs: ByKey, params: Params, draft: Params = None) -> None:
         self.spec, self.programs = spec, programs
-        self.draft_leaves = tuple(jax.tree.leaves(draft))
-        self.put_leaves(jax.tree.leaves(params))
+        self.put_leaves(jax.tree.leaves(params), jax.tree.leaves(draft))
+        self.cache: Any
+        self.slots: Any
         self.cache, self.slots = programs[ALLOCATE]()
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None
@@ -46,9 +47,11 @@ class DeviceState:
         self._local = spec.replicated.is_fully_addressable
         self._all_allowed: dict[int, jax.Array] = {}  # by rows
 
-    def put_leaves(self, leaves: Sequence[jax.Array]) -> None:
-        """Sets the model's parameters."""
+    def put_leaves(self, leaves: Sequence[jax.Array], draft: Sequence[jax.Array] | None = None) -> None:
+        """Sets the model's parameters, and those of the draft model unless None is given."""
         self.leaves = tuple(leaves)
+        if draft is not None:
+            self.draft_leaves = tuple(draft)
         self.both_leaves = (*self.leaves, *self.draft_leaves)
 
     def take_leaves(self) -> list[jax.Array]:
@@ -56,6 +59,12 @@ class DeviceState:
         leaves = [*self.leaves]
         self.leaves = self.both_leaves = ()
         return leaves
+
+    def free_cache(self) -> None:
+        """Frees all that steps write. No step may be in flight, no sequence may own a page or a slot."""
+        self.cache = self.slots = self.counts = self.to_sample = self.tiles = None
+        if self.store is not None:
+            self.store.clear()
 
     def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
         """An array for all devices, as an argument of a program.

@@ -128,7 +128,7 @@ def test_bfloat16_takes_float32_too(folder: Path) -> None:
 def test_a_tree_of_parameters_is_used_without_a_copy(folder: Path, expected: list[list[Any]]) -> None:
     """At the start and in updates; nested, as a module's state, or by name. Nothing is compiled."""
     source = started(folder, tensors(1))
-    shape = jax.tree.structure(source.abstract_params)
+    shape = jax.tree.structure(source.weights.params)
     tree = jax.tree.unflatten(shape, parameters(source))
     engine = started(folder, tree)
     assert all(one is other for one, other in zip(parameters(engine), parameters(source), strict=True))
@@ -274,7 +274,7 @@ def test_an_async_engine_takes_updates(text_model: Path) -> None:
     async def main() -> None:
         options = {**OPTIONS, "max_model_len": 192, "num_pages": 80}
         async with AsyncLLM(text_model, progress=False, **options) as llm:
-            spec = llm.backend.engine.abstract_params  # type: ignore[attr-defined]
+            spec = llm.backend.engine.weights.params  # type: ignore[attr-defined]
             tree = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.01, leaf.dtype), spec)
             assert await llm.update_weights(tree, "ones") == "ones"
             with pytest.raises(ModelError, match="tensor embed: is missing"):
