@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jengine.api.prompts import Prompt
+from jengine.base.checks import check_whole
+from jengine.base.errors import InvalidArgument
+from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.core.weights import TAGS, PauseMode, Tag, Version
 from jengine.engine.operations import (
     GetPauseState,
@@ -18,9 +22,11 @@ from jengine.engine.operations import (
     WakeUp,
 )
 from jengine.engine.pausing import idle
+from jengine.text.masks import GivenTokens
 
 if TYPE_CHECKING:  # an AsyncLLM over a remote engine needs no jax
     from jengine.api.shared_engine import SharedEngine
+    from jengine.engine.start import Started
 
 POLL_SECONDS = 0.005  # between two questions whether running requests have finished
 
@@ -29,6 +35,7 @@ class RolloutMethods(ABC):
     """LLM's."""
 
     _shared: SharedEngine
+    started: Started
 
     @property
     def weights_version(self) -> Version:
@@ -84,6 +91,67 @@ class RolloutMethods(ABC):
             EngineDead: as `generate`.
         """
         return self._shared.do(UpdateWeights(weights, version, check_finite, keep_cache))
+
+    @abstractmethod
+    def _requests(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
+        """Creates and validates a prompt's requests."""
+
+    @abstractmethod
+    def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
+        """Returns the outputs of prompts' requests when all have ended."""
+
+    def score_tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        *,
+        use_tqdm: bool = False,
+    ) -> list[list[float]]:
+        """Log probabilities of given completions, computed as `generate` computes those of its own: prompts
+        in tiles, completions in rows, with the same sampler.
+
+        With batch_invariant=True, they equal the log probabilities of a rollout with the same weights to the
+        last bit. Scoring with prompt_logprobs is faster, but computes completions in tiles, as prompts, so its
+        last bits differ.
+
+        Args:
+            prompts, completions: token ids, as many of each; none is empty.
+
+        Returns:
+            For each completion, the natural logarithm of each token's probability, from the raw logits.
+
+        Raises:
+            InvalidArgument: a prompt or completion is invalid, or too long for this engine; or the engine's
+                logprobs_mode is not raw_logprobs. Nothing has been run.
+            EngineDead: as `generate`.
+        """
+        if len(prompts) != len(completions):
+            raise InvalidArgument("completions", f"{len(completions)} completions", f"must be {len(prompts)}")
+        if self.started.logprobs_mode != "raw_logprobs":
+            limit = "must be raw_logprobs to score: with it, a token that is given has probability 1"
+            raise InvalidArgument("logprobs_mode", self.started.logprobs_mode, limit)
+        work, limits = [], self._shared.limits
+        most = limits.sequence.max_model_len
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if not len(completion):
+                raise InvalidArgument("completions", completion, "each must have at least one token")
+            for token in completion:
+                check_whole("completions", token, 0, limits.vocab_size - 1)
+            if len(prompt) + len(completion) > most:
+                limit = f"at most max_model_len = {most} with their prompts"
+                raise InvalidArgument("completions", f"{len(completion)} tokens", limit)
+            params = SamplingParams(
+                temperature=0.0, logprobs=0, max_tokens=len(completion), ignore_eos=True, detokenize=False
+            )
+            [request] = self._requests([*prompt], params)
+            request.mask = GivenTokens([*completion])
+            work.append([request])
+        outputs = self._wait_for(work, "scoring", use_tqdm)
+        return [
+            [entry[token].logprob for token, entry in zip(completion, found, strict=True)]
+            for completion, output in zip(completions, outputs, strict=True)
+            if (found := output.outputs[0].logprobs) is not None
+        ]
 
     def pause(self, mode: PauseMode = "abort") -> None:
         """Stop working on requests until `resume`. Requests that arrive meanwhile wait, and are answered

@@ -124,8 +124,8 @@ class SamplingParams(_Shown):
         skip_special_tokens: omit special tokens from the text.
         detokenize: turn tokens into text. Stop strings need it.
         logprobs: return, for each output token, its log probability and those of this many likeliest tokens;
-            0 returns the token's own only. Computed from the raw logits. At most MAX_LOGPROBS; by default
-            none.
+            0 returns the token's own only. Computed from the raw logits, unless the engine's logprobs_mode
+            says otherwise. At most MAX_LOGPROBS; by default none.
         prompt_logprobs: the same for each token of the prompt except the first. Such a request computes its
             whole prompt: it does not use the prefix cache.
 

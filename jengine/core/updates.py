@@ -11,8 +11,9 @@ from jengine.core.weights import FIRST_VERSION, Version
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities (natural logarithm) of raw logits: of the token, its rank from 1, and (id, value) of
-    the most likely tokens."""
+    """Log probabilities (natural logarithm), see EngineConfig.logprobs_mode: of the token, its rank from 1,
+    and (id, value) of the most likely tokens.
+    """
 
     chosen: float
     rank: int

@@ -128,6 +128,7 @@ def describe(
         num_states=num_states(declared, chosen.max_num_seqs),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
         attention_backend=config.attention_backend,
+        processed_logprobs=config.logprobs_mode == "processed_logprobs",
     )
     if draft is not None:
         spec = dataclasses.replace(spec, draft=build_draft(_stored(draft, str(dtype), device), spec))

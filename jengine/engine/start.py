@@ -58,6 +58,7 @@ class Started:
         reranker: how the model scores pairs of texts, if its folder says so.
         dtype: of weights, activations and cache, unless they are quantized.
         quantization: number format of quantized weights, see `Model.quantized`; "" if they are not quantized.
+        logprobs_mode: see EngineConfig.
         devices: their kind and number.
         programs: number of programs in the table. With warm_up="progressive", some are not ready yet.
         kernels: on a CPU, the form of the programs' products, by dtypes and number of rows.
@@ -73,6 +74,7 @@ class Started:
     reranker: Reranker | None = None
     dtype: str = ""
     quantization: str = ""
+    logprobs_mode: str = "raw_logprobs"
     devices: str = ""
     programs: int = 0
     kernels: dict[str, str] = field(default_factory=dict)
@@ -267,6 +269,7 @@ def _facts(
     started = Started(
         source.folder,
         source.folder if config.tokenizer is None else resolve(config.tokenizer),
+        logprobs_mode=config.logprobs_mode,
         seconds=seconds,
     )
     if config.generation_config == "auto":

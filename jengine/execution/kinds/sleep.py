@@ -31,17 +31,16 @@ class MoveWeights(CallKind[str]):
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         away, keep = array.tolist()
-        leaves = state.leaves if keep else ()
-        spec, draft = state.spec, state.draft_leaves
+        spec, leaves, draft = state.spec, state.leaves if keep else (), state.draft_leaves
         if spec.mesh.local_devices[0].platform == "gpu":
             leaves = _moved(leaves, spec.leaves, away)
             draft = () if spec.drafting is None else _moved(draft, spec.drafting.leaves, away)
         state.put_leaves(leaves, draft)
 
 
-def _moved(leaves: Sequence[jax.Array], like: Sequence[Any], away: bool) -> Sequence[jax.Array]:
+def _moved(leaves: Sequence[jax.Array], like: Sequence[Any], away: bool) -> tuple[jax.Array, ...]:
     """Copies of these leaves, if there are any, on the host or on the devices."""
     memory = PINNED if away else None
-    moved = [copied(leaf, one.sharding, memory) for leaf, one in zip(leaves, like, strict=False)]
-    done: list[jax.Array] = jax.block_until_ready(moved)
+    moved = (copied(leaf, one.sharding, memory) for leaf, one in zip(leaves, like, strict=False))
+    done: tuple[jax.Array, ...] = jax.block_until_ready(tuple(moved))
     return done
