@@ -111,8 +111,8 @@ class RolloutMethods(ABC):
         in tiles, completions in rows, with the same sampler.
 
         With batch_invariant=True, they equal the log probabilities of a rollout with the same weights to the
-        last bit. Scoring with prompt_logprobs is faster, but computes completions in tiles, as prompts, so its
-        last bits differ.
+        last bit. Scoring with prompt_logprobs is faster, but computes completions in tiles, as prompts, so
+        its last bits differ.
 
         Args:
             prompts, completions: token ids, as many of each; none is empty.

@@ -38,7 +38,8 @@ def rollout(llm: LLM) -> tuple[list[list[int]], list[list[int]], list[list[float
             each.append(output.prompt_token_ids)
             completions.append(one.token_ids)
             assert one.logprobs is not None
-            logprobs.append([entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs)])
+            pairs = zip(one.token_ids, one.logprobs, strict=True)
+            logprobs.append([entry[token].logprob for token, entry in pairs])
     return each, completions, logprobs
 
 
