@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine.api.prompts import Prompt
@@ -14,6 +15,7 @@ from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.core.weights import TAGS, PauseMode, Tag, Version
 from jengine.engine.operations import (
     GetPauseState,
+    LoadWeights,
     Operation,
     Pause,
     Resume,
@@ -173,7 +175,7 @@ class RolloutMethods(ABC):
         """End a pause.
 
         Raises:
-            JengineError: the engine sleeps, or has no weights.
+            InvalidArgument: the engine sleeps, or has no weights.
             EngineDead: as `generate`.
         """
         self._shared.do(Resume())
@@ -226,7 +228,7 @@ class RolloutMethods(ABC):
 
 
 class AsyncRolloutMethods(ABC):
-    """AsyncLLM's. Arrays do not travel: an engine in another process takes them from a folder."""
+    """AsyncLLM's. Arrays do not travel: an engine in another process takes weights from a folder."""
 
     @abstractmethod
     async def do[T](self, operation: Operation[T]) -> T:
@@ -242,6 +244,19 @@ class AsyncRolloutMethods(ABC):
     ) -> Version:
         """Replace the weights between two steps; see `LLM.update_weights`, also for errors."""
         return await self.do(UpdateWeights(weights, version, check_finite, keep_cache))
+
+    async def load_weights(
+        self,
+        folder: str | Path,
+        version: Version | None = None,
+        *,
+        check_finite: bool = False,
+        keep_cache: bool = False,
+    ) -> Version:
+        """Replace the weights by those of a folder that the engine's process can read, which has
+        model.safetensors, or shards and their index; see `LLM.update_weights`, also for errors.
+        """
+        return await self.do(LoadWeights(str(folder), version, check_finite, keep_cache))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop working on requests until `resume`; see `LLM.pause`, also for errors."""

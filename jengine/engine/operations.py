@@ -17,9 +17,9 @@ import msgspec
 
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
-from jengine.core.weights import TAGS, PauseMode, Tag, Version, check_mode, check_tags, next_version
+from jengine.core.weights import TAGS, PauseMode, Tag, Version, check_mode, check_tags
 from jengine.engine.limits import Limits
-from jengine.engine.pausing import go_on, idle, pause, resume, sleep, wake_up
+from jengine.engine.pausing import idle, pause, replace_weights, resume, sleep, wake_up
 from jengine.engine.running import Running
 from jengine.insight.profiling.data import ProfileOptions
 from jengine.insight.recording.trace import Trace
@@ -35,11 +35,13 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             otherwise, between two steps.
         remote: administrators may call it over the network. False by default, and for operations that name
             files.
+        rollout: over the network only if the server's option rollout_api is set.
     """
 
     local: ClassVar[bool] = False
     in_thread: ClassVar[bool] = False
     remote: ClassVar[bool] = False
+    rollout: ClassVar[bool] = False
 
     def check(self, limits: Limits) -> None:
         """Called before the message is sent. Raises InvalidArgument if an engine with these limits cannot do
@@ -56,9 +58,11 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return answer
 
 
-def decode_operation(name: str, arguments: bytes | str, *, remote: bool = False) -> Operation[Any]:
+def decode_operation(
+    name: str, arguments: bytes | str, *, remote: bool = False, rollout: bool = True
+) -> Operation[Any]:
     """The operation with this name, and its arguments from a JSON object. With `remote`, only those for the
-    network are accepted.
+    network are accepted; without `rollout`, none of those that rollouts need.
 
     Raises:
         InvalidArgument: there is no such operation, or an argument is unknown or invalid.
@@ -66,7 +70,7 @@ def decode_operation(name: str, arguments: bytes | str, *, remote: bool = False)
     kinds = {
         kind.__name__: kind
         for kind in Operation.__subclasses__()
-        if kind.remote or not (remote or kind.local)
+        if (kind.remote if remote else not kind.local) and (rollout or not kind.rollout)
     }
     if name not in kinds:
         raise InvalidArgument("operation", name, f"must be one of {', '.join(sorted(kinds))}")
@@ -101,28 +105,33 @@ class UpdateWeights(Operation[Version], frozen=True):
     local = True
 
     def run(self, engine: Running) -> Version:
-        live = engine.weights
-        version = next_version(self.version, live.version)
-        checked = live.check(self.weights, check_finite=self.check_finite)
-        engine.settle()
-        if not self.keep_cache:
-            engine.scheduler.preempt_all()
-        engine.scheduler.blocks.reset()
-        try:
-            live.replace(checked, version)
-        finally:
-            if not live.there and engine.gate.mode is None:  # the devices failed: requests wait for weights
-                engine.gate.mode, engine.gate.by_sleep = "keep", True
-        engine.gate.asleep.discard("weights")
-        go_on(engine)
-        return version
+        return replace_weights(
+            engine, self.weights, self.version, check_finite=self.check_finite, keep_cache=self.keep_cache
+        )
+
+
+class LoadWeights(Operation[Version], frozen=True):
+    """The same with the tensors of a folder: model.safetensors, or shards and their index."""
+
+    folder: str
+    version: Version | None = None
+    check_finite: bool = False
+    keep_cache: bool = False
+
+    def run(self, engine: Running) -> Version:
+        from jengine.checkpoints.files import read_tensors  # imports jax, which other processes do not need
+
+        tensors = {name: tensor.array for name, tensor in read_tensors(Path(self.folder)).items()}
+        return replace_weights(
+            engine, tensors, self.version, check_finite=self.check_finite, keep_cache=self.keep_cache
+        )
 
 
 class Pause(Operation[None], frozen=True):
     """Stops to plan steps; see LLM.pause. New requests wait."""
 
     mode: PauseMode = "abort"
-    remote = True
+    remote = rollout = True
 
     def check(self, limits: Limits) -> None:
         check_mode(self.mode)
@@ -134,7 +143,7 @@ class Pause(Operation[None], frozen=True):
 class Resume(Operation[None], frozen=True):
     """Ends a pause."""
 
-    remote = True
+    remote = rollout = True
 
     def run(self, engine: Running) -> None:
         resume(engine)
@@ -158,7 +167,7 @@ class PauseState(NamedTuple):
 class GetPauseState(Operation[PauseState], frozen=True):
     """Answers whether the engine is paused, and what sleeps."""
 
-    remote = True
+    remote = rollout = True
 
     def run(self, engine: Running) -> PauseState:
         gate = engine.gate
@@ -173,7 +182,7 @@ class Sleep(Operation[bool], frozen=True):
     level: int = 1
     mode: PauseMode = "abort"
     tags: tuple[Tag, ...] = TAGS
-    remote = True
+    remote = rollout = True
 
     def check(self, limits: Limits) -> None:
         check_whole("level", self.level, 1, 2)
@@ -188,7 +197,7 @@ class WakeUp(Operation[None], frozen=True):
     """Takes back memory that sleep has freed."""
 
     tags: tuple[Tag, ...] = TAGS
-    remote = True
+    remote = rollout = True
 
     def check(self, limits: Limits) -> None:
         check_tags(self.tags)

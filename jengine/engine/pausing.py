@@ -1,12 +1,13 @@
-"""Pauses, resumes, sends to sleep and wakes an engine: what the operations of these names do."""
+"""Replaces an engine's weights, pauses it and sends it to sleep: what the operations of these names do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from jengine.base.errors import JengineError
+from jengine.base.errors import InvalidArgument
 from jengine.base.process import return_memory
-from jengine.core.weights import PAUSED, PauseMode, Tag
+from jengine.core.weights import PAUSED, PauseMode, Tag, Version, next_version
 from jengine.engine.running import Running
 
 
@@ -24,9 +25,10 @@ def resume(engine: Running) -> None:
     """See Resume."""
     gate = engine.gate
     if gate.asleep:
-        raise JengineError(f"the engine sleeps ({', '.join(sorted(gate.asleep))}): call wake_up first")
+        limit = "the engine sleeps: call wake_up first"
+        raise InvalidArgument("asleep", ", ".join(sorted(gate.asleep)), limit)
     if not engine.weights.there:
-        raise JengineError("the engine has no weights: call update_weights first")
+        raise InvalidArgument("weights", None, "the engine has none: call update_weights first")
     if gate.mode is not None:
         for together in gate.open():
             engine.add(*together)
@@ -77,3 +79,24 @@ def wake_up(engine: Running, tags: Iterable[Tag]) -> None:
         engine.runner.allocate_cache()
     engine.gate.asleep -= woken
     go_on(engine)
+
+
+def replace_weights(
+    engine: Running, weights: Any, version: Version | None, *, check_finite: bool, keep_cache: bool
+) -> Version:
+    """See UpdateWeights."""
+    live, gate = engine.weights, engine.gate
+    version = next_version(version, live.version)
+    checked = live.check(weights, check_finite=check_finite)
+    engine.settle()
+    if not keep_cache:
+        engine.scheduler.preempt_all()
+    engine.scheduler.blocks.reset()
+    try:
+        live.replace(checked, version)
+    finally:
+        if not live.there and gate.mode is None:  # the devices failed: requests wait for weights
+            gate.mode, gate.by_sleep = "keep", True
+    gate.asleep.discard("weights")
+    go_on(engine)
+    return version

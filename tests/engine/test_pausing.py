@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jengine import LLM, AsyncLLM, InvalidArgument, JengineError, SamplingParams
+from jengine import LLM, AsyncLLM, InvalidArgument, SamplingParams
 from jengine.base.compiles import compile_count
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
@@ -137,14 +137,14 @@ def test_sleep_gives_memory_back(llm: LLM, level: int) -> None:
     assert before - held() > 0.95 * (parts["cache"] + (parts["weights"] if level == 2 else 0))
     other = ThreadPoolExecutor(1).submit(answer, llm, "dog", SHORT)
     until(lambda: llm.engine.gate.held == 1)
-    with pytest.raises(JengineError, match=r"the engine sleeps .*kv_cache.*: call wake_up first"):
+    with pytest.raises(InvalidArgument, match=r"asleep=.*kv_cache.*: the engine sleeps: call wake_up first"):
         llm.resume()
     llm.wake_up(["kv_cache"])
     assert llm.is_sleeping() and llm.is_paused()
     llm.wake_up()
     assert not llm.is_sleeping() and llm.is_paused() is (level == 2)
     if level == 2:
-        with pytest.raises(JengineError, match="the engine has no weights: call update_weights first"):
+        with pytest.raises(InvalidArgument, match="weights=None: the engine has none: call update_weights"):
             llm.resume()
         assert not other.done()
         llm.update_weights(weights_of(llm))
