@@ -71,6 +71,11 @@ class ServerConfig:
         max_message_bytes: the largest request.
         client_chat_templates: accept chat templates from clients. A template is a program: it runs in a
             separate process, which is ended when it takes too much time or memory.
+        rollout_api: serve what trainers need, to administrators: over HTTP /pause, /resume, /sleep, /wake_up,
+            /update_weights and /reset_prefix_cache, over gRPC the operations of these names. A paused server
+            answers no one.
+        weights_folder: the folder that /update_weights may read; it takes paths in it. By default it reads
+            none.
         allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by
             commas or as a list in JSON, such as https://chat.example.com; * allows all. By default none.
         write_timeout: seconds after which a client that does not read is disconnected.
@@ -117,6 +122,8 @@ class ServerConfig:
     max_request_seconds: float | None = None
     max_message_bytes: int = 4 * 2**20
     client_chat_templates: bool = False
+    rollout_api: bool = False
+    weights_folder: str | None = None
     allowed_origins: str | None = None
     write_timeout: float = 10.0
     lame_duck_seconds: float = 2.0

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -20,6 +20,7 @@ from jengine.api.engine_methods import AsyncEngineMethods
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
+from jengine.api.rollout_methods import AsyncRolloutMethods
 from jengine.api.vllm_methods import AsyncVllmMethods
 from jengine.base.errors import EngineDead, InvalidArgument, JengineError
 from jengine.base.process import check_process
@@ -41,7 +42,7 @@ class AsyncChatOptions(ChatOptions, RequestOptions, total=False):
     """AsyncLLM.chat's keywords."""
 
 
-class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
+class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncRolloutMethods, AsyncVllmMethods):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use
@@ -62,7 +63,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         model: str | Path = "demo",
         *,
         mesh: Mesh | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Any = None,
         progress: bool = True,
         **options: Any,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,6 +16,7 @@ from jengine.api.llm_beams import LLMBeams
 from jengine.api.llm_embeddings import LLMEmbeddings
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
+from jengine.api.rollout_methods import RolloutMethods
 from jengine.api.shared_engine import SharedEngine, ThreadCall
 from jengine.api.vllm_methods import VllmMethods
 from jengine.base.checks import check_whole
@@ -40,7 +41,7 @@ class LLMChatOptions(ChatOptions, BatchLevelOptions, total=False):
     """LLM.chat's keywords."""
 
 
-class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
+class LLM(LLMEmbeddings, LLMBeams, EngineMethods, RolloutMethods, VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own
@@ -68,7 +69,7 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
         model: str | Path = "demo",
         *,
         mesh: Mesh | None = None,
-        params: Mapping[str, Any] | None = None,
+        params: Any = None,
         progress: bool = True,
         **options: Any,
     ) -> None:

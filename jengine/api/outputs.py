@@ -109,7 +109,7 @@ class LiveOutputs:
         """Creates a completion for each beam."""
         builder = answer.builders[update.request_id]
         answer.output.outputs = [
-            beam_output(self._tokenizer, builder.request, index, beam)
+            beam_output(self._tokenizer, builder.request, index, beam, update.version)
             for index, beam in enumerate(update.beams)
         ]
         self._finish(answer, builder, update.beams[0].finish_reason, None)
@@ -132,6 +132,7 @@ class LiveOutputs:
     def _grow(self, answer: _Answer, update: TokenUpdate) -> None:
         self._note(answer, update)
         request_id, builder = update.request_id, answer.builders[update.request_id]
+        builder.note_version(update.version)
         if update.logprobs is not None:
             builder.push_logprobs(update.token, *update.logprobs)
         reason, stop_reason = update.finish_reason, update.stop_reason
@@ -183,6 +184,7 @@ def catch_up(copy: RequestOutput, output: RequestOutput) -> None:
         if completion.logprobs is not None:
             mine.logprobs = [] if mine.logprobs is None else mine.logprobs
             mine.logprobs += completion.logprobs[len(mine.logprobs) :]
+        mine.weights_versions += completion.weights_versions[len(mine.weights_versions) :]
         mine.cumulative_logprob = completion.cumulative_logprob
         mine.finish_reason, mine.stop_reason = completion.finish_reason, completion.stop_reason
     copy.prompt_logprobs, copy.finished, copy.metrics = (

@@ -175,6 +175,7 @@ def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> Reque
             cumulative_logprob=completion.cumulative_logprob,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
+            weights_versions=[*completion.weights_versions],
         )
         parts.append(part)
     return RequestOutput(

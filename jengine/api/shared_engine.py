@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -24,6 +25,8 @@ from jengine.engine.engine import Engine
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
 from jengine.text.tokenizer import Tokenizer
+
+POLL_SECONDS = 0.005  # between two looks at what another thread's steps have changed
 
 
 def _closed_gate() -> threading.Lock:
@@ -167,6 +170,26 @@ class SharedEngine:
             with uninterrupted(), self._change():
                 self._asleep.pop(call, None)
         return answer.result()
+
+    def step_until(self, done: Callable[[], bool]) -> None:
+        """Steps the engine, unless another thread does, until `done`, which only looks.
+
+        Raises:
+            EngineDead: the engine has stopped, or was closed.
+        """
+        call = ThreadCall()
+        while not done():
+            with uninterrupted():
+                with self._change():
+                    self.check()
+                    if leads := self._leader is None:
+                        self._leader, self._stepping = call, True
+                if leads:
+                    self._step()
+                    with self._change():
+                        self._resign(call)
+            if not leads:
+                time.sleep(POLL_SECONDS)
 
     def close(self, call: ThreadCall) -> None:
         """Aborts the unfinished requests of a call. If nothing else runs, the engine is idle afterwards."""

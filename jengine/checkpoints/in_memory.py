@@ -4,7 +4,7 @@ arrays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jengine.base.errors import InvalidArgument, ModelError
@@ -21,26 +22,27 @@ from jengine.models.pieces import Piece
 
 PLACE = Path("params")  # in errors, the place of the file
 Tensors = Mapping[str, Tensor]
+Places = tuple[tuple[int, Piece], ...]
 
 
-def in_memory(params: Mapping[str, Any]) -> Tensors:
-    """Tensors by name, as they are read from files.
+def in_memory(params: Any) -> Tensors:
+    """Arrays by name: tensors of a checkpoint, or parameters of `Model.params`.
 
     Args:
-        params: numpy or JAX arrays by the names of a checkpoint's tensors.
+        params: a mapping of names to numpy or JAX arrays; the same nested, whose names are joined by dots; an
+            nnx.State or nnx.Module; or an iterator of (name, array), which is read to its end.
 
     Raises:
-        InvalidArgument: it is not such a mapping.
+        InvalidArgument: it is none of these.
         ModelError: an array was deleted, or has another dtype than a checkpoint's tensors.
     """
-    if not isinstance(params, Mapping):
-        raise InvalidArgument(
-            "params", type(params).__name__, "must map names of a checkpoint's tensors to arrays"
-        )
-    for name, array in params.items():
+    found: dict[str, Tensor] = {}
+    for name, array in _named(params):
         if not isinstance(name, str) or not isinstance(array, np.ndarray | jax.Array):
             limit = "must map names of a checkpoint's tensors to numpy or JAX arrays"
             raise InvalidArgument("params", f"{name}: {type(array).__name__}", limit)
+        if name in found:
+            raise ModelError("is given twice", file=PLACE, tensor=name)
         if array.dtype not in READABLE.values():
             raise ModelError(
                 f"dtype {array.dtype} is not supported; {', '.join(map(str, DTYPES.values()))} are",
@@ -49,7 +51,38 @@ def in_memory(params: Mapping[str, Any]) -> Tensors:
             )
         if isinstance(array, jax.Array) and array.is_deleted():
             raise ModelError("was deleted; was it donated to a jitted function?", file=PLACE, tensor=name)
-    return {name: Tensor(PLACE, array) for name, array in params.items()}
+        found[name] = Tensor(PLACE, array)
+    return found
+
+
+def _named(params: Any) -> Iterator[tuple[Any, Any]]:
+    """Names and arrays of whatever `in_memory` takes."""
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params, nnx.Param)
+    if isinstance(params, nnx.State):
+        params = nnx.to_pure_dict(params)
+    if isinstance(params, Mapping):
+        yield from _joined(params, "")
+    elif isinstance(params, Iterator):
+        for pair in params:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise InvalidArgument(
+                    "params", type(pair).__name__, "an iterator must give pairs of a name and an array"
+                )
+            yield pair
+    else:
+        raise InvalidArgument(
+            "params", type(params).__name__, "must map names of a checkpoint's tensors to arrays"
+        )
+
+
+def _joined(tree: Mapping[Any, Any], before: str) -> Iterator[tuple[Any, Any]]:
+    for key, value in tree.items():
+        name = f"{before}{key}" if isinstance(key, str | int) and (before or isinstance(key, str)) else key
+        if isinstance(value, Mapping) and value and isinstance(name, str):
+            yield from _joined(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def assemble_on_devices(
@@ -61,15 +94,22 @@ def assemble_on_devices(
     Args:
         arrays: by name, on any devices. Those of other devices are copied.
     """
-    names = [*dict.fromkeys(piece.name for piece in source)]
+    names, places = places_of(source)
     everywhere = NamedSharding(target.sharding.mesh, PartitionSpec())
     tensors = jax.device_put([arrays[name] for name in names], everywhere)
-    places = tuple((names.index(piece.name), piece._replace(name="")) for piece in source)
     assemble = _assembler(target.sharding)
     assembled: jax.Array = jax.block_until_ready(
         assemble(tensors, shape=target.shape, dtype=str(target.dtype), places=places)
     )
     return assembled
+
+
+def places_of(source: Sequence[Piece]) -> tuple[list[str], Places]:
+    """The names of a parameter's tensors, and its pieces with the place of their tensor among these, which
+    are equal for identical layers.
+    """
+    names = [*dict.fromkeys(piece.name for piece in source)]
+    return names, tuple((names.index(piece.name), piece._replace(name="")) for piece in source)
 
 
 @cache
@@ -78,9 +118,7 @@ def _assembler(sharding: NamedSharding) -> Any:
     return jax.jit(_assembled, static_argnames=("shape", "dtype", "places"), out_shardings=sharding)
 
 
-def _assembled(
-    tensors: list[jax.Array], *, shape: tuple[int, ...], dtype: str, places: tuple[tuple[int, Piece], ...]
-) -> jax.Array:
+def _assembled(tensors: list[jax.Array], *, shape: tuple[int, ...], dtype: str, places: Places) -> jax.Array:
     out = jnp.zeros(shape, dtype)
     for at, piece in places:
         array = tensors[at].swapaxes(-1, -2) if piece.transposed and tensors[at].ndim > 1 else tensors[at]

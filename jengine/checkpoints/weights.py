@@ -22,6 +22,7 @@ from jengine.checkpoints.experts import each_expert
 from jengine.checkpoints.files import read_tensors
 from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
+from jengine.checkpoints.own_tree import own_makers, own_names
 from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
 from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
@@ -60,7 +61,7 @@ def load(
     Args:
         path: a folder in Hugging Face's layout, or a converted one.
         tensors: in place of those in the folder's files, which it needs not have. Parameters share no memory
-            with them.
+            with them, unless they are parameters themselves; see own_tree.py.
 
     Raises:
         ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong
@@ -120,18 +121,37 @@ def parts_by_name(params: Params) -> dict[str, Any]:
 def _from_tensors(
     path: Path, model: Model, targets: Params, count: Callable[[int], object], *, tensors: Tensors | None
 ) -> Params:
-    tensors = read(path, model, tensors)
+    made = []
+    for make in makers(path, model, targets, tensors):
+        made.append(make())
+        count(num_bytes(made[-1]))
+    return jax.tree.unflatten(jax.tree.structure(targets, is_leaf=is_weight), made)
 
-    def place(target: Target, source: tuple[Piece, ...]) -> Parameter:
+
+def makers(path: Path, model: Model, targets: Params, given: Tensors | None) -> list[Callable[[], Parameter]]:
+    """For each parameter, in the order of the tree's leaves, a function that makes it on the devices. Names
+    and shapes of all tensors have been checked before this returns.
+
+    Raises:
+        ModelError: as in load.
+    """
+    if given is not None and own_names(model, given):
+        return own_makers(targets, given)
+    tensors = read(path, model, given)
+
+    def make(target: Target, source: tuple[Piece, ...]) -> Parameter:
         if model.config.stored is not None and is_weight(target):
             parameter = _kept(quantized(target), source, tensors)
         else:
             parameter = fitted(_placed(plain(target), source, tensors), target)
         gc.collect(0)  # JAX frees the host's copy in Python's garbage collection
-        count(num_bytes(parameter))
         return parameter
 
-    return jax.tree.map(place, targets, model.sources, is_leaf=is_weight)
+    sources = jax.tree.leaves(model.sources, is_leaf=_is_source)
+    return [
+        partial(make, target, source)
+        for target, source in zip(jax.tree.leaves(targets, is_leaf=is_weight), sources, strict=True)
+    ]
 
 
 def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> jax.Array:

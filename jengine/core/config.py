@@ -18,6 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int4", "int4_mixed", "int8", "w8a8", "fp8", "none"]
 CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 AttentionBackend = Literal["auto", "mosaic", "flashinfer"]
 BURST_STEPS = 8
 FOUR_BITS = ("int4", "int4_mixed")  # values of the option quantization
@@ -74,6 +75,11 @@ class EngineConfig:
         gpu_memory_utilization: the share of a GPU's memory for weights, programs and KV cache together.
         num_pages: size of the KV cache in pages instead of bytes, including the null page, which padding
             uses.
+        logprobs_mode: which log probabilities of output tokens are returned. raw_logprobs: those of the raw
+            logits; processed_logprobs: those of the distribution that the token is drawn from, after
+            temperature, penalties, masks, top_k, top_p and min_p. Those of prompts are raw in any case.
+        weight_updates: compile what `update_weights` runs when the engine starts, so that weights can be
+            replaced while it runs, without compilations.
         enable_prefix_caching: keep the pages of prompts and outputs until their memory is needed. A request
             whose prompt begins with the same tokens, and has the same cache_salt, uses them instead of
             computing them again.
@@ -165,6 +171,8 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    weight_updates: bool = False
     enable_prefix_caching: bool = True
     swap_space: float = 0.0
     batch_invariant: bool = False
@@ -240,7 +248,7 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidArgument("seed", self.seed, "must be a whole number")
-        for name in ("enable_prefix_caching", "batch_invariant", "overlap"):
+        for name in ("weight_updates", "enable_prefix_caching", "batch_invariant", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if self.embeddings is not None and not isinstance(self.embeddings, bool):
@@ -256,6 +264,9 @@ class EngineConfig:
             limit = f"must be None, {', '.join(get_args(Quantization))}{HINTS['quantization']}"
             raise InvalidArgument("quantization", self.quantization, limit)
         _check_four_bits(self.quantization, self.quantization_group_size, self.calibration_data)
+        if self.logprobs_mode not in get_args(LogprobsMode):
+            limit = f"must be one of {', '.join(get_args(LogprobsMode))}"
+            raise InvalidArgument("logprobs_mode", self.logprobs_mode, limit)
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8 (e4m3)")
         if self.generation_config not in ("auto", "vllm", None):

@@ -11,6 +11,7 @@ from jengine.base.display import answer_html, counted, short
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
+from jengine.core.weights import Version
 from jengine.vllm.translate import SAMPLING_SETTINGS, STRUCTURED_SETTINGS, takes, translated, warn
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ class SamplingParams(_Shown):
         skip_special_tokens: omit special tokens from the text.
         detokenize: turn tokens into text. Stop strings need it.
         logprobs: return, for each output token, its log probability and those of this many likeliest tokens;
-            0 returns the token's own only. Computed from the raw logits. At most MAX_LOGPROBS; by default
-            none.
+            0 returns the token's own only. Computed from the raw logits, unless the engine's logprobs_mode
+            says otherwise. At most MAX_LOGPROBS; by default none.
         prompt_logprobs: the same for each token of the prompt except the first. Such a request computes its
             whole prompt: it does not use the prefix cache.
 
@@ -394,6 +395,15 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it, or the error
+    # where weights changed: the index of the first token that each version made, and the version
+    weights_versions: list[tuple[int, Version]] = field(default_factory=list)
+
+    @property
+    def weights_version(self) -> Version | None:
+        """The version of the weights that made the last token; None before the first. See
+        `LLM.update_weights`.
+        """
+        return self.weights_versions[-1][1] if self.weights_versions else None
 
     def __repr__(self) -> str:
         return f"CompletionOutput({short(self.text)}, {self._note()})"

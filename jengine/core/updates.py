@@ -7,11 +7,13 @@ from typing import NamedTuple
 import msgspec
 
 from jengine.core.request import FinishReason
+from jengine.core.weights import FIRST_VERSION, Version
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities (natural logarithm) of raw logits: of the token, its rank from 1, and (id, value) of
-    the most likely tokens."""
+    """Log probabilities (natural logarithm), see EngineConfig.logprobs_mode: of the token, its rank from 1,
+    and (id, value) of the most likely tokens.
+    """
 
     chosen: float
     rank: int
@@ -36,6 +38,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
         scheduled: monotonic seconds at which the request first ran; 0 if unknown.
         cached: prompt tokens that the request did not compute: found in the prefix cache when it first ran,
             or computed by another sample of the same prompt.
+        version: of the weights that made the token.
     """
 
     request_id: str
@@ -46,6 +49,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     preemptions: int = 0
     scheduled: float = 0.0
     cached: int = 0
+    version: Version = FIRST_VERSION
 
 
 class PromptScores(NamedTuple):
@@ -66,6 +70,7 @@ class Pooled(NamedTuple):
     preemptions: int = 0
     scheduled: float = 0.0
     cached: int = 0
+    version: Version = FIRST_VERSION
 
 
 class Beam(NamedTuple):
@@ -91,6 +96,7 @@ class BeamsFound(NamedTuple):
     preemptions: int = 0
     scheduled: float = 0.0
     cached: int = 0
+    version: Version = FIRST_VERSION
 
 
 class Ended(NamedTuple):

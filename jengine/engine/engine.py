@@ -18,18 +18,26 @@ from jengine.base.errors import JengineError
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import FinishReason, Request
 from jengine.core.seeds import prompt_seed
-from jengine.core.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
+from jengine.core.updates import BeamsFound, Ended, Load, Pooled, TokenUpdate, Update
+from jengine.core.weights import Version
 from jengine.engine.engine_parts import Arrivals, ModelRunner
+from jengine.engine.gate import Gate
 from jengine.engine.limits import Limits
+from jengine.engine.live_weights import FixedWeights
 from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_masks
 from jengine.engine.operations import Operation
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
-from jengine.engine.step_updates import beam_candidates, logprobs_of, pooled_update, several_updates
+from jengine.engine.step_updates import (
+    add_pooled,
+    beam_candidates,
+    pooled_update,
+    prompt_scores,
+    several_updates,
+)
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, StepResult
-from jengine.execution.sampler import SampledLogprobs
 from jengine.insight.recording.cost_report import CostReport, cost_report
 from jengine.insight.recording.engines import note_engine
 from jengine.insight.recording.recorder import TraceRecorder
@@ -56,6 +64,8 @@ class Engine:
     Attributes:
         model: the model's configuration.
         records: the most recent steps and requests.
+        weights: the weights, which may be replaced.
+        gate: whether it plans steps, or is paused.
 
     Args:
         overlap: whether to dispatch a step before the previous one's tokens are read.
@@ -82,9 +92,12 @@ class Engine:
         recorder: TraceRecorder | None = None,
         embedder: Embedder | None = None,
         reranker: Reranker | None = None,
+        weights: FixedWeights | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self._embedder, self._reranker = embedder, reranker
+        self.weights, self.gate = weights or FixedWeights(), Gate()
+        self._early: list[Update] = []  # of steps that were read between two calls of `step`
         self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
         # the flag says whether the step's duration may update costs
@@ -112,13 +125,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step has not been read."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        """Whether a request is unfinished, unless the engine is paused, or a step has not been read."""
+        return (self.scheduler.has_work and self.gate.plans) or bool(self._in_flight or self._early)
 
     @property
     def has_requests(self) -> bool:
         """Whether a request is unfinished."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.gate.held > 0
 
     @property
     def limits(self) -> Limits:
@@ -147,11 +160,14 @@ class Engine:
             programs=self._num_programs,
             first_token_seconds=first_token_seconds,
             report_faults=self._reports.faults,
+            at_gate=self.gate.held,
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
         """Queues a request, or all requests of a prompt, which differ only in their sample index and share a
         seed.
+
+        While the engine is paused, they wait at its gate, and no sequence is returned.
 
         If they set no seed, a random one is drawn for all. The caller must have validated them with `limits`.
 
@@ -160,6 +176,9 @@ class Engine:
         """
         for request in requests:
             self.scheduler.registry.check_id(request.request_id)
+        if self.gate.mode is not None:
+            self.gate.hold(requests)
+            return []
         self._outlook.came(len(requests[0].prompt_token_ids))
         first = requests[0]
         seed = (
@@ -177,10 +196,19 @@ class Engine:
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """Ends a request at the caller's wish (stop string, abort). Returns False if it has already ended."""
         sequence = self.scheduler.registry.by_id.get(request_id)
-        if sequence is not None:
-            self.scheduler.finish(sequence, reason, stop_reason)
-            self._note_ended()
-        return sequence is not None
+        if sequence is None:
+            return self.gate.drop(request_id)
+        self.scheduler.finish(sequence, reason, stop_reason)
+        self._note_ended()
+        return True
+
+    def abort_all(self, why: str) -> None:
+        """Aborts all requests, except those that wait at the gate. The next call of `step` returns their
+        updates.
+        """
+        for request_id in [*self.scheduler.registry.by_id]:
+            self.end(request_id, "abort", why)
+            self._early.append(Ended(request_id, "abort", why))
 
     def costs(self) -> CostReport:
         """Step costs as measured so far. Thread-safe."""
@@ -210,6 +238,15 @@ class Engine:
         """The caller has converted the output of `step` to text, or sent it."""
         self.records.passed_on(time.perf_counter())
 
+    @property
+    def weights_version(self) -> Version:
+        """Of the weights that steps use; see `LLM.update_weights`."""
+        return self.weights.version
+
+    def settle(self) -> None:
+        """Reads all steps in flight. The next call of `step` returns their updates."""
+        self._early += self._read_all_but(0)
+
     def do[T](self, operation: Operation[T]) -> T:
         """Does an operation that its `check` has accepted, and returns the answer; see operations.py."""
         return operation.run(self)
@@ -234,7 +271,14 @@ class Engine:
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
         awaited = self.scheduler.searches.awaited or self.scheduler.speculation.awaited
-        updates = self._read_all_but(0) if awaited else []
+        updates, self._early = self._early, []
+        if not (self.gate.plans and (self.scheduler.has_work or not self.gate.mode)):
+            updates += self._read_all_but(0)
+            if not updates:  # a thread waits for outputs of a paused engine
+                time.sleep(BATCH_POLL_SECONDS)
+            return updates
+        if awaited:
+            updates += self._read_all_but(0)
         now = time.perf_counter()
         self._clock.planning(now, self.scheduler.predictor.costs)
         self.records.turn(now)
@@ -312,9 +356,9 @@ class Engine:
                 counts=counts and alone,
             )
             if "score" in result.tiles:
-                updates += self._prompt_scores(step.plan, result.tiles["score"])
+                updates += prompt_scores(step.plan, result.tiles["score"], self.scheduler)
             if "pool" in result.tiles:
-                self._pool(step.plan, result.tiles["pool"])
+                add_pooled(step.plan, result.tiles["pool"], self.scheduler)
             before = self.scheduler.speculation.right
             updates += self._collect(step, result)
             self.records.read(
@@ -395,11 +439,11 @@ class Engine:
         if self._unmasked:
             collected = self._until_unmasked(collected)
         self._note_ended()
-        got = result.logprobs
+        got, version = result.logprobs, self.weights_version
         if got is not None:
             self._accept(collected)
         if got is not None or step.plan.steps > 1 or step.plan.guesses:
-            return several_updates(collected, got)
+            return several_updates(collected, got, version)
         return [
             TokenUpdate(
                 s.request_id,
@@ -410,9 +454,10 @@ class Engine:
                 s.num_preemptions,
                 s.scheduled,
                 s.num_cached,
+                version,
             )
             if s.pooled is None
-            else pooled_update(s)
+            else pooled_update(s, version)
             for s, token in zip(collected.sequences, collected.tokens, strict=True)
         ]
 
@@ -439,33 +484,3 @@ class Engine:
                     s.request.mask.accept(token)
                 except Exception as error:
                     self._fail(s, error)
-
-    def _prompt_scores(self, plan: StepPlan, scores: SampledLogprobs) -> list[PromptScores]:
-        out, table = [], self.scheduler.table
-        for i, (number, offset, length) in enumerate(table.place(plan.spans).tiles):
-            span = plan.spans[number]
-            targets, sequence = (
-                (span.targets or [])[offset : offset + length],
-                self.scheduler.registry.by_number.get(span.seq),
-            )
-            if targets and sequence is not None:
-                count = sequence.request.params.prompt_logprobs
-                assert count is not None
-                logprobs = [logprobs_of(scores, i * table.tile_size + j, count) for j in range(len(targets))]
-                out.append(PromptScores(sequence.request_id, span.start + offset + 1, targets, logprobs))
-        return out
-
-    def _pool(self, plan: StepPlan, pooled: np.ndarray) -> None:
-        """Adds tiles' sums to those of their sequences, if these have not ended."""
-        for i, (number, offset, length) in enumerate(self.scheduler.table.place(plan.spans).tiles):
-            span = plan.spans[number]
-            sequence = self.scheduler.registry.by_number.get(span.seq)
-            if (
-                span.pool is not None
-                and span.pool < offset + length
-                and sequence is not None
-                and sequence.pooled is not None
-            ):
-                sequence.pooled.add(
-                    span.start + max(span.pool, offset), span.start + offset + length, pooled[i]
-                )

@@ -39,6 +39,15 @@ class ModelRunner(Protocol):
     def wait_for_staged(self) -> None:
         """Waits until some pages have been staged, if any are in transfer."""
 
+    def free_cache(self) -> None:
+        """Frees the cache and all that belongs to sequences, until `allocate_cache`."""
+
+    def allocate_cache(self) -> None:
+        """Allocates the cache again."""
+
+    def move_weights(self, *, away: bool, keep: bool = True) -> None:
+        """Moves the weights to the host's memory, or frees the model's unless `keep`; or brings them back."""
+
     def memory_parts(self) -> dict[str, int]:
         """Bytes on this process's devices, by use."""
 

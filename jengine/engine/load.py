@@ -8,16 +8,17 @@ from jengine.core.updates import Load
 from jengine.scheduling.scheduler import Scheduler
 
 
-def load_of(scheduler: Scheduler, **engine: Any) -> Load:
+def load_of(scheduler: Scheduler, at_gate: int, **engine: Any) -> Load:
     """Thread-safe.
 
     Args:
+        at_gate: number of requests that wait until the engine resumes.
         engine: fields of Load that the scheduler does not know.
     """
     blocks, tier = scheduler.blocks, scheduler.blocks.tier
     load = Load(
         running=scheduler.registry.num_running,
-        waiting=scheduler.registry.num_waiting,
+        waiting=scheduler.registry.num_waiting + at_gate,
         free_pages=blocks.capacity - blocks.owned,
         pages=blocks.capacity,
         preemptions=scheduler.registry.num_preemptions,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +61,11 @@ class ModelSource:
         return None if self.draft is None else self.draft.config
 
     @classmethod
-    def find(cls, options: EngineConfig, params: Mapping[str, Any] | None = None) -> ModelSource:
+    def find(cls, options: EngineConfig, params: Any = None) -> ModelSource:
         """Finds a model, and reads its configuration.
 
         Args:
-            params: weights in memory, numpy or JAX arrays by the names of a checkpoint's tensors. The folder
-                needs none.
+            params: weights in memory, see `in_memory`. The folder needs none.
 
         Raises:
             ModelError: the model cannot be found or read, or is not supported.

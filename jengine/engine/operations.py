@@ -11,27 +11,18 @@ import math
 import os
 from pathlib import Path
 from types import get_original_bases
-from typing import Any, ClassVar, Protocol, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import msgspec
 
+from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.core.weights import TAGS, PauseMode, Tag, Version, check_mode, check_tags
 from jengine.engine.limits import Limits
+from jengine.engine.pausing import idle, pause, replace_weights, resume, sleep, wake_up
+from jengine.engine.running import Running
 from jengine.insight.profiling.data import ProfileOptions
 from jengine.insight.recording.trace import Trace
-from jengine.scheduling.scheduler import Scheduler
-
-
-class Running(Protocol):
-    """The parts of an engine that handlers use. Messages are used in processes without jax, too."""
-
-    @property
-    def scheduler(self) -> Scheduler: ...
-
-    @property
-    def limits(self) -> Limits: ...
-
-    def trace(self, seconds: float | None) -> Trace: ...
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,14 +30,18 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     represent all of these.
 
     Attributes:
+        local: whether its fields cannot be sent to another process.
         in_thread: whether `run` takes long. Then it runs in a separate thread while the engine steps;
             otherwise, between two steps.
         remote: administrators may call it over the network. False by default, and for operations that name
             files.
+        rollout: over the network only if the server's option rollout_api is set.
     """
 
+    local: ClassVar[bool] = False
     in_thread: ClassVar[bool] = False
     remote: ClassVar[bool] = False
+    rollout: ClassVar[bool] = False
 
     def check(self, limits: Limits) -> None:
         """Called before the message is sent. Raises InvalidArgument if an engine with these limits cannot do
@@ -63,14 +58,20 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return answer
 
 
-def decode_operation(name: str, arguments: bytes | str, *, remote: bool = False) -> Operation[Any]:
+def decode_operation(
+    name: str, arguments: bytes | str, *, remote: bool = False, rollout: bool = True
+) -> Operation[Any]:
     """The operation with this name, and its arguments from a JSON object. With `remote`, only those for the
-    network are accepted.
+    network are accepted; without `rollout`, none of those that rollouts need.
 
     Raises:
         InvalidArgument: there is no such operation, or an argument is unknown or invalid.
     """
-    kinds = {kind.__name__: kind for kind in Operation.__subclasses__() if kind.remote or not remote}
+    kinds = {
+        kind.__name__: kind
+        for kind in Operation.__subclasses__()
+        if (kind.remote if remote else not kind.local) and (rollout or not kind.rollout)
+    }
     if name not in kinds:
         raise InvalidArgument("operation", name, f"must be one of {', '.join(sorted(kinds))}")
     try:
@@ -92,6 +93,117 @@ class ResetPrefixCache(Operation[bool], frozen=True):
     def run(self, engine: Running) -> bool:
         engine.scheduler.blocks.reset()
         return True
+
+
+class UpdateWeights(Operation[Version], frozen=True):
+    """Replaces the weights; see LLM.update_weights. Answers their version."""
+
+    weights: Any  # arrays: this message stays in its process
+    version: Version | None = None
+    check_finite: bool = False
+    keep_cache: bool = False
+    local = True
+
+    def run(self, engine: Running) -> Version:
+        return replace_weights(
+            engine, self.weights, self.version, check_finite=self.check_finite, keep_cache=self.keep_cache
+        )
+
+
+class LoadWeights(Operation[Version], frozen=True):
+    """The same with the tensors of a folder: model.safetensors, or shards and their index."""
+
+    folder: str
+    version: Version | None = None
+    check_finite: bool = False
+    keep_cache: bool = False
+
+    def run(self, engine: Running) -> Version:
+        from jengine.checkpoints.files import read_tensors  # imports jax, which other processes do not need
+
+        tensors = {name: tensor.array for name, tensor in read_tensors(Path(self.folder)).items()}
+        return replace_weights(
+            engine, tensors, self.version, check_finite=self.check_finite, keep_cache=self.keep_cache
+        )
+
+
+class Pause(Operation[None], frozen=True):
+    """Stops to plan steps; see LLM.pause. New requests wait."""
+
+    mode: PauseMode = "abort"
+    remote = rollout = True
+
+    def check(self, limits: Limits) -> None:
+        check_mode(self.mode)
+
+    def run(self, engine: Running) -> None:
+        pause(engine, self.mode)
+
+
+class Resume(Operation[None], frozen=True):
+    """Ends a pause."""
+
+    remote = rollout = True
+
+    def run(self, engine: Running) -> None:
+        resume(engine)
+
+
+class PauseState(NamedTuple):
+    """
+    Attributes:
+        paused: whether the engine is paused, or sleeps.
+        idle: whether it has nothing left to do before it resumes; False while requests finish.
+        asleep: what sleep has freed.
+        version: of the weights.
+    """
+
+    paused: bool
+    idle: bool
+    asleep: list[Tag]
+    version: Version
+
+
+class GetPauseState(Operation[PauseState], frozen=True):
+    """Answers whether the engine is paused, and what sleeps."""
+
+    remote = rollout = True
+
+    def run(self, engine: Running) -> PauseState:
+        gate = engine.gate
+        return PauseState(gate.mode is not None, idle(engine), sorted(gate.asleep), engine.weights_version)
+
+
+class Sleep(Operation[bool], frozen=True):
+    """Frees memory; see LLM.sleep. Answers whether it was done. If not, running requests are being finished:
+    ask again.
+    """
+
+    level: int = 1
+    mode: PauseMode = "abort"
+    tags: tuple[Tag, ...] = TAGS
+    remote = rollout = True
+
+    def check(self, limits: Limits) -> None:
+        check_whole("level", self.level, 1, 2)
+        check_mode(self.mode)
+        check_tags(self.tags)
+
+    def run(self, engine: Running) -> bool:
+        return sleep(engine, self.level, self.mode, self.tags)
+
+
+class WakeUp(Operation[None], frozen=True):
+    """Takes back memory that sleep has freed."""
+
+    tags: tuple[Tag, ...] = TAGS
+    remote = rollout = True
+
+    def check(self, limits: Limits) -> None:
+        check_tags(self.tags)
+
+    def run(self, engine: Running) -> None:
+        wake_up(engine, self.tags)
 
 
 class SetStrategy(Operation[None], frozen=True):

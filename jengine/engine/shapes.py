@@ -131,6 +131,7 @@ def describe(
         **states(config, declared, chosen.max_num_seqs, device.platform),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
         attention_backend=config.attention_backend,
+        processed_logprobs=config.logprobs_mode == "processed_logprobs",
     )
     if draft is not None:
         spec = dataclasses.replace(spec, draft=build_draft(_stored(draft, str(dtype), device), spec))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument, OutOfMemory
 from jengine.base.progress import Progress, begin
 from jengine.checkpoints import read_reranker, read_sampling_defaults, read_text, resolve
+from jengine.checkpoints.own_tree import own_names
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import SamplingParams
@@ -24,6 +24,7 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
+from jengine.engine.live_weights import FixedWeights, LiveWeights, warm, why_not_updatable
 from jengine.engine.model_source import ModelSource
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
 from jengine.engine.shapes import spec_of, with_pages
@@ -56,6 +57,7 @@ class Started:
         reranker: how the model scores pairs of texts, if its folder says so.
         dtype: of weights, activations and cache, unless they are quantized.
         quantization: number format of quantized weights, see `Model.quantized`; "" if they are not quantized.
+        logprobs_mode: see EngineConfig.
         devices: their kind and number.
         programs: number of programs in the table. With warm_up="progressive", some are not ready yet.
         kernels: on a CPU, the form of the programs' products, by dtypes and number of rows.
@@ -71,6 +73,7 @@ class Started:
     reranker: Reranker | None = None
     dtype: str = ""
     quantization: str = ""
+    logprobs_mode: str = "raw_logprobs"
     devices: str = ""
     programs: int = 0
     kernels: dict[str, str] = field(default_factory=dict)
@@ -88,7 +91,7 @@ def start_engine(
     config: EngineConfig,
     *,
     mesh: Mesh | None = None,
-    params: Mapping[str, Any] | None = None,
+    params: Any = None,
     progress: Progress = True,
 ) -> tuple[Engine, Started]:
     """Does everything that comes before the first request. Adds the tokenizer's end-of-sequence token to the
@@ -97,11 +100,16 @@ def start_engine(
     Args:
         mesh: the devices to use, tensor_parallel_size of them: at most one axis may have more than one. None:
             the first ones.
-        params: weights in place of the folder's: numpy or JAX arrays by the names of a checkpoint's tensors.
-            The folder needs only the configuration and the tokenizer. The arrays are copied, one parameter at
-            a time, and may be deleted afterwards: JAX arrays on the devices, where each device briefly holds
-            the parameter's whole tensors; numpy arrays, experts that are stacked in one tensor and tensors of
-            a quantized checkpoint through the host.
+        params: weights in place of the folder's, which then needs only the configuration and the tokenizer.
+            Numpy or JAX arrays: a mapping by name, nested or not, an nnx.State or nnx.Module, or an iterator
+            of (name, array). Names are those of a checkpoint's tensors, or of `LLM.abstract_params`.
+            By a checkpoint's names, the arrays are copied, one parameter at a time, and may be deleted
+            afterwards: JAX arrays on the devices, where each device briefly holds the parameter's whole
+            tensors; numpy arrays, experts that are stacked in one tensor and tensors of a quantized
+            checkpoint through the host.
+            By the names of abstract_params, a JAX array with the declared shape, dtype and sharding is used
+            without a copy. The caller and the engine then share it: it must not be deleted, nor donated to
+            a jitted function, until other weights have taken its place.
         progress: whether to show progress bars on a terminal; a function is called with the progress as well.
 
     Raises:
@@ -135,14 +143,14 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
         raise InvalidArgument("process_id", config.process_id, "process 0 takes requests and cannot follow")
     link = connect(config)
     assert isinstance(link, Follower)
-    worker, programs, _ = _prepare(config, link, None, None, progress)
+    worker, programs, *_ = _prepare(config, link, None, None, progress)
     programs.obtain_others(link)
     while frame := link.heard():
         worker.execute(decode(frame))
 
 
 def _start(
-    config: EngineConfig, mesh: Mesh | None, params: Mapping[str, Any] | None, progress: Progress
+    config: EngineConfig, mesh: Mesh | None, params: Any, progress: Progress
 ) -> tuple[Engine, Started]:
     if config.process_id > 0:
         raise InvalidArgument(
@@ -154,7 +162,12 @@ def _start(
                 name, type(given).__name__, f"must be None with num_processes={config.num_processes}"
             )
     link = connect(config)
-    worker, programs, started = _prepare(config, link, mesh, params, progress)
+    worker, programs, started, shared = _prepare(config, link, mesh, params, progress)
+    weights = (
+        LiveWeights(started.folder, worker.spec, worker.state, shared=shared)
+        if config.weight_updates
+        else FixedWeights(worker.spec.params, shared=shared)
+    )
     runner = Runner(worker, link)
     clock = time.perf_counter()
     warmed_up = programs.warm_up(runner, progress)
@@ -172,14 +185,17 @@ def _start(
         recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
         embedder=started.embedder,
         reranker=started.reranker,
+        weights=weights,
     )
     return engine, started
 
 
 def _prepare(
-    config: EngineConfig, link: Link, mesh: Mesh | None, params: Mapping[str, Any] | None, progress: Progress
-) -> tuple[Worker, ProgramSet, Started]:
-    """Prepares weights and programs on this process's devices."""
+    config: EngineConfig, link: Link, mesh: Mesh | None, params: Any, progress: Progress
+) -> tuple[Worker, ProgramSet, Started, bool]:
+    """Prepares weights and programs on this process's devices. Returns also whether the caller may hold the
+    same arrays.
+    """
     compile_count()  # starts counting
     clock = time.perf_counter()
     seconds = dict[str, float]()
@@ -212,6 +228,11 @@ def _prepare(
     )
     weights = source.load(shapes, text, progress)
     draft = source.load_draft(shapes, weights, progress)
+    if config.weight_updates:
+        why = why_not_updatable(shapes.model, source, config.num_processes)
+        if why is not None:
+            raise InvalidArgument("weight_updates", True, why)
+        warm(shapes.model, shapes.params)
     lap("weights")
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)
@@ -229,7 +250,8 @@ def _prepare(
     devices.agree(None)  # wait until all are ready
     if isinstance(link, Leader):
         link.watch()
-    return worker, programs, started
+    shared = source.params is not None and own_names(spec.model, source.params)
+    return worker, programs, started, shared
 
 
 def _same(values: list[str]) -> str:
@@ -247,6 +269,7 @@ def _facts(
     started = Started(
         source.folder,
         source.folder if config.tokenizer is None else resolve(config.tokenizer),
+        logprobs_mode=config.logprobs_mode,
         seconds=seconds,
     )
     if config.generation_config == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -26,19 +27,20 @@ class DeviceState:
     """Weights, cache and slots, counts once a request has needed them, and results that the next call reads.
 
     Attributes:
-        leaves: those of `params`, as programs take them.
-        draft: parameters of the draft model; None: there is none.
-        draft_leaves, both_leaves: those of `draft`, and of both.
+        leaves: those of the parameters, as programs take them.
+        draft_leaves, both_leaves: those of the draft model's parameters, if there is one, and of both.
+        own_of_draft: those of `draft_leaves` that are none of the model's; a head shares some.
         counts: see ExecutionSpec.counts; None: not allocated.
         to_sample, tiles: results of the last trunk, for the programs that follow it.
         store: pages in host memory; None: there is no host tier.
     """
 
     def __init__(self, spec: ExecutionSpec, programs: ByKey, params: Params, draft: Params = None) -> None:
-        self.spec, self.programs, self.params = spec, programs, params
-        self.leaves, self.draft = tuple(jax.tree.leaves(params)), draft
-        self.draft_leaves = tuple(jax.tree.leaves(draft))
-        self.both_leaves = (*self.leaves, *self.draft_leaves)
+        self.spec, self.programs = spec, programs
+        self._shared = _shared_leaves(spec)
+        self.put_leaves(jax.tree.leaves(params), self.only_of_draft(jax.tree.leaves(draft)))
+        self.cache: Any
+        self.slots: Any
         self.cache, self.slots = programs[ALLOCATE]()
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None
@@ -46,6 +48,34 @@ class DeviceState:
         self.store = HostStore(spec) if spec.host_pages else None
         self._local = spec.replicated.is_fully_addressable
         self._all_allowed: dict[int, jax.Array] = {}  # by rows
+
+    def put_leaves(self, leaves: Sequence[jax.Array], draft: Sequence[jax.Array] | None = None) -> None:
+        """Sets the model's parameters, of which there may be none for a while, and those that only the draft
+        model has unless None is given.
+        """
+        self.leaves = tuple(leaves)
+        if draft is not None:
+            self.own_of_draft = tuple(draft)
+        own = iter(self.own_of_draft)
+        every = [next(own) if at is None else self.leaves[at] for at in self._shared] if leaves else ()
+        self.draft_leaves = tuple(every)
+        self.both_leaves = (*self.leaves, *self.draft_leaves)
+
+    def only_of_draft[T](self, leaves: Sequence[T]) -> list[T]:
+        """Of the draft model's leaves, those that are none of the model's."""
+        return [leaf for leaf, at in zip(leaves, self._shared, strict=True) if at is None]
+
+    def take_leaves(self) -> list[jax.Array]:
+        """Gives up the model's parameters: the caller's list is the only reference to them here."""
+        leaves = [*self.leaves]
+        self.leaves = self.draft_leaves = self.both_leaves = ()
+        return leaves
+
+    def free_cache(self) -> None:
+        """Frees all that steps write. No step may be in flight, no sequence may own a page or a slot."""
+        self.cache = self.slots = self.counts = self.to_sample = self.tiles = None
+        if self.store is not None:
+            self.store.clear()
 
     def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
         """An array for all devices, as an argument of a program.
@@ -70,6 +100,18 @@ class DeviceState:
         """The counts, allocated if necessary."""
         counts: jax.Array = self.programs[ALLOCATE_COUNTS]() if self.counts is None else self.counts
         return counts
+
+
+def _shared_leaves(spec: ExecutionSpec) -> list[int | None]:
+    """For each leaf of the draft model's parameters, the number of the model's leaf that it is; None: it is
+    none of them.
+    """
+    if spec.draft is None:
+        return []
+    of_model = [path for path, _ in jax.tree.leaves_with_path(spec.params)]
+    of_draft = [path for path, _ in jax.tree.leaves_with_path(spec.draft.params)]
+    shared = {path: at for at, path in enumerate(of_model) if path[0].key in spec.draft.shared}
+    return [shared.get(path) for path in of_draft]
 
 
 def start_host_copy(arrays: Any) -> Any:

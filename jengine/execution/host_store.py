@@ -55,10 +55,12 @@ class HostStore:
 
     def _to(self, page: Page, memory: str | None) -> Page:
         """Copies a page to this kind of memory; None: the device's."""
-        copied: Page = jax.tree.map(
-            lambda array, like: _copied(array, like.sharding, memory), page, self._like
-        )
-        return copied
+        moved: Page = jax.tree.map(lambda array, like: copied(array, like.sharding, memory), page, self._like)
+        return moved
+
+    def clear(self) -> None:
+        """Forgets all pages."""
+        self._pages.clear()
 
 
 def check_host_memory(swap_space: float, spec: ExecutionSpec) -> None:
@@ -83,8 +85,10 @@ def check_host_memory(swap_space: float, spec: ExecutionSpec) -> None:
         )
 
 
-def _copied(array: jax.Array, sharding: NamedSharding, memory: str | None) -> jax.Array:
-    """Copies shard by shard. This process has no other shards, and nothing is compiled."""
+def copied(array: jax.Array, sharding: NamedSharding, memory: str | None) -> jax.Array:
+    """Copies an array to this kind of memory, None: the device's. Shard by shard: this process has no other
+    shards, and nothing is compiled.
+    """
     parts = []
     for part in array.addressable_shards:
         kind = memory or part.device.default_memory().kind

@@ -16,8 +16,20 @@ import numpy as np
 from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch import BatchLayout
 from jengine.execution.burst import pack_burst
+from jengine.execution.device_state import ALLOCATE
 from jengine.execution.draft import pack_drafts
-from jengine.execution.kinds import AFTER, BEFORE, FORGET, KINDS, STAGE, TRUNK, DeviceCall, Key
+from jengine.execution.kinds import (
+    AFTER,
+    BEFORE,
+    FORGET,
+    FREE_CACHE,
+    KINDS,
+    MOVE_WEIGHTS,
+    STAGE,
+    TRUNK,
+    DeviceCall,
+    Key,
+)
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
@@ -225,6 +237,18 @@ class Runner:
     def forget(self) -> None:
         """Frees the counts until a request needs them."""
         self.call(DeviceCall(FORGET.name))
+
+    def free_cache(self) -> None:
+        """Frees the cache and all that belongs to sequences, until `allocate_cache`."""
+        self.call(DeviceCall(FREE_CACHE.name))
+
+    def allocate_cache(self) -> None:
+        """Allocates the cache again."""
+        self.call(DeviceCall(ALLOCATE))
+
+    def move_weights(self, *, away: bool, keep: bool = True) -> None:
+        """Moves the weights to the host's memory, or frees the model's unless `keep`; or brings them back."""
+        self.call(DeviceCall(MOVE_WEIGHTS.name, np.array([away, keep], np.int32)))
 
     def check(self, ready: ReadyPrograms) -> None:
         """Runs the cheapest step once. Enough for programs that another process has already warmed up."""

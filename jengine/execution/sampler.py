@@ -43,7 +43,7 @@ class Sampled(NamedTuple):
 
 
 class SampledLogprobs(NamedTuple):
-    """The same with log probabilities (natural logarithm) of the raw logits."""
+    """The same with log probabilities (natural logarithm); see EngineConfig.logprobs_mode."""
 
     tokens: jax.Array  # int32 [rows]
     logprobs: jax.Array  # float32 [rows], of the tokens
@@ -52,12 +52,16 @@ class SampledLogprobs(NamedTuple):
     top_logprobs: jax.Array  # float32 [rows, MAX_LOGPROBS]
 
 
-def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
+def make_sampler(model: Model, variant: Variant, *, processed: bool = False) -> Callable[..., Any]:
     """The function to compile.
 
     (params, SlotState.last, sampling words, to sample) -> (last, sampled); the full variant takes two more,
     counts int32 [slots, vocab] and a token mask uint32 [rows, mask_words], and gives ((last, counts),
     sampled).
+
+    Args:
+        processed: whether log probabilities are those of the distribution that tokens are drawn from, rather
+            than of the raw logits.
     """
 
     def sampler(params: Params, last: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled]:
@@ -73,16 +77,18 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
         last, counts = state
         logits, own = _shared_out(model, params, to)
         sampling = sampling_of(words[own.slots])
-        tokens = sample(
+        greedy, scaled = _changed(
             logits,
             sampling,
             own.positions,
             "full",
             lambda: with_drafts(counts[own.slots], own_rows(drafts_before(to))),
             own_rows(mask),
+            greedy_too=not processed,
         )
+        tokens = _drawn(greedy, scaled, sampling, own.positions)
         sampled: SampledLogprobs = all_gather(
-            with_wanted_logprobs(logits, tokens, sampling), to.slots.shape[0]
+            with_wanted_logprobs(scaled if processed else logits, tokens, sampling), to.slots.shape[0]
         )
         count = accepted(to, sampled.tokens)
         counts = counts.at[jnp.where(count, to.slots, 0), sampled.tokens].add(2)
@@ -185,6 +191,17 @@ def sample(
         greedy, scaled = _scaled(logits, sampling)
     else:
         greedy, scaled = _changed(logits, sampling, positions, variant, counts, mask)
+    return _drawn(greedy, scaled, sampling, positions, always=variant == "sample")
+
+
+def _drawn(
+    greedy: jax.Array, scaled: jax.Array, sampling: Sampling, positions: jax.Array, *, always: bool = False
+) -> jax.Array:
+    """The tokens, given the most likely ones and unnormalized log probabilities.
+
+    Args:
+        always: whether to draw even if all rows are greedy.
+    """
 
     def drawn() -> jax.Array:
         return jnp.where(
@@ -193,7 +210,7 @@ def sample(
             sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions)),
         )
 
-    return drawn() if variant == "sample" else either(sampling.temperature > 0, drawn, lambda: greedy)
+    return drawn() if always else either(sampling.temperature > 0, drawn, lambda: greedy)
 
 
 def _changed(
@@ -203,8 +220,13 @@ def _changed(
     variant: Variant,
     counts: Callable[[], jax.Array] | None,
     mask: jax.Array | None,
+    *,
+    greedy_too: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Applies the parameters to logits, then `_scaled`.
+
+    Args:
+        greedy_too: whether greedy rows may be truncated. They need not be.
 
     Rows share the branches. So a branch may only do exact operations to rows that do not need it; sums and
     exponentials follow.
@@ -228,7 +250,10 @@ def _changed(
             x = if_any(biasing(sampling), lambda x: add_bias(x, sampling), x)
             x = if_any(penalizing(sampling), lambda x: penalize(x, sampling, seen()), x)
         greedy, scaled = _scaled(x, sampling)
-        return greedy, truncate(scaled, sampling)
+        truncated = truncate(scaled, sampling)
+        return greedy, truncated if greedy_too else jnp.where(
+            (sampling.temperature == 0.0)[:, None], scaled, truncated
+        )
 
     return either(needed, changed, lambda: _scaled(logits, sampling))
 
@@ -312,8 +337,7 @@ def with_wanted_logprobs(logits: jax.Array, tokens: jax.Array, sampling: Samplin
 
 
 def with_logprobs(logits: jax.Array, tokens: jax.Array, top: jax.Array | None = None) -> SampledLogprobs:
-    """Log probabilities of the raw logits, before any parameter. Includes the most likely tokens if any of
-    `top` is set or None."""
+    """Log probabilities of logits. Includes the most likely tokens if any of `top` is set or None."""
     most = _most_logprobs(logits)
     logprobs = jax.nn.log_softmax(logits, -1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], -1)

@@ -52,6 +52,8 @@ class ExecutionSpec:
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
         product_forms: on a CPU, see `pallas_kernels.products.Forms`.
         attention_backend: implementation of decode attention, see `EngineConfig`.
+        processed_logprobs: whether log probabilities of samples are those of the distribution that they are
+            drawn from.
         draft: a model or head that drafts on the device; its one cache group is apart. None: there is none.
     """
 
@@ -68,6 +70,7 @@ class ExecutionSpec:
     host_pages: int = 0
     product_forms: tuple[tuple[str, str], ...] = ()
     attention_backend: AttentionBackend = "auto"
+    processed_logprobs: bool = False
     draft: Model | None = None
 
     @functools.cached_property
@@ -230,6 +233,7 @@ class ExecutionSpec:
             "dtype": str(np.dtype(self.model.dtype)),
             "quantization": self.model.weights,
             "draft": None if self.draft is None else _facts(self.draft),
+            "processed_logprobs": self.processed_logprobs,
             "cache_dtype": str(self.cache_dtype),
             "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),

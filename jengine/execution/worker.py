@@ -48,12 +48,8 @@ class Worker:
     def memory_parts(self) -> dict[str, int]:
         """Bytes on this process's devices, by use."""
         devices, state = len(self.spec.mesh.local_devices), self.state
-        shared = () if self.spec.draft is None else self.spec.draft.shared
         parts = {
-            "weights": (
-                state.params,
-                {n: part for n, part in (state.draft or {}).items() if n not in shared},
-            ),
+            "weights": (state.leaves, state.own_of_draft),
             "cache": state.cache,
             "slots and counts": (state.slots, state.counts),
         }

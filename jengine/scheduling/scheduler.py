@@ -226,6 +226,12 @@ class Scheduler:
             self.finish(sequence, "abort")
         return sequence
 
+    def preempt_all(self) -> None:
+        """Preempts all running sequences: they compute their tokens again. No step may be in flight."""
+        for sequence in [*self.registry.by_id.values()]:
+            if sequence.state is not State.WAITING:
+                self.registry.preempt(sequence)
+
     # --- steps ----------------------------------------------------------------------------------------
 
     @property

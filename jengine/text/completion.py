@@ -7,6 +7,7 @@ from typing import overload
 
 from jengine.core.request import CompletionOutput, FinishReason, Logprob, Request
 from jengine.core.updates import Beam, TokenLogprobs
+from jengine.core.weights import Version
 from jengine.text.stop_strings import StopAutomaton, StopStrings
 from jengine.text.tokenizer import Tokenizer
 
@@ -34,6 +35,12 @@ class CompletionBuilder:
         if not self._params.detokenize or (ends and not self._params.include_stop_str_in_output):
             return None
         return self._emit(self._detokenizer.push(token))
+
+    def note_version(self, version: Version) -> None:
+        """The next tokens were made by weights of this version."""
+        versions = self.output.weights_versions
+        if not versions or versions[-1][1] != version:
+            versions.append((len(self.output.token_ids), version))
 
     def push_logprobs(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> None:
         """See `describe`."""
@@ -106,11 +113,14 @@ class PromptLogprobs(Sequence[dict[int, Logprob] | None]):
         return None if score is None else self._builder.describe(score[0], *score[1])
 
 
-def beam_output(tokenizer: Tokenizer, request: Request, index: int, beam: Beam) -> CompletionOutput:
+def beam_output(
+    tokenizer: Tokenizer, request: Request, index: int, beam: Beam, version: Version
+) -> CompletionOutput:
     """Converts a beam to a completion. In a position's log probabilities the sampled token comes first, not
     the beam's.
     """
     builder = CompletionBuilder(tokenizer, request, StopAutomaton(()))
+    builder.note_version(version)
     last = len(beam.tokens) - 1
     for i, token in enumerate(beam.tokens):
         builder.push(token, ends=i == last and beam.finish_reason == "stop")

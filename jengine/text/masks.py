@@ -99,6 +99,32 @@ class AllowedTokens:
         return []
 
 
+class GivenTokens:
+    """Allows a single token at each position: those of a known output."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens, self._taken = tokens, 0
+
+    def copy(self) -> GivenTokens:
+        return copy.copy(self)
+
+    def fill(self, words: np.ndarray) -> None:
+        if self._taken < len(self._tokens):  # behind the end, rows do not count
+            token = self._tokens[self._taken]
+            kept = words[token // 32] & np.uint32(1 << token % 32)
+            words[:] = 0
+            words[token // 32] = kept
+
+    def accept(self, token: int) -> None:
+        self._taken += 1
+
+    def rollback(self, count: int) -> None:
+        self._taken -= count
+
+    def forced(self) -> list[int]:
+        return [*self._tokens[self._taken :]]
+
+
 class BadWords:
     """Forbids tokens that would complete one of these sequences in the output."""
 

@@ -17,24 +17,20 @@ OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
         " Prometheus"
     ),
     "get_world_size": "the option tensor_parallel_size is the number of devices",
-    "is_sleeping": "an engine does not sleep",
     "llm_engine": (
         "LLM.engine is the engine, for tools; most scripts need generate, chat, stream and stats only"
     ),
     "log_stats": "use LLM.stats or AsyncLLM.load",
     "model_config": "max_model_len and get_tokenizer() have what most scripts need",
-    "pause_generation": "an engine does not pause",
+    "pause_generation": "use pause",
     "preprocess_chat": "use chat_prompt",
     "reset_mm_cache": "only text is supported",
+    "resume_generation": "use resume",
     "reward": "reward models are not supported",
     "set_tokenizer": "the option tokenizer takes another model's tokenizer",
-    "sleep": (
-        "an engine does not sleep; close() frees weights and cache, and a later start loads saved programs"
-    ),
     "start_profile": "use LLM.trace(), LLM.explain() or `jengine profile`",
     "stop_profile": "use LLM.trace(), LLM.explain() or `jengine profile`",
     "wait_for_requests_to_drain": "close(drain=SECONDS) does this",
-    "wake_up": "an engine does not sleep",
 }
 
 OF_PACKAGE: dict[str, str] = {  # what `import vllm` has

@@ -124,7 +124,8 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
     if isinstance(error, InvalidArgument):
         return _invalid(error)
     if isinstance(error, ModelError):
-        return Refusal(grpc.StatusCode.FAILED_PRECONDITION, error.reason)
+        where = "" if error.tensor is None else f"tensor {error.tensor}: "
+        return Refusal(grpc.StatusCode.FAILED_PRECONDITION, where + error.reason)
     if isinstance(error, NotReady):
         return Refusal(grpc.StatusCode.UNAVAILABLE, str(error), retry_seconds=retry_seconds)
     if isinstance(error, EngineDead):

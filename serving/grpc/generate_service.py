@@ -239,7 +239,9 @@ class GenerateService(Service, GenerateServiceServicer):
     @reported
     async def Do(self, request: pb.DoRequest, context: grpc.aio.ServicerContext) -> pb.DoResponse:
         check_admin(context.peer())
-        operation = decode_operation(request.operation, request.arguments_json or "{}", remote=True)
+        operation = decode_operation(
+            request.operation, request.arguments_json or "{}", remote=True, rollout=self._shared.rollout_api
+        )
         log.info("%s has the engine do %s", client_of(context), request.operation)
         answer = await asyncio.to_thread(msgspec.json.encode, await self._models.llm.do(operation))
         return pb.DoResponse(answer_json=answer.decode())

@@ -184,6 +184,7 @@ class _Pieces:
             more["prompt_logprobs"] = await replies.prompt_logprobs(self._portioned, output.prompt_logprobs)
         if body.get("return_token_ids"):
             more["token_ids"] = parts.encoded([] if hidden else completion.token_ids)
+            more["weights_versions"] = parts.encoded(completion.weights_versions)
             if begins:
                 more["prompt_token_ids"] = parts.encoded(output.prompt_token_ids)
         why = {}

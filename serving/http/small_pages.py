@@ -14,6 +14,7 @@ from jengine.serving.guards.bounds import check_admin
 from jengine.serving.http.app import Parts, application, endpoint
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.hosts import OwnHosts
+from jengine.serving.http.rollout_routes import rollout_routes
 from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 
@@ -39,7 +40,7 @@ def api(parts: Parts) -> ASGIApp:
     """The application of the API's port. Pages of other origins may use it if config.allowed_origins has
     them.
     """
-    app: ASGIApp = application(parts, small_pages(parts))
+    app: ASGIApp = application(parts, [*small_pages(parts), *rollout_routes(parts)])
     origins = parts.config.origins
     if parts.authenticator is None and "*" not in origins:
         app = OwnHosts(app, pages_only=True, origins=frozenset(origins))

@@ -218,6 +218,9 @@ class EngineProcess:
         self._order(frame(End(Ended(request_id, reason, stop_reason))))
 
     def do(self, operation: Operation[Any], done: Done) -> None:
+        if operation.local:
+            limit = "arrays stay in their process: an engine in another one takes weights from a folder"
+            raise InvalidArgument("operation", type(operation).__name__, limit)
         number = next(self._numbers)
         order = frame(Do(number, type(operation).__name__, msgspec.json.encode(operation)))
         self._open[number] = operation, done

@@ -49,6 +49,7 @@ class Shared(NamedTuple):
         portions: of large answers.
         write_timeout: seconds in which a client must read each message of a stream.
         client_chat_templates: whether clients may send chat templates.
+        rollout_api: whether administrators may pause the engine.
     """
 
     models: ModelProvider
@@ -61,6 +62,7 @@ class Shared(NamedTuple):
     portions: Portions
     write_timeout: float
     client_chat_templates: bool
+    rollout_api: bool
 
     @classmethod
     def of(
@@ -84,6 +86,7 @@ class Shared(NamedTuple):
             Portions(),
             config.write_timeout,
             config.client_chat_templates,
+            config.rollout_api,
         )
 
 

@@ -56,7 +56,7 @@ def test_the_cache_and_the_weights_shrink(make_engine: Callable[..., Engine]) ->
     def sizes(engine: Engine) -> tuple[int, int]:
         worker = engine.runner.worker  # type: ignore[attr-defined]
         return tuple(
-            sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.state.params, worker.state.cache)
+            sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.state.leaves, worker.state.cache)
         )  # type: ignore[return-value]
 
     plain, small = make_engine(), make_engine(quantization="w8a8", kv_cache_dtype="int8")

@@ -360,7 +360,7 @@ def test_what_comes_for_one_that_has_ended_is_dropped() -> None:
         and output.prompt_logprobs is None
     )
     assert output.outputs[0] == CompletionOutput(
-        text="a", token_ids=[66, 67], finish_reason="stop", stop_reason="b"
+        text="a", token_ids=[66, 67], finish_reason="stop", stop_reason="b", weights_versions=[(0, 0)]
     )
     assert live.abort("7", "why") is output and ends(output) == [("stop", "b"), ("abort", "why")]
     assert live.ended == [Ended("7", "stop", "b"), Ended("7/1", "abort", "why")] and live.abort("7") is None

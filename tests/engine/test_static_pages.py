@@ -33,7 +33,7 @@ def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
     spec = dataclasses.replace(
         before.spec, table=dataclasses.replace(before.spec.table, page_buckets=(4, 12))
     )
-    runner = Runner(Worker(spec, Programs(spec, None, threads=2, progress=False), before.worker.state.params))
+    runner = Runner(Worker(spec, Programs(spec, None, threads=2, progress=False), before.worker.state.leaves))
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,

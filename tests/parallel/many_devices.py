@@ -383,7 +383,7 @@ def test_a_callers_mesh_and_sharded_weights(tmp_path: Path) -> None:
         engine, _ = start_engine(
             EngineConfig.of(str(tmp_path / "bare"), options), mesh=mesh, params=params, progress=False
         )
-    params_of = [one.runner.worker.state.params for one in (engine, expected)]  # type: ignore[attr-defined]
+    params_of = [one.runner.worker.state.leaves for one in (engine, expected)]  # type: ignore[attr-defined]
     jax.tree.map(np.testing.assert_array_equal, *params_of)
     assert {device.id for leaf in jax.tree.leaves(params_of[0]) for device in leaf.sharding.device_set} == {
         5,

@@ -13,11 +13,13 @@ from jengine.execution.kinds.page_copies import PageCopies
 from jengine.execution.kinds.pool import Pool
 from jengine.execution.kinds.sampler import Sampler
 from jengine.execution.kinds.score import Score
+from jengine.execution.kinds.sleep import FreeCache, MoveWeights
 from jengine.execution.kinds.slot_updates import SlotUpdates
 from jengine.execution.kinds.swaps import Fill, Spill, Stage
 from jengine.execution.kinds.trunk import Trunk
 
 TRUNK, FORGET, STAGE = Trunk(), Forget(), Stage()
+FREE_CACHE, MOVE_WEIGHTS = FreeCache(), MoveWeights()
 # calls that a step makes before its trunk
 BEFORE: tuple[Kind[Any], ...] = (Count(), SlotUpdates(), PageCopies())
 AFTER: tuple[Kind[Any], ...] = (Score(), Pool())  # and after it, with results for the host
@@ -34,14 +36,18 @@ KINDS: tuple[Kind[Any], ...] = (
     Draft(),
 )
 
-_NAMED: dict[str, CallKind[Any]] = {kind.name: kind for kind in (*KINDS, STAGE, FORGET)}
+_NAMED: dict[str, CallKind[Any]] = {
+    kind.name: kind for kind in (*KINDS, STAGE, FORGET, FREE_CACHE, MOVE_WEIGHTS)
+}
 _KEYED: dict[type, Kind[Any]] = {kind.key: kind for kind in KINDS if kind.key is not str}
 
 __all__ = [
     "AFTER",
     "BEFORE",
     "FORGET",
+    "FREE_CACHE",
     "KINDS",
+    "MOVE_WEIGHTS",
     "STAGE",
     "TRUNK",
     "DeviceCall",

@@ -28,7 +28,7 @@ class Sampler(Kind[SamplerKey]):
     def program(self, spec: ExecutionSpec, key: SamplerKey) -> Program:
         full, last = key.variant == "full", spec.slots.last
         args = spec.leaves, (last, spec.counts) if full else last, spec.slots.sampling, to_sample(spec, key)
-        function = of_leaves(spec, make_sampler(spec.model, key.variant))
+        function = of_leaves(spec, make_sampler(spec.model, key.variant, processed=spec.processed_logprobs))
         masks = (mask(spec, key),) if full else ()
         return Program(f"sampler_{key.rows}_{key.variant}", function, (*args, *masks), PartitionSpec(), (1,))
 
