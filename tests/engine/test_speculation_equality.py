@@ -154,10 +154,10 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compar
 def check(one: Compared, setting: str, count: int, seed: int) -> None:
     """Also asserts that everything occurred that the comparison is about."""
     found = one.check(count, seed)
-    for name in {*found} - {"right 1.0", "right 0.0", "by cost"}:
+    rare = {"random", "suffix"} if "states" in setting else set[str]()  # these models say little twice
+    for name in {*found} - {"right 1.0", "right 0.0", "by cost"} - rare:
         drafted, accepted = found[name]
-        least = -1 if name == "random" and "states" in setting else count // 10  # few tokens come again
-        assert drafted > accepted > least, (name, found)
+        assert drafted > accepted > count // 10, (name, found)
     drafted, accepted = found["right 1.0"]
     assert accepted > 0.8 * drafted > count, "aside from what lies behind the end, all of it is right"
     assert found["right 0.0"][0] > 2 * count and found["right 0.0"][1] == 0, found
