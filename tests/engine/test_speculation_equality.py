@@ -166,7 +166,7 @@ def check(one: Compared, setting: str, count: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "count"), [("few pages", 20), ("few pages, invariant", 20), ("states, few pages", 8)]
+    ("setting", "count"), [("few pages", 20), ("few pages, invariant", 20), ("states, few pages", 24)]
 )
 def test_a_few_requests(setting: str, count: int, compared: Callable[[str], Compared]) -> None:
     check(compared(setting), setting, count, seed=1)
