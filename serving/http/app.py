@@ -18,11 +18,12 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.guards.authentication import Authenticator
 from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.chat_completions import ChatCompletions
 from jengine.serving.http.chat_service import ChatService
 from jengine.serving.http.completion_service import CompletionService
 from jengine.serving.http.embedding_service import EmbeddingService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
-from jengine.serving.http.errors import http_error
+from jengine.serving.http.errors import OPENAI, ErrorForm, http_error
 from jengine.serving.http.scoring_service import RANKS, SCORES, ScoringService
 from jengine.serving.http.text_service import TextService
 from jengine.serving.metrics.server_metrics import Metrics
@@ -44,17 +45,20 @@ class Parts(NamedTuple):
     why_not_ready: Callable[[], str | None]
 
 
-def endpoint(parts: Parts, method: str, path: str, handle: Handler, open: bool = False) -> Route:
+def endpoint(
+    parts: Parts, method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
+) -> Route:
     """See Endpoint."""
     gate = Gate(parts.shared.models, parts.calls, parts.authenticator, parts.metrics)
-    return Route(path, Endpoint(gate, path, handle, open), methods=[method])
+    return Route(path, Endpoint(gate, path, handle, open, errors), methods=[method])
 
 
 def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     """All endpoints, and further routes."""
     config, shared = parts.config, parts.shared
     most = config.max_message_bytes
-    chat = ChatService(shared, most, (config.tool_call_parser, config.reasoning_parser))
+    parsers = config.tool_call_parser, config.reasoning_parser
+    chat = ChatService(shared, most, parsers, ChatCompletions())
     completions, texts = CompletionService(shared, most), TextService(shared, most)
 
     scores, ranks = ScoringService(shared, most, SCORES), ScoringService(shared, most, RANKS)
@@ -73,7 +77,7 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase}"
         parts.metrics.http_ended("unknown", "unknown", error.status_code)
-        body = http_error(Refusal(grpc.StatusCode.NOT_FOUND, message), 0.0).body()
+        body = OPENAI.body(http_error(Refusal(grpc.StatusCode.NOT_FOUND, message), 0.0))
         return Response(body, error.status_code, error.headers, "application/json")
 
     app = Starlette(
