@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls.request_ids import new_id
-from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, ToolCallStart
+from jengine.serving.http.chat_request import Chat
+from jengine.serving.parsers.events import Arguments, Event, Reasoning, ToolCallStart, joined
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -94,3 +96,38 @@ def blocks_of(events: list[Event]) -> Blocks:
     blocks = Blocks()
     blocks.add(events)
     return blocks
+
+
+class BlockReader:
+    """Reads the outputs (of kind delta) of a request for one completion.
+
+    Attributes:
+        blocks: those so far.
+        tokens: generated so far.
+        last: the last output, once there is one.
+        completion: the last part of the completion, once there is one.
+    """
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat, self._parser = chat, chat.parser()
+        self.blocks, self.tokens = Blocks(), 0
+        self.last: RequestOutput | None = None
+        self.completion: CompletionOutput | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self.last is not None
+
+    def take(self, output: RequestOutput) -> list[Step]:
+        """What an output changes."""
+        self.last, steps = output, []
+        for completion in output.outputs:
+            self.completion = completion
+            self.tokens += len(completion.token_ids)
+            events = self._parser.push(completion.text)
+            ended = completion.finish_reason is not None
+            if ended:
+                events = joined([*events, *self._parser.finish()])
+            steps += self.blocks.add(self._chat.shown(events))
+            steps += self.blocks.close() if ended else []
+        return steps

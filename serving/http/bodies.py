@@ -239,7 +239,9 @@ class BodyFields:
         self._supported = frozenset(supported) or hints
         self._ignored, self._neutral = self._known.intersection(ignored), neutral
         self._sampling = (
-            frozenset(SamplingParams.__dataclass_fields__).difference(own) if sampling else frozenset()
+            frozenset(SamplingParams.__dataclass_fields__).difference(own, refused)
+            if sampling
+            else frozenset()
         )
 
     def read(self, body: Mapping[str, Any]) -> Body:

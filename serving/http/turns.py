@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 class Turns:
-    """A template expects the reasoning, the text and the calls of an answer in one message.
+    """Templates expect the reasoning, the text and the calls of an answer in one message.
 
     Args:
         joins: whether neighbouring texts of one role become one message.
@@ -23,30 +23,30 @@ class Turns:
         self.messages: list[Message] = []
         self._joins = joins
 
-    def text(self, role: Role, text: str) -> None:
+    def text(self, role: Role, texts: list[str]) -> None:
+        """A text, in parts."""
         last = self.messages[-1] if self.messages else {}
-        open = last.get("role") == role and "tool_calls" not in last
-        if open and (self._joins or not last["content"]):
-            last["content"].append({"type": "text", "text": text})
-        else:
-            self.messages.append({"role": role, "content": [{"type": "text", "text": text}]})
+        goes_on = last.get("role") == role and "tool_calls" not in last
+        if not goes_on or (last["content"] and not self._joins):
+            last = {"role": role, "content": []}
+            self.messages.append(last)
+        last["content"] += _parts(texts)
 
     def reasoning(self, text: str) -> None:
-        self._answer(True)["reasoning_content"] = text
+        self.messages.append({"role": "assistant", "content": [], "reasoning_content": text})
 
     def call(self, id: str, name: str, arguments: str | dict[str, Any]) -> None:
         """Arguments may be JSON text."""
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
-        self._answer(False).setdefault("tool_calls", []).append(call)
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": []})
+        self.messages[-1].setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, texts: list[str]) -> None:
         """The result of the call with this id."""
-        content = [{"type": "text", "text": text} for text in texts]
-        self.messages.append({"role": "tool", "tool_call_id": id, "content": content})
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": _parts(texts)})
 
-    def _answer(self, new: bool) -> Message:
-        """The message of the answer, or a new one."""
-        if new or not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": []})
-        return self.messages[-1]
+
+def _parts(texts: list[str]) -> list[Message]:
+    return [{"type": "text", "text": text} for text in texts]
