@@ -82,6 +82,7 @@ def small_pages(parts: Parts) -> list[Route]:
 def _root(model: str) -> str:
     links = "".join(f'<li><a href="{path}">{path}</a>: {escape(text)}</li>' for path, text in LINKS.items())
     return (
-        "<!doctype html><meta charset=utf-8><title>jengine</title><h1>jengine</h1><p>OpenAI's and Anthropic's API for"
+        "<!doctype html><meta charset=utf-8><title>jengine</title><h1>jengine</h1><p>OpenAI's and"
+        " Anthropic's APIs for"
         f" <b>{escape(model)}</b>. POST to {', '.join(POSTS)}.</p><ul>{links}</ul>"
     )
