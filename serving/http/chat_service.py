@@ -37,7 +37,7 @@ class ChatService(HttpService):
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
         with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:
             self._admission.stream(call)
-            chat = await self._chat(call, self._api.read(given))
+            chat = await self._chat(call, await self._asked(call, self._api.read, given, size))
             with self._admission.place(chat.params.n, call) as place:
                 tracked.place = place
                 if chat.body.get("stream"):
@@ -50,13 +50,18 @@ class ChatService(HttpService):
 
         async def count(call: HttpCall, given: dict[str, Any], size: int) -> None:
             self._admission.stream(call)
-            prompt = await self._prompt(call, await self._chat(call, read(given)), size)
+            chat = await self._chat(call, await self._asked(call, read, given, size))
+            prompt = await self._prompt(call, chat, size)
             await call.answer(200, msgspec.json.encode(reply(len(prompt["prompt_token_ids"]))))
 
         async def handle(call: HttpCall) -> None:
             await while_connected(call, count(call, *await self._json(call)))
 
         return handle
+
+    async def _asked(self, call: HttpCall, read: Read, given: dict[str, Any], size: int) -> Asked:
+        """Validates a body, in a thread if it is long."""
+        return await self._text_work.run(client_of(call), size, lambda: read(given))
 
     async def _chat(self, call: HttpCall, asked: Asked) -> Chat:
         call.names = asked.names

@@ -97,14 +97,18 @@ def _tool(where: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(config: dict[str, Any] | None, max_tokens: Any) -> dict[str, Any]:
-    """Variables of Qwen's and of DeepSeek's chat templates; others ignore them."""
+    """Variables of Qwen's and of DeepSeek's chat templates; others ignore them.
+
+    Args:
+        max_tokens: None if tokens are only counted.
+    """
     if config is None:
         return {}
     fields: dict[str, Any] = {}
     if (budget := config.get("budget_tokens")) is not None:
         if config["type"] != "enabled":
             raise InvalidArgument("thinking.budget_tokens", budget, "is only for enabled")
-        if not isinstance(max_tokens, int) or budget < max_tokens:
+        if isinstance(max_tokens, int) and budget < max_tokens:
             raise InvalidArgument(
                 "thinking.budget_tokens", budget, "a budget below max_tokens is not supported"
             )
