@@ -24,7 +24,7 @@ class Chat(NamedTuple):
     Attributes:
         template_has_tools: whether the chat template shows tools.
         own: the request's fields in the form of its API.
-        count: counts a text's tokens.
+        count_tokens: counts a text's tokens.
         prompt: the prompt's text, once it has been rendered.
         thinks: whether the model may reason before it answers; False if a grammar applies from the first
             token on.
@@ -39,7 +39,7 @@ class Chat(NamedTuple):
     model: str
     template_has_tools: bool
     own: Mapping[str, Any]
-    count: Callable[[str], Awaitable[int]]
+    count_tokens: Callable[[str], Awaitable[int]]
 
     prompt: str = ""
     thinks: bool = True

@@ -13,8 +13,10 @@ from jengine.serving.http.messages.types import TOOL, CountBody, MessagesBody
 
 # Fields that clients send, and that do not affect answers. The last one is also part of blocks and tools.
 IGNORED = frozenset(("metadata", "service_tier", "cache_control"))
-REFUSED = ("container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "speed")
-REFUSED += ("user_profile_id", "n", "logprobs", "prompt_logprobs", "stop")
+REFUSED = frozenset((
+    "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "speed",
+    "user_profile_id", "n", "logprobs", "prompt_logprobs", "stop",
+))  # fmt: skip
 NEUTRAL = {
     "speed": "standard",
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},

@@ -152,5 +152,5 @@ async def _usage(chat: Chat, output: RequestOutput, blocks: Blocks, tokens: int)
         "output_tokens": tokens,
     }
     if reasoning := blocks.text("reasoning"):
-        usage["output_tokens_details"] = {"thinking_tokens": min(await chat.count(reasoning), tokens)}
+        usage["output_tokens_details"] = {"thinking_tokens": min(await chat.count_tokens(reasoning), tokens)}
     return usage

@@ -23,8 +23,10 @@ STATE = {
     "background": "must be false",
     "prompt": "send the prompt in input",
 }
-REFUSED = (*STATE, "access_programs", "background_options", "context_management", "image", "max_tool_calls")
-REFUSED += ("moderation", "top_logprobs", "truncation", "n", "logprobs", "prompt_logprobs", "max_tokens")
+REFUSED = frozenset((
+    *STATE, "access_programs", "background_options", "context_management", "image", "max_tool_calls",
+    "moderation", "top_logprobs", "truncation", "n", "logprobs", "prompt_logprobs", "max_tokens",
+))  # fmt: skip
 NEUTRAL = {"store": False, "background": False, "truncation": "disabled", "top_logprobs": 0}
 FORM = BodyFields(ResponsesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)

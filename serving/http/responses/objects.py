@@ -91,7 +91,7 @@ async def ended(
 
 
 async def _usage(chat: Chat, output: RequestOutput, blocks: Blocks, tokens: int) -> dict[str, Any]:
-    prompt, reasoning = len(output.prompt_token_ids), await chat.count(blocks.text("reasoning"))
+    prompt, reasoning = len(output.prompt_token_ids), await chat.count_tokens(blocks.text("reasoning"))
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0},
