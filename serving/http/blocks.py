@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from jengine import CompletionOutput, RequestOutput
@@ -21,14 +21,19 @@ class Block:
         index: its place in the answer.
         id: unique, without a prefix.
         name: of the tool, for a call.
-        text: so far; of a call: its arguments as JSON.
+        pieces: its text so far.
     """
 
     index: int
     kind: Kind
     id: str
     name: str = ""
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The text so far; of a call: its arguments as JSON."""
+        return "".join(self.pieces)
 
 
 class Step(NamedTuple):
@@ -66,7 +71,7 @@ class Blocks:
             if self._open is None or self._open.kind != kind:
                 steps += [*self.close(), self._opened(kind)]
             assert self._open is not None
-            self._open.text += event.text
+            self._open.pieces.append(event.text)
             steps.append(Step("grows", self._open, event.text))
         return steps
 

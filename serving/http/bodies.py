@@ -312,6 +312,7 @@ def _unknown(name: str, value: Any) -> None:
 
 
 STREAM_OPTIONS, TOOLS = validator_of(StreamOptions), validator_of(list[ChatCompletionFunctionToolParam])
+LEVEL = ("model", *get_type_hints(Level))
 COMMON = frozenset(("model", "stream_options", *get_type_hints(Extras)))
 COMPLETION = BodyFields(
     CompletionBody,

@@ -105,7 +105,7 @@ def _check_variable(name: str, _: str) -> None:
             name
         )
     else:
-        assert name == "JAX_NUM_CPU_DEVICES" or name.startswith("ANTHROPIC_"), name
+        assert name in ("JAX_NUM_CPU_DEVICES", "MAX_THINKING_TOKENS") or name.startswith("ANTHROPIC_"), name
 
 
 def _check_jengine(arguments: list[str]) -> None:

@@ -203,7 +203,10 @@ def test_the_order_of_events(server: MockServer) -> None:
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"thinking": {"type": "enabled", "budget_tokens": 400}}, "thinking.budget_tokens=400: "),
         ({"thinking": {"type": "between_tools"}}, "thinking.type='between_tools'"),
-        ({"context_management": {"edits": []}}, "context_management"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits[0]",
+        ),
         ({"speed": "fast"}, "speed='fast'"),
     ],
 )
@@ -261,6 +264,9 @@ def test_keys_and_errors(tokenizer_folder: Path) -> None:
             with pytest.raises(anthropic.AuthenticationError) as raised:
                 client.messages.create(**question)
             assert raised.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        headers, path = {"x-api-key": "secret"}, server.http + "/messages"
+        large = httpx.post(path, json={"messages": "a" * 2**23}, headers=headers, timeout=60)
+        assert large.status_code == 413 and large.json()["error"]["type"] == "request_too_large"
         wrong = httpx.get(server.http + "/messages", headers={"x-api-key": "secret"})
         assert wrong.status_code == 405 and wrong.json()["type"] == "error"
 
@@ -272,6 +278,20 @@ def test_an_engine_that_dies(tokenizer_folder: Path) -> None:
         )
         assert found[0][0] == "message_start"
         assert found[-1][0] == "error" and found[-1][1]["error"]["type"] == "overloaded_error"
+
+
+def test_a_client_that_leaves(tokenizer_folder: Path) -> None:
+    with serve_mock(tokenizer_folder, server={"http_port": 0}, seconds=0.02) as server:
+        base: Any = {"base_url": server.http.removesuffix("/v1"), "api_key": "none"}
+        with (
+            Anthropic(**base) as client,
+            client.messages.stream(
+                model="mock", max_tokens=900, messages=[{"role": "user", "content": "abc"}]
+            ) as stream,
+        ):
+            next(iter(stream.text_stream))
+        server.wait_until_idle()
+        assert server.engine.steps < 900
 
 
 def test_an_aborted_answer(tokenizer_folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jengine import InvalidArgument
-from jengine.serving.http.bodies import Body, BodyFields
+from jengine.serving.http.bodies import LEVEL, Body, BodyFields
 from jengine.serving.http.bodies import checked as checked_by
 from jengine.serving.http.chat_api import Asked
 from jengine.serving.http.messages.conversation import conversation
@@ -14,17 +14,13 @@ from jengine.serving.http.messages.types import TOOL, CountBody, MessagesBody
 # Fields that clients send, and that do not affect answers. The last one is also part of blocks and tools.
 IGNORED = frozenset(("metadata", "service_tier", "cache_control"))
 REFUSED = frozenset((
-    "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "speed",
+    "container", "diagnostics", "inference_geo", "mcp_servers", "speed",
     "user_profile_id", "n", "logprobs", "prompt_logprobs", "stop",
 ))  # fmt: skip
-NEUTRAL = {
-    "speed": "standard",
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-}
+NEUTRAL = {"speed": "standard"}
 FORM = BodyFields(MessagesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 NAMES = {"stop": "stop_sequences", "tool_choice": "tool_choice"}
-LEVEL = ("model", "stream", "request_id", "priority", "timeout", "ttft_ms", "tpot_ms", "cache_salt")
 
 
 def read(given: dict[str, Any]) -> Asked:

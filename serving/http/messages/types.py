@@ -65,6 +65,7 @@ class Tool(CacheControl, total=False):
     description: str
     strict: bool
     eager_input_streaming: bool
+    defer_loading: Literal[False]
 
 
 @with_config(STRICT)
@@ -93,6 +94,19 @@ class OutputConfig(TypedDict, total=False):
     format: OutputFormat
 
 
+@with_config(STRICT)
+class KeepThinking(TypedDict):
+    """What happens anyway."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+@with_config(STRICT)
+class ContextManagement(TypedDict):
+    edits: list[KeepThinking]
+
+
 class Prompt(CacheControl, total=False):
     """What the prompt depends on."""
 
@@ -103,6 +117,7 @@ class Prompt(CacheControl, total=False):
     tool_choice: ToolChoice
     thinking: ThinkingConfig
     output_config: OutputConfig
+    context_management: ContextManagement
 
 
 @with_config(STRICT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jengine import InvalidArgument
-from jengine.serving.http.bodies import Body, BodyFields, checked
+from jengine.serving.http.bodies import LEVEL, Body, BodyFields, checked
 from jengine.serving.http.chat_api import Asked
 from jengine.serving.http.responses.conversation import conversation
 from jengine.serving.http.responses.types import TOOL, CountBody, ResponsesBody
@@ -31,7 +31,6 @@ NEUTRAL = {"store": False, "background": False, "truncation": "disabled", "top_l
 FORM = BodyFields(ResponsesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "tool_choice": "tool_choice"}
-LEVEL = ("model", "stream", "request_id", "priority", "timeout", "ttft_ms", "tpot_ms", "cache_salt")
 
 
 def read(given: dict[str, Any]) -> Asked:
@@ -60,9 +59,8 @@ def _check_state(given: dict[str, Any]) -> None:
 
 def _asked(own: dict[str, Any], sampling: dict[str, Any]) -> Asked:
     fields = {
-        **{name: own[name] for name in LEVEL if name in own},
+        **{name: own[name] for name in (*LEVEL, "parallel_tool_calls") if name in own},
         "messages": conversation(own.get("input"), own.get("instructions")),
-        **{name: own[name] for name in ("parallel_tool_calls",) if name in own},
     }
     names = dict(NAMES)
     if own.get("tools"):
