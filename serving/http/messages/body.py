@@ -107,9 +107,8 @@ def _thinking(config: dict[str, Any] | None, max_tokens: Any) -> dict[str, Any]:
         if config["type"] != "enabled":
             raise InvalidArgument("thinking.budget_tokens", budget, "is only for enabled")
         if isinstance(max_tokens, int) and budget < max_tokens:
-            raise InvalidArgument(
-                "thinking.budget_tokens", budget, "a budget below max_tokens is not supported"
-            )
+            limit = f"thinking can only be bounded by max_tokens = {max_tokens}; use adaptive"
+            raise InvalidArgument("thinking.budget_tokens", budget, limit)
     if config["type"] != "adaptive":
         thinks = config["type"] == "enabled"
         fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
