@@ -244,7 +244,11 @@ class ServerApp:
             return Metrics()
         supervisor = self._supervisor
         return PrometheusMetrics(
-            self._name, lambda: supervisor.load, lambda: supervisor.restarts, lambda: supervisor.totals
+            self._name,
+            lambda: supervisor.load,
+            lambda: supervisor.restarts,
+            lambda: supervisor.totals,
+            self._config.metrics_prefix,
         )
 
     def _make(self, on_end: OnEnd) -> EngineProcess:

@@ -39,8 +39,10 @@ class ServerConfig:
         port: the port for gRPC; 0 takes a free one.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and
             /readyz for probes; 0 takes a free one. By default there is none. See page.
-        http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs the extra
-            http); 0 takes a free one. By default there is none.
+        metrics_prefix: the beginning of the metrics' names, before a colon. With vllm, dashboards and load
+            balancers made for vLLM find the metrics that it has too.
+        http_port: the port for OpenAI's and Anthropic's APIs over HTTP, with the same keys, TLS and limits
+            (needs the extra http); 0 takes a free one. By default there is none.
         page: serve a page at the root of metrics_port, to chat with the model and see the engine at work
             (needs the extra http). With API keys, the chat needs one, and the view of the engine one with
             admin=1. With TLS, that port then speaks TLS too.
@@ -107,6 +109,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     metrics_port: int | None = None
+    metrics_prefix: str = "jengine"
     http_port: int | None = None
     page: bool = False
     tool_call_parser: ToolCallParser = "auto"
@@ -166,6 +169,9 @@ class ServerConfig:
                     origin,
                     "must be such as https://chat.example.com, without a path, or *",
                 )
+        prefix = self.metrics_prefix
+        if not isinstance(prefix, str) or not re.fullmatch(r"[a-zA-Z_]\w*", prefix, re.ASCII):
+            raise InvalidArgument("metrics_prefix", prefix, "must be letters, digits and _")
         if self.page and self.metrics_port is None:
             raise InvalidArgument("page", self.page, "needs metrics_port, where it is served")
         for name, above in (

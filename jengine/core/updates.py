@@ -142,6 +142,7 @@ class Load(NamedTuple):
             disk.
         drafts, draft_tokens: how often a sequence had drafts in a step since the start, and their tokens.
         accepted_tokens: those that became output, by position in the draft.
+        page_size: tokens of a page.
     """
 
     running: int
@@ -177,3 +178,4 @@ class Load(NamedTuple):
     host_fetched: int = 0
     host_evictions: int = 0
     resumptions: tuple[int, int, int] = (0, 0, 0)
+    page_size: int = 0

@@ -37,6 +37,7 @@ def load_of(scheduler: Scheduler, at_gate: int, **engine: Any) -> Load:
         drafts=scheduler.speculation.drafts,
         draft_tokens=scheduler.speculation.tokens,
         accepted_tokens=tuple(scheduler.speculation.accepted),
+        page_size=blocks.page_size,
         **engine,
     )
     if tier is None:

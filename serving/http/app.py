@@ -18,15 +18,30 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.guards.authentication import Authenticator
 from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.chat_completions import ChatCompletions
 from jengine.serving.http.chat_service import ChatService
 from jengine.serving.http.completion_service import CompletionService
 from jengine.serving.http.embedding_service import EmbeddingService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
-from jengine.serving.http.errors import http_error
+from jengine.serving.http.errors import OPENAI, ErrorForm, http_error
+from jengine.serving.http.messages import body as messages_body
+from jengine.serving.http.messages.errors import MessagesErrors
+from jengine.serving.http.messages.reply import Messages
+from jengine.serving.http.responses import body as responses_body
+from jengine.serving.http.responses.reply import Responses, ResponsesErrors
 from jengine.serving.http.scoring_service import RANKS, SCORES, ScoringService
 from jengine.serving.http.text_service import TextService
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
+
+MESSAGES, RESPONSES = MessagesErrors(), ResponsesErrors()
+# of requests for responses that a server keeps
+KEPT = (
+    ("GET", "/v1/responses/{id}"),
+    ("DELETE", "/v1/responses/{id}"),
+    ("GET", "/v1/responses/{id}/input_items"),
+    ("POST", "/v1/responses/{id}/cancel"),
+)
 
 
 class Parts(NamedTuple):
@@ -44,17 +59,27 @@ class Parts(NamedTuple):
     why_not_ready: Callable[[], str | None]
 
 
-def endpoint(parts: Parts, method: str, path: str, handle: Handler, open: bool = False) -> Route:
+def endpoint(
+    parts: Parts, method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
+) -> Route:
     """See Endpoint."""
     gate = Gate(parts.shared.models, parts.calls, parts.authenticator, parts.metrics)
-    return Route(path, Endpoint(gate, path, handle, open), methods=[method])
+    return Route(path, Endpoint(gate, path, handle, open, errors), methods=[method])
 
 
 def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     """All endpoints, and further routes."""
     config, shared = parts.config, parts.shared
     most = config.max_message_bytes
-    chat = ChatService(shared, most, (config.tool_call_parser, config.reasoning_parser))
+    parsers = config.tool_call_parser, config.reasoning_parser
+    chat = ChatService(shared, most, parsers, ChatCompletions())
+    messages = ChatService(shared, most, parsers, Messages())
+    count = messages.counter(messages_body.read_to_count, lambda tokens: {"input_tokens": tokens})
+    responses = ChatService(shared, most, parsers, Responses())
+    count_input = responses.counter(
+        responses_body.read_to_count,
+        lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
+    )
     completions, texts = CompletionService(shared, most), TextService(shared, most)
 
     scores, ranks = ScoringService(shared, most, SCORES), ScoringService(shared, most, RANKS)
@@ -65,15 +90,21 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, why, retry_seconds=shared.models.retry_seconds)
         await call.answer(200, b"")
 
-    def route(method: str, path: str, handle: Handler, open: bool = False) -> Route:
-        return endpoint(parts, method, path, handle, open)
+    async def no_responses(call: HttpCall) -> None:
+        raise Refusal(grpc.StatusCode.NOT_FOUND, "this server keeps no responses; send all items in input")
+
+    def route(
+        method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
+    ) -> Route:
+        return endpoint(parts, method, path, handle, open, errors)
 
     async def wrong(request: Request, error: Exception) -> Response:
         """The answer for an unknown path or method. The existing ones are no secret."""
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase}"
         parts.metrics.http_ended("unknown", "unknown", error.status_code)
-        body = http_error(Refusal(grpc.StatusCode.NOT_FOUND, message), 0.0).body()
+        errors = MESSAGES if request.url.path.startswith("/v1/messages") else OPENAI
+        body = errors.body(http_error(Refusal(grpc.StatusCode.NOT_FOUND, message), 0.0))
         return Response(body, error.status_code, error.headers, "application/json")
 
     app = Starlette(
@@ -83,6 +114,11 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             route("GET", "/v1/models", texts.models),
             route("GET", "/v1/models/{model:path}", texts.model),
             route("POST", "/v1/chat/completions", chat.create),
+            route("POST", "/v1/messages", messages.create, errors=MESSAGES),
+            route("POST", "/v1/messages/count_tokens", count, errors=MESSAGES),
+            route("POST", "/v1/responses", responses.create, errors=RESPONSES),
+            route("POST", "/v1/responses/input_tokens", count_input),
+            *(route(*way, no_responses) for way in KEPT),
             route("POST", "/v1/completions", completions.create),
             route("POST", "/v1/embeddings", EmbeddingService(shared, most).create),
             *(route("POST", path, scores.create) for path in ("/v1/score", "/score")),

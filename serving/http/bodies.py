@@ -27,11 +27,21 @@ IGNORED = frozenset((
 ))  # fmt: skip
 # as long as the body
 LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))
-LONG_FIELDS |= {"text_1", "text_2", "data_1", "data_2", "queries", "query", "documents"}
+LONG_FIELDS |= {
+    "text_1",
+    "text_2",
+    "data_1",
+    "data_2",
+    "queries",
+    "query",
+    "documents",
+    "system",
+    "instructions",
+}
 DOCUMENTS = frozenset(
     ("tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format", "guided_json")
 )
-DOCUMENTS |= {"guided_regex", "guided_choice", "guided_grammar"}
+DOCUMENTS |= {"guided_regex", "guided_choice", "guided_grammar", "output_config", "text"}
 MAX_DOCUMENT, MAX_VALUE = 2**20, 2**16  # bytes of a value's JSON, in these fields and in all others
 # Values equivalent to leaving the field out.
 NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": "", "verbosity": "medium"}
@@ -44,8 +54,8 @@ class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
     continuous_usage_stats: bool
 
 
-class Extras(TypedDict, total=False):
-    """vLLM's fields other than those of SamplingParams, and jengine's targets. `timeout` is in seconds."""
+class Level(TypedDict, total=False):
+    """How a request is served: vLLM's fields, and jengine's targets. `timeout` is in seconds."""
 
     stream: bool
     request_id: str
@@ -54,6 +64,11 @@ class Extras(TypedDict, total=False):
     ttft_ms: float
     tpot_ms: float
     cache_salt: str
+
+
+class Extras(Level, total=False):
+    """vLLM's fields other than those of SamplingParams."""
+
     guided_json: str | dict[str, Any]
     guided_regex: str
     guided_choice: list[str]
@@ -203,16 +218,30 @@ class BodyFields:
         type: a TypedDict.
         supported: the fields of it that work here; others are OpenAI's, and rejected.
         own: fields that are not sampling parameters, although SamplingParams has a field of that name.
+        ignored: fields that clients send, and that do not affect answers.
+        refused: fields of the API that are not in the type, and do not work here.
+        neutral: values equivalent to leaving the field out.
     """
 
     def __init__(
-        self, type: Any, supported: Iterable[str] = (), own: Iterable[str] = (), sampling: bool = True
+        self,
+        type: Any,
+        supported: Iterable[str] = (),
+        own: Iterable[str] = (),
+        sampling: bool = True,
+        ignored: Iterable[str] = IGNORED,
+        refused: Iterable[str] = (),
+        neutral: Mapping[str, object] = NEUTRAL,
     ) -> None:
         self._validator = validator_of(type)
-        self._known = frozenset(get_type_hints(type))
-        self._supported = frozenset(supported) or self._known
+        hints = frozenset(get_type_hints(type))
+        self._known = hints.union(refused)
+        self._supported = frozenset(supported) or hints
+        self._ignored, self._neutral = self._known.intersection(ignored), neutral
         self._sampling = (
-            frozenset(SamplingParams.__dataclass_fields__).difference(own) if sampling else frozenset()
+            frozenset(SamplingParams.__dataclass_fields__).difference(own, refused)
+            if sampling
+            else frozenset()
         )
 
     def read(self, body: Mapping[str, Any]) -> Body:
@@ -226,8 +255,8 @@ class BodyFields:
         for name, value in body.items():
             if (
                 value is None
-                or (name in IGNORED and name in self._known)
-                or (name in NEUTRAL and NEUTRAL[name] == value)
+                or name in self._ignored
+                or (name in self._neutral and self._neutral[name] == value)
             ):
                 continue
             if name in self._sampling:
@@ -283,7 +312,8 @@ def _unknown(name: str, value: Any) -> None:
 
 
 STREAM_OPTIONS, TOOLS = validator_of(StreamOptions), validator_of(list[ChatCompletionFunctionToolParam])
-COMMON = frozenset(("model", "stream", "stream_options", *Extras.__annotations__))
+LEVEL = ("model", *get_type_hints(Level))
+COMMON = frozenset(("model", "stream_options", *get_type_hints(Extras)))
 COMPLETION = BodyFields(
     CompletionBody,
     COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"},

@@ -38,13 +38,14 @@ class HttpCall:
         status: status of the response; 0 before it.
         unread: whether part of the body has not been read.
         names: for fields that have other names in this request's body, a map from jengine's names.
+        events: number of events sent.
         gone: whether the client disconnected before the end of the response.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self._send = scope, receive, send
         self.status, self.gone, self._complete = 0, False, False
-        self.unread = True
+        self.unread, self.events = True, 0
         self.names: dict[str, str] = {}
         self._callbacks: list[Callable[[Any], None]] = []
         self._event = asyncio.Lock()
@@ -146,15 +147,18 @@ class HttpCall:
         """Begins a response of server-sent events."""
         await self._start(200, {"cache-control": "no-store", **headers}, EVENTS)
 
-    async def event(self, data: str | list[bytes]) -> None:
-        """Sends an event; waits while the client does not read."""
+    async def event(self, data: str | list[bytes], name: str = "") -> None:
+        """Sends an event, with a name if it has one; waits while the client does not read."""
         parts = [data.encode("utf-8", "replace")] if isinstance(data, str) else data
+        head = [b"event: %s\ndata: " % name.encode()] if name else [b"data: "]
         async with self._event:  # an event of several chunks is not interleaved with others
-            for chunk in chunks_of([b"data: ", *parts, b"\n\n"]):
+            self.events += 1
+            for chunk in chunks_of([*head, *parts, b"\n\n"]):
                 await self._write(chunk, more=True)
 
-    async def end_events(self) -> None:
-        await self._write(b"data: [DONE]\n\n", more=False)
+    async def end_events(self, done: bytes = b"data: [DONE]\n\n") -> None:
+        """Ends the events, with these last bytes."""
+        await self._write(done, more=False)
 
     async def _start(self, status: int, headers: dict[str, str], kind: bytes) -> None:
         self.status = status

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
 from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
 from jengine.serving.calls.portions import Portioned
@@ -12,7 +13,7 @@ from jengine.serving.http.bodies import Body
 from jengine.serving.http.logprobs import TokenTexts, chat_logprobs
 from jengine.serving.http.parts import Parts
 from jengine.serving.http.tool_choice import ToolChoice
-from jengine.serving.parsers.events import Event, OutputParser, Reasoning
+from jengine.serving.parsers.events import Arguments, Event, OutputParser, Reasoning, ToolCallStart
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.thoughts import after_reasoning
 
@@ -21,8 +22,10 @@ class Chat(NamedTuple):
     """A validated request.
 
     Attributes:
-        prompt: the prompt's text, once it has been rendered.
         template_has_tools: whether the chat template shows tools.
+        own: the request's fields in the form of its API.
+        count_tokens: counts a text's tokens.
+        prompt: the prompt's text, once it has been rendered.
         thinks: whether the model may reason before it answers; False if a grammar applies from the first
             token on.
     """
@@ -35,6 +38,8 @@ class Chat(NamedTuple):
     created: int
     model: str
     template_has_tools: bool
+    own: Mapping[str, Any]
+    count_tokens: Callable[[str], Awaitable[int]]
 
     prompt: str = ""
     thinks: bool = True
@@ -58,14 +63,20 @@ class Chat(NamedTuple):
         return self.form.parser(self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
 
     def read(self, text: str) -> list[Event]:
-        """Parses a whole completion."""
-        return self.form.read(text, self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
+        """Parses a whole completion. Returns the events that the client wants."""
+        return self.shown(
+            self.form.read(text, self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
+        )
 
     def shown(self, events: list[Event]) -> list[Event]:
         """The events that the client wants."""
-        if self.body.get("include_reasoning", True):
-            return events
-        return [event for event in events if not isinstance(event, Reasoning)]
+        reasoning, parallel = self.body.get("include_reasoning", True), self.tools.parallel
+        return [
+            event
+            for event in events
+            if (reasoning or not isinstance(event, Reasoning))
+            and (parallel or not isinstance(event, ToolCallStart | Arguments) or not event.index)
+        ]
 
     async def logprobs(self, completion: CompletionOutput, portioned: Portioned) -> dict[str, Parts]:
         """Log probabilities for a choice's fields."""

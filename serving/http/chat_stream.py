@@ -76,11 +76,7 @@ class ChatStream:
     def _delta(self, events: list[Event], index: int) -> replies.Delta | None:
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-        calls = [
-            _call_delta(event)
-            for event in events
-            if isinstance(event, ToolCallStart | Arguments) and (self._chat.tools.parallel or not event.index)
-        ]
+        calls = [_call_delta(event) for event in events if isinstance(event, ToolCallStart | Arguments)]
         self._called[index] = self._called[index] or bool(calls)
         if not (content or reasoning or calls):
             return None

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jengine.serving.http.errors import error_with_status
+from jengine.serving.http.errors import OPENAI, error_with_status
 
 # maximum time for a request's headers, from the first byte of the connection or the request
 HEAD_SECONDS = 10.0
@@ -119,7 +119,7 @@ class Connection(H11Protocol):
         """
         if self.transport.is_closing():
             return
-        body = error_with_status(status, why).body().encode()
+        body = OPENAI.body(error_with_status(status, why)).encode()
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nContent-Length:"
             f" {len(body)}\r\n"

@@ -8,24 +8,19 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import grpc
 import numpy as np
 from openai.types import CompletionUsage, CreateEmbeddingResponse, Embedding
 from pydantic import Field
 
 from jengine import AsyncLLM, RequestOutput, SamplingParams
-from jengine.serving.calls.errors import Refusal
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import EMBEDDING, Body
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import Prompt, listed
 from jengine.serving.http.parts import Parts, array, long_array, with_members
-from jengine.serving.http.service import HttpService, level_of
+from jengine.serving.http.service import HttpService, check_finished, level_of
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest
-
-# keyed by the reason for an abort
-STATUS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}
 
 
 class Embeddings(CreateEmbeddingResponse):
@@ -109,15 +104,3 @@ def _numbers(output: RequestOutput) -> Any:
     check_finished(output, "its embedding")
     assert output.embedding is not None
     return output.embedding.astype("<f4")
-
-
-def check_finished(output: RequestOutput, wanted: str) -> None:
-    """Raises Refusal if the request was aborted, without what was wanted."""
-    ended = output.outputs[0]
-    if ended.finish_reason in ("abort", "error"):
-        reason = str(ended.stop_reason)
-        raise Refusal(
-            STATUS.get(reason, grpc.StatusCode.INTERNAL),
-            f"the request ended without {wanted}: {reason}",
-            cause="abort",
-        )

@@ -16,7 +16,7 @@ from jengine.serving.guards.authentication import Authenticator, Rejection
 from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import HttpCall
-from jengine.serving.http.errors import HttpError, http_error
+from jengine.serving.http.errors import OPENAI, ErrorForm, HttpError, http_error
 from jengine.serving.metrics.server_metrics import Metrics
 
 log = logging.getLogger("jengine.serving")
@@ -41,7 +41,8 @@ class Gate:
         current_key.set(None)  # a connection's next request may run in the same context
         if self.authenticator is None:
             return
-        key = self.authenticator.key_of(call.header(b"authorization"))
+        own = call.header(b"x-api-key")  # Anthropic's clients send it
+        key = self.authenticator.key_of(call.header(b"authorization") or (own and f"Bearer {own}"))
         if isinstance(key, Rejection):
             self.authenticator.rejected(key, call.peer())
             raise Refusal(grpc.StatusCode.UNAUTHENTICATED, key.message, cause=key.cause)
@@ -54,10 +55,13 @@ class Endpoint:
     Args:
         path: for metrics.
         open: whether no key is needed.
+        errors: how the path's API shows errors.
     """
 
-    def __init__(self, gate: Gate, path: str, handle: Handler, open: bool = False) -> None:
-        self._gate, self._path, self._handle, self._open = gate, path, handle, open
+    def __init__(
+        self, gate: Gate, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
+    ) -> None:
+        self._gate, self._path, self._handle, self._open, self._errors = gate, path, handle, open, errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = HttpCall(scope, receive, send)
@@ -79,7 +83,7 @@ class Endpoint:
             with self._gate.calls.one_more(call):
                 await self._handle(call)
         except Exception as error:
-            await report(call, self._shown(error, call.names))
+            await report(call, self._shown(error, call.names), self._errors)
 
     def _shown(self, error: Exception, names: dict[str, str]) -> HttpError:
         shown = http_error(error, self._gate.models.retry_seconds, names)
@@ -93,15 +97,16 @@ class Endpoint:
         return shown
 
 
-async def report(call: HttpCall, shown: HttpError) -> None:
+async def report(call: HttpCall, shown: HttpError, errors: ErrorForm) -> None:
     """Sends an error as the response, or as the last event of a response that has begun."""
     if not call.status:
         await call.discard()
         close = {"connection": "close"} if call.unread else {}
-        await call.answer(shown.status, shown.body().encode("utf-8", "replace"), {**shown.headers, **close})
+        await call.answer(
+            shown.status, errors.body(shown).encode("utf-8", "replace"), {**shown.headers, **close}
+        )
     else:
-        await call.event(shown.body())
-        await call.end_events()
+        await errors.end(call, shown)
 
 
 async def while_connected(call: HttpCall, work: Awaitable[None]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from grpc import StatusCode
 from openai.types.shared import ErrorObject
 
 from jengine import InvalidArgument
 from jengine.serving.calls.errors import Refusal, refusal
-from jengine.serving.http.calls import BadBody
+from jengine.serving.http.calls import BadBody, HttpCall
 
 STATUSES = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -26,7 +26,14 @@ STATUSES = {
 }
 # places of jengine's error fields in every body; others have the same place
 PLACES = {"prompt_token_ids": "prompt"}
-QUOTE = ("prompt", "prompt_token_ids", "messages")  # never repeated in a message, which may be logged
+QUOTE = (
+    "prompt",
+    "prompt_token_ids",
+    "messages",
+    "system",
+    "input",
+    "instructions",
+)  # never repeated in a message, which may be logged
 
 
 class HttpError(NamedTuple):
@@ -36,8 +43,29 @@ class HttpError(NamedTuple):
     error: ErrorObject
     headers: dict[str, str]
 
-    def body(self) -> str:
-        return f'{{"error":{self.error.model_dump_json(exclude_unset=True)}}}'
+
+class ErrorForm(Protocol):
+    """How an API shows errors."""
+
+    def body(self, error: HttpError) -> str:
+        """The body of a response."""
+
+    async def end(self, call: HttpCall, error: HttpError) -> None:
+        """Ends a stream that has begun."""
+
+
+class OpenAIErrors:
+    """Errors of OpenAI's API. A stream ends with one as its last event."""
+
+    def body(self, error: HttpError) -> str:
+        return f'{{"error":{error.error.model_dump_json(exclude_unset=True)}}}'
+
+    async def end(self, call: HttpCall, error: HttpError) -> None:
+        await call.event(self.body(error))
+        await call.end_events()
+
+
+OPENAI = OpenAIErrors()
 
 
 def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] | None = None) -> HttpError:

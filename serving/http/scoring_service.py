@@ -17,8 +17,7 @@ from jengine.serving.http import replies
 from jengine.serving.http.bodies import RERANK, SCORE, Body, BodyFields
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import MOST_PROMPTS
-from jengine.serving.http.embedding_service import check_finished
-from jengine.serving.http.service import HttpService, level_of
+from jengine.serving.http.service import HttpService, check_finished, level_of
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest, Shared
 

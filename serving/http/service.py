@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import grpc
 import msgspec
 from openai.types import CompletionUsage
 
-from jengine import AsyncLLM, CompletionOutput, InvalidArgument
-from jengine.serving.calls.errors import check_model
+from jengine import AsyncLLM, CompletionOutput, InvalidArgument, RequestOutput
+from jengine.serving.calls.errors import Refusal, check_model
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_priority
@@ -24,6 +25,8 @@ from jengine.serving.requests.service import Service, Shared
 from jengine.serving.requests.tracking import TrackedRequest
 
 Tracked = tuple[TrackedRequest, Place]  # of one prompt
+# keyed by the reason for an abort
+ABORTS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}
 LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms")
 
 
@@ -62,6 +65,10 @@ class HttpService(Service):
     def _read(self, form: BodyFields, given: dict[str, Any], call: HttpCall) -> Body:
         body = form.read(given)
         call.names = names_of(body)
+        return self._accepted(body)
+
+    def _accepted(self, body: Body) -> Body:
+        """The body, if this server has its model and the client may ask for its priority."""
         check_model(body.get("model", ""), self._models)
         check_priority(body.get("priority", 0))
         if body.get("stream_options") is not None and not body.get("stream"):
@@ -129,6 +136,18 @@ class StreamUsage:
     def now(self, usage: CompletionUsage) -> dict[str, Any]:
         """Usage for an event's fields."""
         return {"usage": usage} if self.always else {}
+
+
+def check_finished(output: RequestOutput, wanted: str) -> None:
+    """Raises Refusal if the request was aborted, without what was wanted."""
+    ended = output.outputs[0]
+    if ended.finish_reason in ("abort", "error"):
+        reason = str(ended.stop_reason)
+        raise Refusal(
+            ABORTS.get(reason, grpc.StatusCode.INTERNAL),
+            f"the request ended without {wanted}: {reason}",
+            cause="abort",
+        )
 
 
 def tokens_of(outputs: Sequence[CompletionOutput]) -> int:

@@ -27,6 +27,10 @@ LINKS = {
 }
 POSTS = (
     "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/completions",
     "/v1/embeddings",
     "/v1/score",
@@ -79,6 +83,7 @@ def small_pages(parts: Parts) -> list[Route]:
 def _root(model: str) -> str:
     links = "".join(f'<li><a href="{path}">{path}</a>: {escape(text)}</li>' for path, text in LINKS.items())
     return (
-        "<!doctype html><meta charset=utf-8><title>jengine</title><h1>jengine</h1><p>OpenAI's API for"
+        "<!doctype html><meta charset=utf-8><title>jengine</title><h1>jengine</h1><p>OpenAI's and"
+        " Anthropic's APIs for"
         f" <b>{escape(model)}</b>. POST to {', '.join(POSTS)}.</p><ul>{links}</ul>"
     )

@@ -43,7 +43,8 @@ class TextService(HttpService):
         check_conversation(body)
         wrong = ("add_special_tokens",) if "messages" in body.fields else OPTIONS
         for name in wrong:
-            if name in body.fields:
+            # templates write the special tokens themselves
+            if name in body.fields and (name, body.get(name)) != ("add_special_tokens", False):
                 raise InvalidArgument(
                     name,
                     body.get(name),

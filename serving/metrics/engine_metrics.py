@@ -20,6 +20,8 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
         "Share of the cache's pages in use; 1 is all",
         1 - load.free_pages / max(load.pages, 1),
     )
+    config = (("block_size", "num_gpu_blocks"), [((str(load.page_size), str(load.pages)), 1.0)])
+    yield families.gauges("cache_config_info", "Tokens of a page, and pages of the cache; always 1", *config)
     yield families.gauge("kv_cache_pages", "Pages of the cache", load.pages)
     yield families.gauge("kv_cache_free_pages", "Pages of the cache that are free", load.free_pages)
     yield families.gauge(

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-PREFIX = "jengine:"
 # a millisecond to about eight minutes
 SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))
 # one to half a million
@@ -37,10 +36,13 @@ class Families:
     """Metrics of one model, whose name is a label of each.
 
     Names (after the prefix) and meanings follow vLLM where it has the same metric.
+
+    Args:
+        prefix: of the names, such as "jengine:".
     """
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, model: str, prefix: str) -> None:
+        self.model, self.prefix = model, prefix
 
     def gauge(self, name: str, help: str, value: float) -> Metric:
         return self.gauges(name, help, (), [((), value)])
@@ -49,7 +51,9 @@ class Families:
         self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
     ) -> Metric:
         """A gauge for each set of label values."""
-        return self._filled(GaugeMetricFamily(PREFIX + name, help, labels=("model_name", *labels)), values)
+        return self._filled(
+            GaugeMetricFamily(self.prefix + name, help, labels=("model_name", *labels)), values
+        )
 
     def counter(self, name: str, help: str, value: float) -> Metric:
         return self.counters(name, help, (), [((), value)])
@@ -58,14 +62,16 @@ class Families:
         self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
     ) -> Metric:
         """A counter for each set of label values."""
-        return self._filled(CounterMetricFamily(PREFIX + name, help, labels=("model_name", *labels)), values)
+        return self._filled(
+            CounterMetricFamily(self.prefix + name, help, labels=("model_name", *labels)), values
+        )
 
     def histogram(self, name: str, help: str, values: Histogram) -> Metric:
         return self.buckets(name, help, values.cumulative(), values.sum)
 
     def buckets(self, name: str, help: str, cumulative: Sequence[tuple[str, float]], total: float) -> Metric:
         """A histogram from cumulative counts by upper bound; `total` is the sum of its values."""
-        family = HistogramMetricFamily(PREFIX + name, help, labels=("model_name",))
+        family = HistogramMetricFamily(self.prefix + name, help, labels=("model_name",))
         family.add_metric((self.model,), cumulative, total)
         return family
 

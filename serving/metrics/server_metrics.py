@@ -89,6 +89,7 @@ class PrometheusMetrics(Metrics, Collector):
         load: returns the engine's load; raises EngineDead if none is running.
         restarts: returns the number of engine restarts.
         totals: returns totals of the engine's steps; raises as `load`.
+        prefix: of the metrics' names, before a colon.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class PrometheusMetrics(Metrics, Collector):
         load: Callable[[], Load],
         restarts: Callable[[], int],
         totals: Callable[[], StepTotals] = StepTotals,
+        prefix: str = "jengine",
     ) -> None:
+        self.prefix = f"{prefix}:"
         self.model, self.load, self.restarts, self.totals = model, load, restarts, totals
         self.rpcs: Counter[tuple[str, str]] = Counter()  # RPCs by method and status
         self.http: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
@@ -110,11 +113,12 @@ class PrometheusMetrics(Metrics, Collector):
             Histogram(),
             Histogram(),
         )
-        self.time_per_token, self.prompt_lengths, self.output_lengths = (
+        self.time_per_token, self.prompt_lengths, self.computed_lengths = (
             Histogram(),
             Histogram(TOKENS),
             Histogram(TOKENS),
         )
+        self.output_lengths, self.longest_outputs = Histogram(TOKENS), Histogram(TOKENS)
         self.rejections: Counter[tuple[str, str]] = Counter()  # by cause and key
         self.by_key: dict[str, KeyUse] = {}
 
@@ -139,7 +143,7 @@ class PrometheusMetrics(Metrics, Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Metrics in Prometheus's form."""
-        of = Families(self.model)
+        of = Families(self.model, self.prefix)
         try:
             load, totals = self.load(), self.totals()
         except EngineDead:
@@ -195,7 +199,17 @@ class PrometheusMetrics(Metrics, Collector):
         )
         yield of.histogram("request_prompt_tokens", "Prompt tokens of a request", self.prompt_lengths)
         yield of.histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were not cached",
+            self.computed_lengths,
+        )
+        yield of.histogram(
             "request_generation_tokens", "Generated tokens of a completion", self.output_lengths
+        )
+        yield of.histogram(
+            "request_max_num_generation_tokens",
+            "Generated tokens of a request's longest completion",
+            self.longest_outputs,
         )
         yield of.histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token
@@ -258,6 +272,7 @@ class _Watch(RequestWatch):
         metrics.cached_prompt_tokens += output.num_cached_tokens or 0
         first = times.first_token or now
         metrics.prompt_lengths.add(len(output.prompt_token_ids))
+        metrics.computed_lengths.add(len(output.prompt_token_ids) - (output.num_cached_tokens or 0))
         if times.scheduled is not None:
             metrics.queue_time.add(times.scheduled - times.arrival)
             metrics.prefill_time.add(first - times.scheduled)
@@ -273,6 +288,7 @@ class _Watch(RequestWatch):
             metrics.finished[completion.finish_reason or UNFINISHED] += 1
         for length in self.lengths:
             metrics.output_lengths.add(length)
+        metrics.longest_outputs.add(max(self.lengths))
         times = output.metrics
         if times.finished is None:
             return

@@ -101,6 +101,7 @@ class MockEngine:
             waiting=len(self._waiting),
             free_pages=self._free_pages,
             pages=self.limits.sequence.pages,
+            page_size=self.limits.sequence.page_size,
             preemptions=0,
             compiles_since_start=0,
             cached_pages=min(len(self._prefixes.known), self._free_pages),

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import docs_pages
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 import jengine
@@ -42,6 +44,7 @@ ENGINE = {
     "embeddings": True,
 }
 GRPC, HTTP = "127.0.0.1:50051", "http://127.0.0.1:8000/v1"
+HTTP_ROOT = HTTP.removesuffix("/v1")
 # text: output, which varies
 CHECKED = {"python", "bash", "console", "json", "toml", "pycon", "promql", "text"}
 ALIASES = {
@@ -210,6 +213,8 @@ def stand_ins(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(jengine.client, "Client", to_server(Client, GRPC, server.address))
         monkeypatch.setattr(jengine.client, "AsyncClient", to_server(AsyncClient, GRPC, server.address))
         monkeypatch.setattr(openai, "OpenAI", to_server(OpenAI, HTTP, server.http))
+        root = server.http.removesuffix("/v1")
+        monkeypatch.setattr(anthropic, "Anthropic", to_server(Anthropic, HTTP_ROOT, root))
         yield
 
 
@@ -227,5 +232,5 @@ def test_python_runs(page: Path, stand_ins: None, tmp_path: Path, monkeypatch: p
             if inspect.iscoroutine(waiting):
                 asyncio.run(waiting)
     for value in names.values():
-        if isinstance(value, Client | OpenAI):
+        if isinstance(value, Client | OpenAI | Anthropic):
             value.close()

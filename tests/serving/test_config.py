@@ -14,7 +14,8 @@ from jengine import EngineConfig, InvalidArgument
 from jengine.serving.config import ServerConfig, resolve_config
 
 OTHER: dict[str, Any] = {
-    "host": "::1", "port": 1, "metrics_port": 2, "http_port": 3, "served_model_name": "m", "max_waiting": 3,
+    "host": "::1", "port": 1, "metrics_port": 2, "metrics_prefix": "vllm",
+    "http_port": 3, "served_model_name": "m", "max_waiting": 3,
     "max_streams_per_client": 4,
     "max_connections": 77, "max_connections_per_client": 7,
     "max_calls_per_client": 5, "max_answer_logprobs": 9, "max_tokens_limit": 6, "max_request_seconds": 7.5,
@@ -191,7 +192,8 @@ def test_what_is_wrong_is_refused_by_where_it_was_given(
         ("watchdog_seconds", float("inf")),
         ("max_tokens_limit", 0), ("max_request_seconds", 0), ("request_log", ""),
         ("otlp_traces_endpoint", ""),
-        ("otlp_traces_endpoint", 5), ("api_keys", 5), ("log_level", "loud"),
+        ("otlp_traces_endpoint", 5), ("metrics_prefix", "a:"), ("metrics_prefix", ""), ("api_keys", 5),
+        ("log_level", "loud"),
     ],
 )  # fmt: skip
 def test_values_out_of_range(field: str, value: object) -> None:

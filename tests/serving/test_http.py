@@ -322,7 +322,8 @@ def test_tokenize_and_detokenize(server: MockServer, plain: httpx.Client) -> Non
         == ids[1:]
     )
     rendered = server.llm.tokenizer.encode(f"<s>user: {TEXT}\n<s>assistant:", add_special_tokens=False)
-    assert plain.post("/tokenize", json={"messages": HELLO}).json()["tokens"] == rendered
+    for more in ({}, {"add_special_tokens": False}):
+        assert plain.post("/tokenize", json={"messages": HELLO, **more}).json()["tokens"] == rendered
     assert plain.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "<s>" + text}
     for path, body, field in (
         ("/tokenize", {}, "prompt"),

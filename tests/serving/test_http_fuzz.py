@@ -23,6 +23,8 @@ from jengine.serving.http.bodies import (
     SCORE,
     TOKENIZE,
 )
+from jengine.serving.http.messages.body import COUNT, FORM
+from jengine.serving.http.responses.body import FORM as RESPONSES
 from tests.serving.conftest import MockServer, serve_mock
 from tests.serving.test_fuzz import REALS, TEXTS, WHOLE
 from tests.serving.test_http_tools import CALL, ECHO, WEATHER
@@ -30,6 +32,9 @@ from tests.text.conftest import byte_level, write
 
 FORMS = {
     "/v1/chat/completions": CHAT,
+    "/v1/messages": FORM,
+    "/v1/messages/count_tokens": COUNT,
+    "/v1/responses": RESPONSES,
     "/v1/completions": COMPLETION,
     "/v1/score": SCORE,
     "/v1/rerank": RERANK,
@@ -38,17 +43,26 @@ FORMS = {
 }
 NEEDED = {  # fields that make a valid request
     "/v1/chat/completions": ("messages",),
+    "/v1/messages": ("messages",),
+    "/v1/messages/count_tokens": ("messages",),
+    "/v1/responses": ("input",),
     "/v1/completions": ("prompt",),
     "/v1/score": ("text_1", "text_2"),
     "/v1/rerank": ("query", "documents"),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
 }
+# the beginnings of the last event of a stream
+LAST: dict[str, tuple[str, ...]] = {
+    "/v1/messages": ("event: message_stop\n", "event: error\n"),
+    "/v1/responses": tuple(f"event: response.{end}\n" for end in ("completed", "incomplete", "failed")),
+}
 # 403: a priority that the key does not allow; 504: a timeout before the scores
 STATUSES = {200, 400, 403, 404, 405, 409, 413, 415, 429, 504}
 NAMES = (
     "role", "content", "type", "function", "name", "parameters", "arguments", "tool_calls", "text",
-    "json_schema", "schema", "regex", "json",
+    "json_schema", "schema", "regex", "json", "id", "call_id", "input", "tool_use_id", "thinking", "format",
+    "effort", "name", "output", "input_schema",
 )  # fmt: skip
 WORDS = [
     *TEXTS,
@@ -61,6 +75,11 @@ WORDS = [
     "auto",
     "none",
     "low",
+    "tool_use",
+    "tool_result",
+    "function_call",
+    "reasoning",
+    "input_text",
     "\ud800",
 ]
 LIKELY: dict[str, list[Any]] = {
@@ -78,9 +97,28 @@ LIKELY: dict[str, list[Any]] = {
     "messages": [
         [{"role": "user", "content": CALL}],
         [{"role": "assistant", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}]}],
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "a", "name": "weather", "input": {}}],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "rain"}]},
+        ],
     ],
-    "tools": [[WEATHER], []],
-    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "weather"}}],
+    "tools": [
+        [WEATHER],
+        [],
+        [{"name": "weather", "input_schema": {}}],
+        [{**WEATHER["function"], "type": "function"}],
+    ],
+    "tool_choice": [
+        "auto",
+        "none",
+        "required",
+        {"type": "function", "function": {"name": "weather"}},
+        {"type": "any"},
+        {"type": "auto"},
+    ],
     "response_format": [
         {"type": "json_object"},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
@@ -103,6 +141,42 @@ LIKELY: dict[str, list[Any]] = {
     "request_id": ["a", ""],
     "timeout": [0, 0.01, 10],
 }
+FUNCTION = {**WEATHER["function"], "type": "function"}
+USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+OWN: dict[str, dict[str, list[Any]]] = {
+    "/v1/messages": {
+        "messages": [
+            [{"role": "user", "content": CALL}],
+            [
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}, USE]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b"}]},
+            ],
+        ],
+        "system": ["Be brief.", [{"type": "text", "text": "a"}]],
+        "tools": [[{"name": "weather", "input_schema": {}}], []],
+        "tool_choice": [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "weather"}],
+        "thinking": [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 50}, {"type": "disabled"}],
+        "output_config": [{"effort": "low"}, {"format": {"type": "json_schema", "schema": {}}}],
+    },
+    "/v1/responses": {
+        "input": [
+            "The quick brown fox",
+            [{"role": "user", "content": CALL}],
+            [
+                {"type": "reasoning", "summary": []},
+                {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "a", "output": "rain"},
+            ],
+        ],
+        "tools": [[FUNCTION], []],
+        "tool_choice": ["auto", "none", "required", {"type": "function", "name": "weather"}],
+        "text": [{"format": {"type": "json_object"}}, {"format": {"type": "json_schema", "schema": {}}}],
+        "reasoning": [{"effort": "low"}, {"summary": "auto"}],
+        "max_output_tokens": [1, 20],
+        "store": [False, True],
+    },
+}
+OWN["/v1/messages/count_tokens"] = OWN["/v1/messages"]
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
@@ -126,14 +200,15 @@ def body_of(path: str, rng: random.Random) -> bytes:
         "guided_decoding",
         *rng.sample(TEXTS, 2),
     ]
-    likely = [name for name in LIKELY if name in names]
-    body = {name: rng.choice(LIKELY[name]) for name in rng.sample(likely, rng.randrange(min(len(likely), 4)))}
+    values = {**LIKELY, **OWN.get(path, {})}
+    likely = [name for name in values if name in names]
+    body = {name: rng.choice(values[name]) for name in rng.sample(likely, rng.randrange(min(len(likely), 4)))}
     for name in rng.sample(names, rng.choice([0, 0, 1, 2, 8])):
         body[name] = value(rng)
     if rng.random() < 0.85:
         for name in NEEDED[path]:
-            body.setdefault(name, LIKELY[name][0])
-        body.setdefault("max_tokens", 5) if form in (CHAT, COMPLETION) else None
+            body.setdefault(name, values[name][0])
+        body.setdefault("max_tokens", 5) if form in (CHAT, COMPLETION, FORM) else None
     raw = json.dumps(body).encode()
     if rng.random() < 0.1:
         spoiled = bytearray(raw)
@@ -160,7 +235,8 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple
     if not leaves and method == "POST" and answer.status_code >= 400:
         assert json.loads(text)["error"]["message"], text
     if not leaves and answer.headers["content-type"].startswith("text/event-stream"):
-        assert text.endswith("data: [DONE]\n\n"), text[-300:]
+        last = LAST.get(path, ("data: [DONE]",))
+        assert text.rpartition("\n\n")[0].rpartition("\n\n")[2].startswith(last), text[-300:]
         assert "internal server error" not in text, (text, raw)
         seen["stream", answer.status_code] += 1
     seen[path, answer.status_code] += 1
@@ -197,7 +273,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "seed, requests", [(0, 400), *(pytest.param(seed, 2000, marks=pytest.mark.full) for seed in range(1, 6))]
+    "seed, requests", [(0, 600), *(pytest.param(seed, 2000, marks=pytest.mark.full) for seed in range(1, 6))]
 )
 def test_requests_at_random(folder: Path, seed: int, requests: int, caplog: pytest.LogCaptureFixture) -> None:
     """The long ones are 10,000 together."""

@@ -26,6 +26,7 @@ LOAD = Load(
     prefix_hits=320, hit_pages=(20, 4), cache_groups=("full", "window[512]"), evictions=6,
     host_pages=50, host_used=20, host_queries=580, host_hits=160, host_declined=16, host_spilled=30,
     host_fetched=10, host_evictions=1, drafts=9, draft_tokens=30, accepted_tokens=(7, 5, 0),
+    page_size=16,
 )  # fmt: skip
 
 
@@ -100,6 +101,8 @@ def test_the_engine_as_last_heard() -> None:
         "engine_resident_memory_bytes": 0,
         "spec_decode_num_drafts_total": 9, "spec_decode_num_draft_tokens_total": 30,
         "spec_decode_num_accepted_tokens_total": 12,
+        "request_max_num_generation_tokens_count": 0, "request_max_num_generation_tokens_sum": 0,
+        "request_prefill_kv_computed_tokens_count": 0, "request_prefill_kv_computed_tokens_sum": 0,
     }  # fmt: skip
     assert {key[1:]: value for key, value in got.items() if key[0].endswith("per_pos_total")} == {
         ("0",): 7, ("1",): 5, ("2",): 0,
@@ -225,6 +228,32 @@ def test_steps() -> None:
     assert (got[("gc_pause_seconds_total",)], got[("engine_resident_memory_bytes",)]) == (0.5, 1 << 30)
     states = {key[1]: value for key, value in got.items() if key[0] == "kv_cache_pages_by_state"}
     assert states == {"owned": 10, "cached": 12, "free": 18}
+
+
+# metrics of vLLM 0.28 that have the same meaning here
+VLLM = {
+    "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info",
+    "counter": "prefix_cache_queries prefix_cache_hits external_prefix_cache_queries"
+    " external_prefix_cache_hits num_preemptions prompt_tokens generation_tokens request_success"
+    " prompt_tokens_cached spec_decode_num_drafts spec_decode_num_draft_tokens"
+    " spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos",
+    "histogram": "iteration_tokens_total request_prompt_tokens request_generation_tokens"
+    " request_max_num_generation_tokens request_prefill_kv_computed_tokens time_to_first_token_seconds"
+    " inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds"
+    " request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds"
+    " request_decode_time_seconds",
+}
+
+
+def test_vllms_names() -> None:
+    metrics = PrometheusMetrics("tiny", lambda: LOAD, lambda: 0, prefix="vllm")
+    kinds = {metric.name: metric.type for metric in metrics.collect()}
+    expected = {f"vllm:{name}": kind for kind, names in VLLM.items() for name in names.split()}
+    assert {name: kinds.get(name) for name in expected} == expected
+    assert not any(name.startswith("jengine:") for name in kinds)
+    [config] = [metric for metric in metrics.collect() if metric.name == "vllm:cache_config_info"]
+    labels = {"model_name": "tiny", "block_size": "16", "num_gpu_blocks": "40"}
+    assert [(sample.labels, sample.value) for sample in config.samples] == [(labels, 1)]
 
 
 def test_by_key_and_cause() -> None:

@@ -136,6 +136,21 @@ def test_it_streams_shows_steps_and_survives_a_restart(browser: Any, server: Ser
         assert ask(page, PROMPT, 2) == PROMPT + expected
 
 
+def test_answers_are_markdown_and_empty_drawings_say_so(browser: Any, tokenizer_folder: Path) -> None:
+    """The mock engine repeats the prompt, in which the message is."""
+    with mock_process(tokenizer_folder, server={"metrics_port": 0, "page": True}) as server:
+        server.wait_until_ready()
+        with opened(browser, server.page) as page:
+            serving(page)
+            assert all(coloured(page, drawing) for drawing in ("steps", "times", "queue"))
+            ask(page, f"\n# Title\n**bold** {NASTY}\n- item\n\n```\ncode\n```\n[x](javascript:alert(1))\n", 0)
+            answer = page.locator(".message.assistant .marked")
+            for tag, text in (("h3", "Title"), ("strong", "bold"), ("li", "item"), ("pre code", "code")):
+                assert answer.locator(tag).first.text_content().startswith(text), tag
+            assert NASTY in answer.text_content() and page.locator("#log img, #log b, #log a").count() == 0
+            assert page.title() != "1"
+
+
 def test_it_reconnects_to_another_server(browser: Any, tokenizer_folder: Path) -> None:
     """The process is stopped and started again on its port, as by an orchestrator."""
     options: dict[str, Any] = {"metrics_port": 0, "page": True, "drain_seconds": 0}

@@ -136,6 +136,7 @@ BATCHES = st.builds(
         drafts=COUNT,
         draft_tokens=COUNT,
         accepted_tokens=st.lists(COUNT, max_size=2).map(tuple),
+        page_size=COUNT,
     ),
 )
 

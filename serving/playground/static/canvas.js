@@ -11,6 +11,15 @@ export function prepare(canvas) {
   return { pen, width, height };
 }
 
+// Says in the middle of a drawing that there is nothing to draw.
+export function sayEmpty({ pen, width, height }, words) {
+  pen.fillStyle = colours().soft;
+  pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  pen.textAlign = "center";
+  pen.fillText(words, width / 2, height / 2 + 4);
+  pen.textAlign = "start";
+}
+
 const probe = document.createElement("canvas").getContext("2d");
 let known = null;
 

@@ -1,6 +1,7 @@
-// The conversation: text only ever becomes text nodes.
+// The conversation: text only ever becomes text nodes, those of answers in elements for their Markdown.
 
 import { element } from "./figures.js";
+import { build, parse } from "./markdown.js";
 import { makeFields, samplingOf } from "./sampling.js";
 import { events } from "./server.js";
 
@@ -11,12 +12,12 @@ const EMPTY = {
 };
 
 // Browsers allow this on localhost and over HTTPS only.
-function copyButton(text) {
+function copyButton(shown) {
   const button = element("button", "Copy", "quiet copy");
   button.type = "button";
   button.hidden = !navigator.clipboard;
   button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text.textContent);
+    await navigator.clipboard.writeText(shown.source || shown.text.textContent);
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = "Copy"), 1500);
   });
@@ -97,7 +98,8 @@ export class Chat {
       if (!$("prompt").value) $("prompt").value = text;
     } finally {
       shown.box.classList.remove("running");
-      if (shown.text.textContent) shown.box.append(copyButton(shown.text));
+      shown.render();
+      if (shown.text.textContent) shown.box.append(copyButton(shown));
       this.busy(null);
     }
   }
@@ -133,6 +135,8 @@ export class Chat {
     const box = element("div", undefined, `message ${kind}`);
     const [thoughts, text, note] = [element("div", "", "thoughts"), element("div", "", "text"), element("p", "", "note")];
     thoughts.hidden = true;
+    const marked = kind.startsWith("assistant");
+    text.classList.toggle("marked", marked);
     box.append(thoughts, text, note);
     $("log").append(box);
     this.follow(true);
@@ -142,7 +146,22 @@ export class Chat {
       this.follow(atEnd);
     };
     const think = (more) => ((thoughts.hidden = false), write(thoughts, more));
-    return { box, text, note, think, write: (more) => more && write(text, more) };
+    const shown = { box, text, note, think, source: "", asked: 0 };
+    shown.render = () => {
+      cancelAnimationFrame(shown.asked);
+      shown.asked = 0;
+      if (!marked) return;
+      const atEnd = this.atEnd;
+      text.replaceChildren(build(parse(shown.source)));
+      this.follow(atEnd);
+    };
+    shown.write = (more) => {
+      if (!more) return;
+      if (!marked) return write(text, more);
+      shown.source += more;
+      shown.asked ||= requestAnimationFrame(shown.render); // once for all that comes until then
+    };
+    return shown;
   }
 
   get atEnd() {

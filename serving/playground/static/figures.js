@@ -1,6 +1,6 @@
 // Everything of the engine that is words and numbers, and the queue's curve.
 
-import { colours, prepare } from "./canvas.js";
+import { colours, prepare, sayEmpty } from "./canvas.js";
 import { figure } from "./steps.js";
 
 const ROWS = [["queue", "Queue"], ["first_token", "First token"], ["per_token", "Per token"], ["whole", "Whole request"]];
@@ -56,7 +56,9 @@ function finding(found) {
 }
 
 export function drawQueue(loads) {
-  const { pen, width, height } = prepare($("queue"));
+  const drawing = prepare($("queue")), { pen, width, height } = drawing;
+  const idle = loads.every((load) => !load.running && !load.waiting);
+  if (idle) sayEmpty(drawing, "No requests in the last two minutes");
   const colour = colours(), most = Math.max(1, ...loads.map((load) => load.running + load.waiting));
   const step = width / 240, bottom = height - 1, start = width - loads.length * step;
   loads.forEach((load, i) => {
@@ -68,5 +70,5 @@ export function drawQueue(loads) {
   });
   pen.fillStyle = colour.line;
   pen.fillRect(0, bottom, width, 1);
-  $("queued").textContent = `The last two minutes; at most ${most} at once`;
+  $("queued").textContent = idle ? "" : `The last two minutes; at most ${most} at once`;
 }

@@ -20,7 +20,7 @@ let pages = null, noticeEnds = 0;
 function draw() {
   steps.draw(history.steps);
   drawQueue(history.loads);
-  if (pages) drawPages($("pages"), $("owners"), pages);
+  drawPages($("pages"), $("owners"), pages);
 }
 
 function notice(text, ends = Infinity) {

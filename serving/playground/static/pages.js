@@ -1,11 +1,12 @@
 // Pages by owner, as a map of cells: each request that runs in its colour, then those that are cached, then those that are free.
 
-import { colourOf, colours, prepare } from "./canvas.js";
+import { colourOf, colours, prepare, sayEmpty } from "./canvas.js";
 
 const LEAST = 7; // pixels of a cell
 
 export function drawPages(canvas, words, pages) {
-  const { pen, width, height } = prepare(canvas);
+  const drawing = prepare(canvas), { pen, width, height } = drawing;
+  if (!pages) return sayEmpty(drawing, "Not known yet");
   const most = Math.floor(width / LEAST) * Math.floor(height / LEAST);
   const each = Math.max(1, Math.ceil(pages.all / most)); // pages of a cell
   const cells = cellsOf(pages, each);

@@ -1,6 +1,6 @@
 // Each step as a column: above, the tiles of prompts; below, the rows that decode. Below that drawing, its time.
 
-import { colours, prepare } from "./canvas.js";
+import { colours, prepare, sayEmpty } from "./canvas.js";
 
 const COLUMN = 6, GAP = 1, BETWEEN = 8, TILE_SHARE = 0.3;
 
@@ -27,8 +27,9 @@ export class Steps {
   }
 
   drawCells() {
-    const { pen, width, height } = prepare(this.canvas);
+    const drawing = prepare(this.canvas), { pen, width, height } = drawing;
     const colour = colours();
+    if (!this.steps.length) sayEmpty(drawing, "No steps yet");
     this.shown = this.steps.slice(-Math.floor(width / COLUMN));
     const most = (of) => Math.max(1, ...this.shown.map((step) => step[of]));
     const tileHeight = Math.round(height * TILE_SHARE), rowHeight = height - tileHeight - BETWEEN;
@@ -43,8 +44,9 @@ export class Steps {
   }
 
   drawTimes() {
-    const { pen, width, height } = prepare(this.times);
+    const drawing = prepare(this.times), { pen, width, height } = drawing;
     const colour = colours(), shown = this.shown;
+    if (!shown.length) return sayEmpty(drawing, "No times yet");
     const longest = percentile(shown.map((step) => Math.max(step.measured ?? 0, step.predicted)), 0.98) * 1.15 || 1;
     const y = (ms) => height - 2 - Math.min(ms / longest, 1) * (height - 16);
     pen.strokeStyle = colour.line;

@@ -1,0 +1,68 @@
+"""Anthropic's messages as those of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jengine import InvalidArgument
+from jengine.serving.grpc.conversions import MAX_MESSAGES
+from jengine.serving.http.bodies import checked
+from jengine.serving.http.messages.types import BLOCKS, MESSAGE, PLACES
+from jengine.serving.http.turns import Turns
+
+
+def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
+    """The messages, and the system prompt first. Neighbouring messages of one role are joined.
+
+    Raises:
+        InvalidArgument: a message or block is invalid, or not supported; naming it.
+    """
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+    turns = Turns(joins=True)
+    if system is not None:
+        turns.text("system", _texts("system", system, "system"))
+    for i, given in enumerate(messages):
+        where = f"messages[{i}]"
+        message = checked(MESSAGE, given, where)
+        for block in _blocks(f"{where}.content", message["content"], message["role"]):
+            _add(turns, message["role"], block)
+    if not any(message["role"] != "system" for message in turns.messages):
+        raise InvalidArgument("messages", None, "must have a message with content")
+    if "tool_calls" in turns.messages[-1]:
+        raise InvalidArgument("messages", None, "must have a tool_result after tool_use")
+    return turns.messages
+
+
+def _add(turns: Turns, role: Any, block: dict[str, Any]) -> None:
+    match block["type"]:
+        case "text":
+            turns.text(role, [block["text"]])
+        case "thinking":
+            turns.reasoning(block["thinking"])
+        case "tool_use":
+            turns.call(block["id"], block["name"], block["input"])
+        case "tool_result":
+            turns.result(block["tool_use_id"], block["content"])
+
+
+def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, Any]]:
+    """Validated blocks. The content of a result is a list of texts."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    out = []
+    for i, given in enumerate(content):
+        at = f"{where}[{i}]"
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind not in PLACES[place]:
+            limit = f"this server supports {', '.join(PLACES[place])} here"
+            raise InvalidArgument(f"{at}.type", kind, limit)
+        block = checked(BLOCKS[kind], {name: one for name, one in given.items() if one is not None}, at)
+        if kind == "tool_result":
+            block = {**block, "content": _texts(f"{at}.content", block.get("content", ""), "result")}
+        out.append(block)
+    return out
+
+
+def _texts(where: str, content: str | list[Any], place: str) -> list[str]:
+    return [block["text"] for block in _blocks(where, content, place)]

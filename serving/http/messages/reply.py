@@ -1,0 +1,156 @@
+"""Answers in Anthropic's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jengine import CompletionOutput, RequestOutput
+from jengine.serving.calls.portions import Portioned
+from jengine.serving.http import parts
+from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step, blocks_of
+from jengine.serving.http.calls import HttpCall, id_headers
+from jengine.serving.http.chat_api import Asked
+from jengine.serving.http.chat_request import Chat
+from jengine.serving.http.messages.body import read
+from jengine.serving.http.parts import Parts
+from jengine.serving.http.service import check_finished
+
+DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+DELTAS["call"] = ("input_json_delta", "partial_json")
+
+
+class Messages:
+    """A ChatApi."""
+
+    path = "/v1/messages"
+
+    def read(self, given: dict[str, Any]) -> Asked:
+        return read(given)
+
+    def headers(self, request_id: str) -> dict[str, str]:
+        own = id_headers(request_id)
+        return {**own, "request-id": request_id} if own else own
+
+    async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
+        check_finished(output, "an answer")
+        [completion] = output.outputs
+        blocks, tokens = blocks_of(chat.read(completion.text)), len(completion.token_ids)
+        content = [shown for block in blocks.all if (shown := _whole(block)) is not None]
+        return parts.encoded(
+            {
+                **_head(chat, request_id),
+                "content": content,
+                **_stop(chat, completion, blocks, tokens),
+                "usage": await _usage(chat, output, blocks, tokens),
+            }
+        )
+
+    def stream(
+        self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
+    ) -> MessagesStream:
+        return MessagesStream(call, chat, request_id)
+
+
+class MessagesStream:
+    """An AnswerStream. It begins with the first output, which tells how much of the prompt was cached."""
+
+    def __init__(self, call: HttpCall, chat: Chat, request_id: str) -> None:
+        self._call, self._chat, self._id, self._reader = call, chat, request_id, BlockReader(chat)
+        self.finished = False
+
+    async def start(self) -> None:
+        pass
+
+    async def show(self, output: RequestOutput) -> None:
+        if not self._reader.begun:
+            usage = await _usage(self._chat, output, self._reader.blocks, 0)
+            nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            message = {**_head(self._chat, self._id), **nothing, "usage": usage}
+            await self._send("message_start", message=message)
+            await self._send("ping")
+        for step in self._reader.take(output):
+            await self._show(step)
+        self.finished = output.finished
+
+    async def _show(self, step: Step) -> None:
+        block = step.block
+        if step.what == "opens":
+            await self._send("content_block_start", index=block.index, content_block=_opened(block))
+        elif step.what == "grows":
+            kind, field = DELTAS[block.kind]
+            await self._send("content_block_delta", index=block.index, delta={"type": kind, field: step.text})
+        else:
+            await self._send("content_block_stop", index=block.index)
+
+    async def end(self) -> None:
+        reader, chat = self._reader, self._chat
+        assert reader.last is not None and reader.completion is not None
+        check_finished(reader.last, "an answer")
+        usage = await _usage(chat, reader.last, reader.blocks, reader.tokens)
+        delta = _stop(chat, reader.completion, reader.blocks, reader.tokens)
+        await self._send("message_delta", delta=delta, usage=usage)
+        await self._send("message_stop")
+        await self._call.end_events(b"")
+
+    async def _send(self, kind: str, **fields: Any) -> None:
+        await self._call.event([msgspec.json.encode({"type": kind, **fields})], kind)
+
+
+def _head(chat: Chat, request_id: str) -> dict[str, Any]:
+    return {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": chat.model}
+
+
+def _opened(block: Block) -> dict[str, Any]:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": ""}
+        case "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": {}}
+
+
+def _whole(block: Block) -> dict[str, Any] | None:
+    """A complete block. None for a call that was cut off."""
+    match block.kind:
+        case "text":
+            return {**_opened(block), "text": block.text}
+        case "reasoning":
+            return {**_opened(block), "thinking": block.text}
+        case "call":
+            try:
+                given = msgspec.json.decode(block.text)
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                return None
+            return {**_opened(block), "input": given} if isinstance(given, dict) else None
+
+
+def _stop(chat: Chat, completion: CompletionOutput, blocks: Blocks, tokens: int) -> dict[str, Any]:
+    """Why the answer ended."""
+    most, sequence = chat.params.max_tokens, None
+    if completion.finish_reason == "length":
+        full = most is not None and tokens < most
+        why = "model_context_window_exceeded" if full else "max_tokens"
+    elif blocks.called:
+        why = "tool_use"
+    elif isinstance(completion.stop_reason, str):
+        why, sequence = "stop_sequence", completion.stop_reason
+    else:
+        why = "end_turn"
+    return {"stop_reason": why, "stop_sequence": sequence}
+
+
+async def _usage(chat: Chat, output: RequestOutput, blocks: Blocks, tokens: int) -> dict[str, Any]:
+    """Tokens. In Anthropic's API, cached ones are not among input_tokens."""
+    cached = output.num_cached_tokens or 0
+    usage: dict[str, Any] = {
+        "input_tokens": len(output.prompt_token_ids) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": tokens,
+    }
+    if reasoning := blocks.text("reasoning"):
+        usage["output_tokens_details"] = {"thinking_tokens": min(await chat.count_tokens(reasoning), tokens)}
+    return usage

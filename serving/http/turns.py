@@ -1,0 +1,52 @@
+"""Builds a conversation for chat templates from parts, of which other APIs' conversations consist."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+Role = Literal["system", "developer", "user", "assistant"]
+Message = dict[str, Any]
+
+
+class Turns:
+    """Templates expect the reasoning, the text and the calls of an answer in one message.
+
+    Args:
+        joins: whether neighbouring texts of one role become one message.
+
+    Attributes:
+        messages: as for /v1/chat/completions.
+    """
+
+    def __init__(self, joins: bool) -> None:
+        self.messages: list[Message] = []
+        self._joins = joins
+
+    def text(self, role: Role, texts: list[str]) -> None:
+        """A text, in parts."""
+        last = self.messages[-1] if self.messages else {}
+        goes_on = last.get("role") == role and "tool_calls" not in last
+        if not goes_on or (last["content"] and not self._joins):
+            last = {"role": role, "content": []}
+            self.messages.append(last)
+        last["content"] += _parts(texts)
+
+    def reasoning(self, text: str) -> None:
+        self.messages.append({"role": "assistant", "content": [], "reasoning_content": text})
+
+    def call(self, id: str, name: str, arguments: str | dict[str, Any]) -> None:
+        """Arguments may be JSON text."""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": []})
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+
+    def result(self, id: str, texts: list[str]) -> None:
+        """The result of the call with this id."""
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": _parts(texts)})
+
+
+def _parts(texts: list[str]) -> list[Message]:
+    return [{"type": "text", "text": text} for text in texts]
