@@ -20,6 +20,7 @@ from jengine.core.request import FinishReason, Request
 from jengine.core.seeds import prompt_seed
 from jengine.core.updates import BeamsFound, Ended, Load, Pooled, TokenUpdate, Update
 from jengine.core.weights import Version
+from jengine.engine.adapter_store import AdapterStore
 from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.gate import Gate
 from jengine.engine.limits import Limits
@@ -66,6 +67,7 @@ class Engine:
         records: the most recent steps and requests.
         weights: the weights, which may be replaced.
         gate: whether it plans steps, or is paused.
+        adapters: loaded LoRA adapters; None: the table has no programs for them.
 
     Args:
         overlap: whether to dispatch a step before the previous one's tokens are read.
@@ -93,11 +95,15 @@ class Engine:
         embedder: Embedder | None = None,
         reranker: Reranker | None = None,
         weights: FixedWeights | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self._embedder, self._reranker = embedder, reranker
         self.weights, self.gate = weights or FixedWeights(), Gate()
         self._early: list[Update] = []  # of steps that were read between two calls of `step`
+        self.adapters = adapters
+        if adapters is not None:
+            runner.use_adapters(adapters.packed)
         self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
         # the flag says whether the step's duration may update costs
@@ -145,6 +151,7 @@ class Engine:
             strategies=scheduler.options.strategies,
             embedder=self._embedder,
             reranker=self._reranker,
+            lora=None if self.adapters is None else self.adapters.limits,
         )
 
     @property
@@ -172,10 +179,13 @@ class Engine:
         If they set no seed, a random one is drawn for all. The caller must have validated them with `limits`.
 
         Raises:
-            InvalidArgument: an id is in use. Nothing is queued in this case.
+            InvalidArgument: an id is in use, or the adapter is not loaded. Nothing is queued in this case.
         """
         for request in requests:
             self.scheduler.registry.check_id(request.request_id)
+        if self.adapters is not None:
+            self.adapters.settle()
+        self.scheduler.registry.adapters.get(requests[0].lora_name)
         if self.gate.mode is not None:
             self.gate.hold(requests)
             return []
@@ -202,13 +212,11 @@ class Engine:
         self._note_ended()
         return True
 
-    def abort_all(self, why: str) -> None:
-        """Aborts all requests, except those that wait at the gate. The next call of `step` returns their
-        updates.
-        """
-        for request_id in [*self.scheduler.registry.by_id]:
-            self.end(request_id, "abort", why)
-            self._early.append(Ended(request_id, "abort", why))
+    def end_early(self, request_ids: List[str], reason: FinishReason, why: str) -> None:
+        """Ends requests between two steps. The next call of `step` returns their updates."""
+        for request_id in request_ids:
+            self.end(request_id, reason, why)
+            self._early.append(Ended(request_id, reason, why))
 
     def costs(self) -> CostReport:
         """Step costs as measured so far. Thread-safe."""
@@ -373,6 +381,8 @@ class Engine:
         if not self.has_work:
             self._clock.pause()
             self.records.pause()
+        if self.adapters is not None:
+            self.adapters.settle()
         return updates
 
     def _take_programs(self, programs: Arrivals) -> None:

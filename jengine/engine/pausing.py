@@ -18,7 +18,7 @@ def pause(engine: Running, mode: PauseMode) -> None:
         return
     engine.settle()
     if mode == "abort":
-        engine.abort_all(PAUSED)
+        engine.end_early([*engine.scheduler.registry.by_id], "abort", PAUSED)
 
 
 def resume(engine: Running) -> None:
@@ -31,7 +31,10 @@ def resume(engine: Running) -> None:
         raise InvalidArgument("weights", None, "the engine has none: call update_weights first")
     if gate.mode is not None:
         for together in gate.open():
-            engine.add(*together)
+            try:
+                engine.add(*together)
+            except InvalidArgument as error:  # its adapter was unloaded meanwhile
+                engine.end_early([request.request_id for request in together], "error", str(error))
 
 
 def go_on(engine: Running) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from jengine.core.request import Request
+from jengine.core.request import FinishReason, Request
 from jengine.core.weights import Version
 from jengine.engine.gate import Gate
 from jengine.engine.limits import Limits
@@ -12,6 +13,7 @@ from jengine.insight.recording.trace import Trace
 from jengine.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # operations are used in processes without jax, too
+    from jengine.engine.adapter_store import AdapterStore
     from jengine.engine.engine_parts import ModelRunner
     from jengine.engine.live_weights import FixedWeights
 
@@ -23,6 +25,7 @@ class Running(Protocol):
     scheduler: Scheduler
     weights: FixedWeights
     gate: Gate
+    adapters: AdapterStore | None
 
     @property
     def limits(self) -> Limits: ...
@@ -34,6 +37,6 @@ class Running(Protocol):
 
     def settle(self) -> None: ...
 
-    def abort_all(self, why: str) -> None: ...
+    def end_early(self, request_ids: Sequence[str], reason: FinishReason, why: str) -> None: ...
 
     def add(self, *requests: Request) -> object: ...

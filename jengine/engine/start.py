@@ -22,6 +22,7 @@ from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
+from jengine.engine.adapter_store import AdapterStore
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
 from jengine.engine.live_weights import FixedWeights, LiveWeights, warm, why_not_updatable
@@ -173,10 +174,11 @@ def _start(
     warmed_up = programs.warm_up(runner, progress)
     started.seconds["warm-up"] = time.perf_counter() - clock
     started.longest_step = warmed_up.costs.longest_step
+    spec, scheduler = worker.spec, _scheduler(config, worker.spec, warmed_up)
     engine = Engine(
         _with_eos_token(worker.spec.model.config, started.tokenizer),
         runner,
-        _scheduler(config, worker.spec, warmed_up),
+        scheduler,
         overlap=config.overlap,
         seed=config.seed,
         num_programs=started.programs,
@@ -186,6 +188,9 @@ def _start(
         embedder=started.embedder,
         reranker=started.reranker,
         weights=weights,
+        adapters=None
+        if spec.adapters is None or spec.lora is None
+        else AdapterStore(spec.adapters, spec.lora, scheduler.registry.adapters),
     )
     return engine, started
 
@@ -295,6 +300,7 @@ def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -
         prefix_caching=config.enable_prefix_caching,
         host_pages=spec.host_pages,
         staged=spec.staged,
+        max_loras=0 if spec.lora is None else spec.lora.max_loras,
         options=SchedulingOptions.of(config),
         costs=warmed_up.costs,
     )

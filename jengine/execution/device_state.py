@@ -8,13 +8,14 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jengine.execution.adapters import Stacks
 from jengine.execution.host_store import HostStore
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import ToSample
 from jengine.models import Params
 
-ALLOCATE, ALLOCATE_COUNTS = "allocate", "allocate-counts"
+ALLOCATE, ALLOCATE_COUNTS, ALLOCATE_ADAPTERS = "allocate", "allocate-counts", "allocate-adapters"
 
 
 class ByKey(Protocol):
@@ -30,6 +31,7 @@ class DeviceState:
         leaves: those of the parameters, as programs take them.
         draft_leaves, both_leaves: those of the draft model's parameters, if there is one, and of both.
         own_of_draft: those of `draft_leaves` that are none of the model's; a head shares some.
+        stacks: the stacked adapters; none without programs for them.
         counts: see ExecutionSpec.counts; None: not allocated.
         to_sample, tiles: results of the last trunk, for the programs that follow it.
         store: pages in host memory; None: there is no host tier.
@@ -42,6 +44,7 @@ class DeviceState:
         self.cache: Any
         self.slots: Any
         self.cache, self.slots = programs[ALLOCATE]()
+        self.stacks: Stacks = programs[ALLOCATE_ADAPTERS]() if spec.stacks else ()
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None
         self.tiles: jax.Array | None = None
@@ -84,6 +87,13 @@ class DeviceState:
         device_put.
         """
         return array if self._local else self._everywhere(array)
+
+    def put_sharded(self, array: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
+        """The same for an array that is divided among the devices as `like` is."""
+        if self._local:
+            return array
+        placed: jax.Array = jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
+        return placed
 
     def all_allowed(self, rows: int) -> jax.Array:
         """A token mask that allows everything, on the devices."""

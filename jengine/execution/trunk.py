@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
 from jengine.core.config import AttentionBackend
+from jengine.execution.adapters import Stacks
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.kv_cache import Cache
@@ -31,6 +33,7 @@ class ToSample(NamedTuple):
     tokens: jax.Array  # int32 [rows], the token before it
 
 
+Adapt = Callable[[Params, Stacks, SlotState, jax.Array], Params]  # params, stacks, slots, tokens' slots
 # the last is [tiles * tile_size, hidden_size], for prompt_logprobs
 TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]
 
@@ -46,6 +49,7 @@ def make_trunk(
     following: int = 0,
     follow: Callable[..., tuple[Cache, SlotState]] | None = None,
     reads: Sequence[int] | None = None,
+    adapt: Adapt | None = None,
 ) -> Callable[..., TrunkOut]:
     """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states
     of tiles).
@@ -53,6 +57,7 @@ def make_trunk(
     Args:
         follow: makes the keys and values of the draft model or head, see draft.py; params is then a pair.
         reads: states that a head reads, see `models.family.Head`; None: there is no head.
+        adapt: for a trunk with adapters, whose second argument is their stacks.
         device: a device that it is compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
         batch_invariant: see `PagedAttention`.
@@ -71,20 +76,25 @@ def make_trunk(
         return hidden, [] if reads is None else [hidden]
 
     how: Any = {"batch_invariant": batch_invariant, "following": following, "compute": hidden_and_states}
-    run = make_pass(model, layout.key, page_size, device, backend, **how)
+    run = make_pass(model, layout.key, page_size, device, backend, adapt, **how)
 
-    def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
+    def trunk(params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
         batch, of_draft = layout.unpack(packed), None
         slots = updated(slots, batch.table, batch.resets)
         if follow is not None:
             params, of_draft = params
-        cache, axis, (hidden, states) = run(params, cache, slots, batch)
+        cache, axis, (hidden, states) = run(params, cache, slots, batch, stacks=stacks)
         if follow is not None:
             # a head must not change how XLA rounds what the sampler reads
             cache, slots = follow(of_draft, cache, slots, batch, lax.optimization_barrier(states))
         return cache, slots, to_sample(batch, axis, hidden), hidden[layout.key.rows :]
 
-    return trunk
+    return trunk if adapt is not None else partial(without_adapters, trunk)
+
+
+def without_adapters(function: Callable[..., Any], params: Params, *others: Any) -> Any:
+    """Calls a function whose second argument is stacks with none."""
+    return function(params, (), *others)
 
 
 def to_sample(batch: Batch, axis: TokenAxis, hidden: jax.Array) -> ToSample:
@@ -103,13 +113,14 @@ def make_pass(
     page_size: int,
     device: jax.Device,
     backend: AttentionBackend = "auto",
+    adapt: Adapt | None = None,
     *,
     batch_invariant: bool = False,
     following: int = 0,
     compute: Callable[..., Any] = _hidden,
 ) -> Callable[..., tuple[Cache, TokenAxis, Any]]:
-    """(params, cache, slots, batch, ...) -> (cache, the token axis, what `compute` returns, by default the
-    hidden states). The slots already include the batch's updates.
+    """(params, cache, slots, batch, ..., stacks=) -> (cache, the token axis, what `compute` returns, by
+    default the hidden states). The slots already include the batch's updates. Only `adapt` uses the stacks.
 
     Args:
         compute: takes the model's module, tokens, positions, `attend`, and what follows the batch.
@@ -117,9 +128,11 @@ def make_pass(
     groups = model.groups
 
     def run(
-        params: Params, cache: Cache, slots: SlotState, batch: Batch, *more: Any
+        params: Params, cache: Cache, slots: SlotState, batch: Batch, *more: Any, stacks: Stacks = ()
     ) -> tuple[Cache, TokenAxis, Any]:
         axis = TokenAxis(slots.last, batch, slots.drafts)
+        if adapt is not None:
+            params = adapt(params, stacks, slots, axis.owner)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
         attentions = [
