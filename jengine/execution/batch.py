@@ -109,7 +109,7 @@ class BatchLayout:
         buffer[at.row_positions : at.row_positions + rows] = positions
         buffer[at.row_tokens : at.row_tokens + rows] = tokens
         if self.states:
-            _fill(buffer, at.row_states, _states_of(on_rows))
+            _fill(buffer, at.row_states, _states_of(on_rows))  # type: ignore[arg-type]
         # `first` is the index of each span's first token on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]

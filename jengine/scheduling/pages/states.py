@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from jengine.scheduling.pages.page_pool import PagePool
 from jengine.scheduling.pages.prefix_index import Block, PrefixIndex
@@ -214,7 +215,7 @@ class States:
     def held(self) -> Counter[int]:
         """Number of holders of each page."""
         held = [[of.own, of.source, *of.snapshots.values(), *of.drafted] for of in self._of.values()]
-        return Counter(page for pages in [*held, self.spare] for page in pages if page)
+        return Counter(page for page in chain(*held, self.spare) if page)
 
     @property
     def numbers(self) -> set[int]:
