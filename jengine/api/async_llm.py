@@ -110,12 +110,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncRolloutMethods, AsyncVl
         interval: int,
         lazy: bool = False,
     ) -> None:
-        self.backend, self.tokenizer, self._default_params, self._interval = (
-            backend,
-            tokenizer,
-            default_sampling_params,
-            interval,
-        )
+        self.backend, self.tokenizer, self._interval = backend, tokenizer, interval
+        self._default_params = default_sampling_params
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer, lazy=lazy)
         self._handles: dict[str, RequestHandle] = {}  # by request id
