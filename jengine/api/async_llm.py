@@ -111,12 +111,8 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         interval: int,
         lazy: bool = False,
     ) -> None:
-        self.backend, self.tokenizer, self._default_params, self._interval = (
-            backend,
-            tokenizer,
-            default_sampling_params,
-            interval,
-        )
+        self.backend, self.tokenizer, self._interval = backend, tokenizer, interval
+        self._default_params = default_sampling_params
         self._pid, self.lora_names, self._loading = os.getpid(), {}, {}
         self._live = LiveOutputs(tokenizer, lazy=lazy)
         self._handles: dict[str, RequestHandle] = {}  # by request id

@@ -14,13 +14,14 @@ from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversatio
 from jengine.api.engine_methods import EngineMethods, LoraRequests
 from jengine.api.llm_beams import LLMBeams
 from jengine.api.llm_embeddings import LLMEmbeddings
+from jengine.api.llm_facts import facts_of, stats_of
+from jengine.api.predictions import predicted, prompts_or_lengths
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
 from jengine.api.rollout_methods import RolloutMethods
 from jengine.api.shared_engine import SharedEngine, ThreadCall
 from jengine.api.vllm_methods import VllmMethods
-from jengine.base.checks import check_whole
-from jengine.base.display import Summary, counted
+from jengine.base.display import Summary
 from jengine.base.errors import EngineDead, InvalidArgument
 from jengine.base.progress import progress_bar
 from jengine.core.beam_params import BeamSearchParams
@@ -29,11 +30,9 @@ from jengine.core.lora import LoRARequest
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
-from jengine.core.updates import Load
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.parallel.mesh import with_mesh_size
-from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
 from jengine.vllm.translate import accepts
 
@@ -192,19 +191,10 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
             EngineDead: as `generate`.
         """
         lengths = [prompt_tokens] if isinstance(prompt_tokens, int) else [*prompt_tokens]
-        given = [] if prompts == () else listed(prompts)
-        if bool(lengths) == bool(given):
-            raise InvalidArgument(
-                "prompt_tokens", prompt_tokens, "either prompts or their lengths must be given"
-            )
-        for length in lengths:
-            check_whole("prompt_tokens", length, 1, self.max_model_len - 1)
-        each: list[Prompt] = given or [[0] * length for length in lengths]
+        each = prompts_or_lengths(prompts, lengths, self.max_model_len)
         params = one_each("sampling_params", sampling_params, len(each))
         work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, strict=True)]
-        scheduler = self.engine.scheduler
-        new = [hypothetical(scheduler, requests[0], len(requests)) for requests in work]
-        return expect(scheduler, [one._replace(cached=0) for one in new] if lengths else new)
+        return predicted(self.engine.scheduler, work, of_lengths=bool(lengths))
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its
@@ -258,55 +248,22 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         """Counters: what the start took, compilations since then (any is a bug), preemptions, cache hits,
         decisions and targets.
         """
-        return {
-            "programs_compiled": self.started.programs_compiled,
-            "programs_loaded": self.started.programs_loaded,
-            "programs_ready": self.engine.load.programs_ready,
-            "programs": self.started.programs,
-            "compiles_since_start": self.engine.compiles_since_start,
-            "start_seconds": dict(self.started.seconds),
-            "preemptions": self.engine.scheduler.registry.num_preemptions,
-            "prefix_cache_queries": self.engine.scheduler.prefixes.queries,
-            "prefix_cache_hits": self.engine.scheduler.prefixes.hits,
-            "external_prefix_cache_queries": self.engine.load.host_queries,
-            "external_prefix_cache_hits": self.engine.load.host_hits,
-            "swapped_out_pages": self.engine.load.host_spilled,
-            "swapped_in_pages": self.engine.load.host_fetched,
-            "strategy": self.engine.load.strategy,
-            "decisions": dict(self.engine.load.decisions),
-            "targets": {
-                name: getattr(self.engine.load, f"targets_{name}") for name in ("met", "missed", "rejected")
-            },
-        }
+        return stats_of(self.engine, self.started)
 
     def summary(self) -> Summary:
         """A description for terminals and notebooks. Notebooks keep what they show; unlike the LLM, this
         keeps no memory of a device.
         """
-        return Summary("LLM", tuple(self._facts()))
+        try:
+            return Summary("LLM", facts_of(self.model, self.engine, self.started))
+        except EngineDead:
+            return Summary("LLM", (("model", self.model), ("state", "closed")))
 
     def __repr__(self) -> str:
         return repr(self.summary())
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()
-
-    def _facts(self) -> list[tuple[str, str]]:
-        try:
-            scheduler, started = self.engine.scheduler, self.started
-        except EngineDead:
-            return [("model", self.model), ("state", "closed")]
-        return [
-            ("model", self.model),
-            ("numbers", started.dtype),
-            ("devices", started.devices),
-            ("programs", _programs(self.engine.load)),
-            ("cache", f"{counted(scheduler.blocks.capacity, 'page')} of {scheduler.blocks.page_size} tokens"),
-            (
-                "limits",
-                f"{scheduler.registry.max_num_seqs} sequences at once, {self.max_model_len} tokens each",
-            ),
-        ]
 
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
         """Returns the outputs of these requests when all have ended."""
@@ -374,8 +331,3 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
 def _work_of(output: RequestOutput) -> int:
     """Number of generated or embedded tokens."""
     return tokens_of(output) if output.embedding is None else len(output.prompt_token_ids)
-
-
-def _programs(load: Load) -> str:
-    of = "" if load.programs_ready == load.programs else f"{load.programs_ready} of "
-    return of + counted(load.programs, "program")

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from jengine.api.engine_methods import LoraRequests
+from jengine.api.llm_requests import LLMRequests
 from jengine.api.prompts import Prompt, listed
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, sampling_of
 from jengine.core.beam_params import BeamSearchParams
-from jengine.core.request import Request, RequestOutput, SamplingParams
-from jengine.core.service_level import ServiceLevel
+from jengine.core.request import RequestOutput
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 
 
-class LLMBeams(ABC):
+class LLMBeams(LLMRequests):
     """The part of LLM that does beam search, in the same batches and cache as all other requests."""
 
     tokenizer: Tokenizer
-
-    @abstractmethod
-    def _requests(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        level: ServiceLevel | None = None,
-        *,
-        beams: BeamSearchParams | None = None,
-        lora_name: str | None = None,
-    ) -> list[Request]:
-        """Creates and validates a prompt's requests."""
-
-    @abstractmethod
-    def _loaded(self, lora_request: LoraRequests, count: int) -> list[str | None]:
-        """See EngineMethods."""
-
-    @abstractmethod
-    def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """Returns the outputs of prompts' requests when all have ended."""
 
     @accepts
     def beam_search(

@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
 from jengine.api.engine_methods import LoraRequests
+from jengine.api.llm_requests import LLMRequests
 from jengine.api.prompts import Prompt, listed
 from jengine.api.scoring import scoring_of
 from jengine.api.shared_engine import SharedEngine
 from jengine.core.lora import LoRARequest
-from jengine.core.pooling import Pooling, PoolingParams, require_embedder
-from jengine.core.request import Request, RequestOutput, SamplingParams
-from jengine.core.service_level import ServiceLevel, levels
+from jengine.core.pooling import Pooling, require_embedder
+from jengine.core.service_level import levels
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 
 
-class LLMEmbeddings(ABC):
+class LLMEmbeddings(LLMRequests):
     """The part of LLM that embeds and scores. Its requests share batches and cache with those that
     generate.
     """
 
     tokenizer: Tokenizer
     _shared: SharedEngine
-
-    @abstractmethod
-    def _requests(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        level: ServiceLevel | None = None,
-        *,
-        pooling: PoolingParams | None = None,
-        lora_name: str | None = None,
-    ) -> list[Request]:
-        """Creates and validates a prompt's requests."""
-
-    @abstractmethod
-    def _loaded(self, lora_request: LoraRequests, count: int) -> list[str | None]:
-        """See EngineMethods."""
-
-    @abstractmethod
-    def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """Returns the outputs of prompts' requests when all have ended."""
 
     @accepts
     def embed(

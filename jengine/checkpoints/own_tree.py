@@ -28,7 +28,7 @@ def own_names(model: Model, tensors: Tensors) -> bool:
 
 def own_makers(targets: Params, tensors: Tensors) -> list[Callable[[], Parameter]]:
     """See `weights.makers`. A JAX array with a parameter's shape, dtype and sharding becomes the parameter
-    itself, without a copy. Others are copied to the sharding. Quantized parameters are quantized from plain
+    itself, without a copy. Others are copied through the host. Quantized parameters are quantized from plain
     ones.
 
     Raises:
@@ -54,7 +54,7 @@ def own_makers(targets: Params, tensors: Tensors) -> list[Callable[[], Parameter
 
 def _made(target: Target, tensor: Tensor) -> Parameter:
     array, wanted = tensor.array, plain(target)
-    if isinstance(array, np.ndarray):
-        # a copy: a CPU device may take over the host's memory
-        return fitted(placed(np.array(array), wanted), target)
-    return fitted(jax.device_put(array, wanted.sharding), target)
+    if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(wanted.sharding, array.ndim):
+        return fitted(jax.device_put(array, wanted.sharding), target)
+    # Between devices, JAX would compile slices of each shape. A copy: a CPU device may take over its memory.
+    return fitted(placed(np.array(array), wanted), target)

@@ -114,7 +114,7 @@ class UpdateWeights(Operation[Version], frozen=True):
 class LoadWeights(Operation[Version], frozen=True):
     """The same with the tensors of a folder: model.safetensors, or shards and their index."""
 
-    folder: str
+    folder: str | Path
     version: Version | None = None
     check_finite: bool = False
     keep_cache: bool = False

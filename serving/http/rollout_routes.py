@@ -62,8 +62,8 @@ def rollout_routes(parts: Parts) -> list[Route]:
             given = msgspec.json.decode(raw, type=NewWeights)
         except msgspec.ValidationError as wrong:
             raise InvalidArgument("body", raw.decode("utf-8", "replace"), str(wrong)) from None
-        version = await parts.shared.models.llm.load_weights(
-            _inside(folder, given.path),
+        version = await parts.shared.models.llm.update_weights(
+            str(_inside(folder, given.path)),
             given.version,
             check_finite=given.check_finite,
             keep_cache=given.keep_cache,

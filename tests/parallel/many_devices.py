@@ -16,12 +16,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.restart import restart_scheduler
+from jengine.base.compiles import compile_count
 from jengine.checkpoints import load, read_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import MAX_LOGPROBS, SamplingParams
 from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
-from jengine.engine.operations import ResetPrefixCache
+from jengine.engine.operations import ResetPrefixCache, UpdateWeights
 from jengine.engine.start import start_engine
 from jengine.execution.programs import Programs, lower, memory_of
 from jengine.execution.spec import ExecutionSpec
@@ -509,3 +510,36 @@ def test_layouts_hold_every_head_once() -> None:
                     if q:  # reads the kv head that it reads in the checkpoint
                         assert qkv[kv, -2, 0] == qkv[kv, -1, 0] == 1 + 4 * ((int(q) - 1) // 4 // config.group)
             assert laid.num_kv_heads_padded % devices == 0
+
+
+def test_sharded_weights_are_replaced(tmp_path: Path) -> None:
+    """By a checkpoint's names, from a trainer's mesh; and by parameters, without a copy. Nothing is
+    compiled.
+    """
+    write_model(tmp_path, "llama_mqa")
+    trainer = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    changed = {name: 1.1 * array for name, array in weights("llama_mqa").items()}
+    given = {}
+    for name, array in changed.items():
+        axes = ("fsdp", "tp") if array.ndim == 2 and array.shape[0] % 4 == 0 else ()
+        given[name] = jax.device_put(array, NamedSharding(trainer, PartitionSpec(*axes)))
+    options = {**SMALL, "max_model_len": 64, "tensor_parallel_size": 2, "dtype": "float32"}
+    with on_demand():
+        config = EngineConfig.of(str(tmp_path), {**options, "weight_updates": True})
+        engine, _ = start_engine(config, progress=False)
+        expected, _ = start_engine(EngineConfig.of(str(tmp_path), options), params=changed, progress=False)
+    moved = jax.device_put(expected.runner.worker.state.leaves, jax.devices()[3])  # type: ignore[attr-defined]
+    counted = compile_count()
+    engine.do(UpdateWeights(given))
+    assert compile_count() == counted, "by a checkpoint's names"
+    leaves = [one.runner.worker.state.leaves for one in (engine, expected)]  # type: ignore[attr-defined]
+    jax.tree.map(np.testing.assert_array_equal, *leaves)
+    tree = jax.tree.unflatten(jax.tree.structure(engine.weights.params), leaves[1])
+    engine.do(UpdateWeights(tree))
+    mine = engine.runner.worker.state.leaves  # type: ignore[attr-defined]
+    assert all(one is other for one, other in zip(mine, leaves[1], strict=True))
+    engine.do(UpdateWeights(jax.tree.unflatten(jax.tree.structure(tree), moved)))
+    jax.tree.map(np.testing.assert_array_equal, engine.runner.worker.state.leaves, leaves[1])  # type: ignore[attr-defined]
+    assert compile_count() == counted
+    work = [([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))]
+    assert run(engine, work)[0].tokens == run(expected, work)[0].tokens

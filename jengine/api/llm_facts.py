@@ -1,0 +1,52 @@
+"""What LLM.stats and LLM.summary say of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jengine.base.display import counted
+from jengine.core.updates import Load
+from jengine.engine.engine import Engine
+from jengine.engine.start import Started
+
+
+def stats_of(engine: Engine, started: Started) -> dict[str, Any]:
+    """See LLM.stats."""
+    load, scheduler = engine.load, engine.scheduler
+    return {
+        "programs_compiled": started.programs_compiled,
+        "programs_loaded": started.programs_loaded,
+        "programs_ready": load.programs_ready,
+        "programs": started.programs,
+        "compiles_since_start": engine.compiles_since_start,
+        "start_seconds": dict(started.seconds),
+        "preemptions": scheduler.registry.num_preemptions,
+        "prefix_cache_queries": scheduler.prefixes.queries,
+        "prefix_cache_hits": scheduler.prefixes.hits,
+        "external_prefix_cache_queries": load.host_queries,
+        "external_prefix_cache_hits": load.host_hits,
+        "swapped_out_pages": load.host_spilled,
+        "swapped_in_pages": load.host_fetched,
+        "strategy": load.strategy,
+        "decisions": dict(load.decisions),
+        "targets": {name: getattr(load, f"targets_{name}") for name in ("met", "missed", "rejected")},
+    }
+
+
+def facts_of(model: str, engine: Engine, started: Started) -> tuple[tuple[str, str], ...]:
+    """Names and values for LLM.summary."""
+    scheduler = engine.scheduler
+    blocks, most = scheduler.blocks, scheduler.registry.max_num_seqs
+    return (
+        ("model", model),
+        ("numbers", started.dtype),
+        ("devices", started.devices),
+        ("programs", _programs(engine.load)),
+        ("cache", f"{counted(blocks.capacity, 'page')} of {blocks.page_size} tokens"),
+        ("limits", f"{most} sequences at once, {scheduler.limits.max_model_len} tokens each"),
+    )
+
+
+def _programs(load: Load) -> str:
+    of = "" if load.programs_ready == load.programs else f"{load.programs_ready} of "
+    return of + counted(load.programs, "program")
