@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.core.beam_params import BeamSearchParams
     from jengine.core.config import EngineConfig
+    from jengine.core.lora import LoraInfo, LoraLimits, LoRARequest
     from jengine.core.pooling import Embedder, PoolingParams, Reranker
     from jengine.core.request import (
         CompletionOutput,
@@ -57,7 +58,16 @@ if TYPE_CHECKING:
         Update,
     )
     from jengine.engine.limits import Limits
-    from jengine.engine.operations import GetTrace, Operation, ResetPrefixCache, SetStrategy, decode_operation
+    from jengine.engine.operations import (
+        GetTrace,
+        ListLoras,
+        LoadLora,
+        Operation,
+        ResetPrefixCache,
+        SetStrategy,
+        UnloadLora,
+        decode_operation,
+    )
     from jengine.engine.start import Started, follow, start_engine
     from jengine.insight.explanations.explain import Explanation, Finding, explain
     from jengine.insight.profiling.capture import capture_process, read_profiles
@@ -98,8 +108,13 @@ __all__ = [
     "InvalidArgument",
     "JengineError",
     "Limits",
+    "ListLoras",
+    "LoRARequest",
     "Load",
+    "LoadLora",
     "Logprob",
+    "LoraInfo",
+    "LoraLimits",
     "ModelError",
     "Operation",
     "OutOfMemory",
@@ -136,6 +151,7 @@ __all__ = [
     "Tokenizer",
     "TokensPrompt",
     "Trace",
+    "UnloadLora",
     "Update",
     "Updates",
     "__version__",
@@ -178,14 +194,18 @@ _MODULES = {
     "jengine.engine.limits": ("Limits",),
     "jengine.engine.operations": (
         "GetTrace",
+        "ListLoras",
+        "LoadLora",
         "Operation",
         "ResetPrefixCache",
         "SetStrategy",
+        "UnloadLora",
         "decode_operation",
     ),
     "jengine.insight.recording.records": ("EngineFacts",),
     "jengine.insight.recording.totals": ("StepTotals",),
     "jengine.insight.recording.trace": ("Readers", "Trace"),
+    "jengine.core.lora": ("LoRARequest", "LoraInfo", "LoraLimits"),
     "jengine.core.pooling": ("Embedder", "PoolingParams", "Reranker"),
     "jengine.insight.profiling.capture": ("capture_process", "read_profiles"),
     "jengine.insight.profiling.data": ("Profile", "ProfileOptions"),

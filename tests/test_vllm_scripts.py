@@ -30,6 +30,7 @@ PRINTED = {
 }
 IN_VLLM = {  # vLLM's modules and what scripts import from them
     "vllm": {"LLM", "SamplingParams", "TokensPrompt", "AsyncEngineArgs", "AsyncLLMEngine"},
+    "vllm.lora.request": {"LoRARequest"},
     "vllm.sampling_params": {"StructuredOutputsParams", "RequestOutputKind"},
 }
 

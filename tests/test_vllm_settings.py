@@ -104,7 +104,7 @@ REFUSED: list[tuple[str, str]] = [
         "must be 1: layers are not spread over devices; tensor_parallel_size splits each layer",
     ),
     ("--data-parallel-size 2", "run several engines: jengine.ray"),
-    ("--enable-lora", "merge the adapter into the weights"),
+    ("--max-cpu-loras 0", "max_cpu_loras=0: must be a whole number, at least 1"),
     ("--lora-modules a=b", "merge the adapter into the weights"),
     ('--speculative-config {"method":"ngram"}', "speculative_config.num_speculative_tokens"),
     ('--speculative-config {"method":"eagle","model":"x"}', "must be ngram"),
@@ -255,7 +255,7 @@ def test_options_in_python() -> None:
         "pipeline_parallel_size": 1,
         "distributed_executor_backend": "mp",
         "enable_chunked_prefill": True,
-        "enable_lora": None,
+        "enable_sleep_mode": None,
     }
     nothing |= {"task": "auto", "load_format": "gguf", "max_logprobs": 5}
     assert EngineConfig.of("demo", {"block_size": 16, **nothing}) == EngineConfig(page_size=16)
@@ -266,7 +266,7 @@ def test_options_in_python() -> None:
         embeddings=True, speculative_config=None
     )  # type: ignore[call-arg]
     for options, says in (
-        ({"enable_lora": True}, "enable_lora=True: LoRA adapters are not supported"),
+        ({"enable_lora": True, "max_lora_rank": 1024}, "max_lora_rank=1024: must be a whole number"),
         ({"max_logprob": 5}, "did you mean max_logprobs?"),
         ({"block_size": 8, "page_size": 16}, "page_size=16: page_size is given as 8 too"),
         ({"hf_token": "hf_secret"}, "hf_token=...: set the environment variable HF_TOKEN"),

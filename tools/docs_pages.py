@@ -34,6 +34,7 @@ ENGINE_SECTIONS = {
     "model": "Model",
     "dtype": "Number formats",
     "embeddings": "Embeddings",
+    "enable_lora": "Adapters",
     "max_model_len": "Capacity",
     "page_size": "KV cache",
     "batch_invariant": "Reproducibility",

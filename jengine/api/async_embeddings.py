@@ -12,6 +12,7 @@ from jengine.api.backend import Backend
 from jengine.api.embeddings import EmbeddingRequestOutput
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import RequestHandle
+from jengine.core.lora import LoRARequest
 from jengine.core.pooling import Pooling, require_embedder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
@@ -29,9 +30,22 @@ class AsyncEmbeddings(ABC):
 
     @abstractmethod
     def submit(
-        self, prompt: Any, /, *, request_id: Any, priority: int, client: str, timeout: Any, output_kind: Any
+        self,
+        prompt: Any,
+        /,
+        *,
+        request_id: Any,
+        priority: int,
+        client: str,
+        timeout: Any,
+        output_kind: Any,
+        lora_request: Any,
     ) -> RequestHandle:
         """See AsyncLLM."""
+
+    @abstractmethod
+    async def _loaded(self, lora_request: LoRARequest | str | None) -> None:
+        """See AsyncEngineMethods."""
 
     async def embed(
         self,
@@ -44,12 +58,13 @@ class AsyncEmbeddings(ABC):
         priority: int = 0,
         client: str = "",
         timeout: float | None = None,
+        lora_request: LoRARequest | str | None = None,
     ) -> EmbeddingRequestOutput:
         """Embed one prompt. Cancelling this aborts the request.
 
         Args:
             pooling, normalize, dimensions: as for LLM.embed.
-            request_id, priority, client: as for `generate`.
+            request_id, priority, client, lora_request: as for `generate`.
             timeout: seconds, after which the request is aborted.
 
         Raises:
@@ -58,6 +73,7 @@ class AsyncEmbeddings(ABC):
             JengineError: the request was aborted.
             EngineDead: the engine has failed, or was closed.
         """
+        await self._loaded(lora_request)
         prepare = partial(
             self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions
         )
@@ -70,6 +86,7 @@ class AsyncEmbeddings(ABC):
             client=client,
             timeout=timeout,
             output_kind="final",
+            lora_request=lora_request,
         )
         async with handle:
             return EmbeddingRequestOutput.of(await anext(handle))

@@ -25,6 +25,7 @@ from jengine.base.errors import EngineDead, InvalidArgument, JengineError
 from jengine.base.process import check_process
 from jengine.core.beam_outputs import GenerationParams, split
 from jengine.core.config import EngineConfig
+from jengine.core.lora import LoRARequest
 from jengine.core.request import RequestOutput, SamplingParams
 from jengine.core.service_level import LevelOptions, ServiceLevel
 from jengine.core.updates import Load
@@ -41,7 +42,7 @@ class AsyncChatOptions(ChatOptions, RequestOptions, total=False):
     """AsyncLLM.chat's keywords."""
 
 
-class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
+class AsyncLLM(AsyncEngineMethods, AsyncEmbeddings, AsyncVllmMethods):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use
@@ -115,7 +116,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
             default_sampling_params,
             interval,
         )
-        self._pid = os.getpid()
+        self._pid, self.lora_names, self._loading = os.getpid(), {}, {}
         self._live = LiveOutputs(tokenizer, lazy=lazy)
         self._handles: dict[str, RequestHandle] = {}  # by request id
         self._pending: set[asyncio.Future[Any]] = set()  # answers of operations
@@ -145,6 +146,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         prompt: Prompt,
         sampling_params: GenerationParams | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Complete one prompt. Leaving the iteration early aborts the request.
@@ -153,14 +156,18 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
             sampling_params: None is `get_default_sampling_params()`. BeamSearchParams give one output, at the
                 end, with a completion for each beam.
             request_id: for `abort`; must not be in use. None generates one.
+            lora_request: the adapter: a LoRARequest, which is loaded at its first use, or the name of a
+                loaded one; None is the model alone.
             options: priority, targets, timeout and kind of outputs; see RequestOptions. A slow reader gets
                 several tokens at a time.
 
         Raises:
             InvalidArgument: when the iteration begins; the prompt or a parameter is invalid, or too large.
                 Nothing has been queued.
+            ModelError: the adapter cannot be loaded.
             EngineDead: the engine has failed, or was closed.
         """
+        await self._loaded(lora_request)
         work: Prompt | PreparedPrompt = prompt
         grammar = (
             not self.backend.makes_masks and getattr(sampling_params, "structured_outputs", None) is not None
@@ -168,7 +175,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         # compiling a grammar may take a second
         if grammar or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
-        async with self.submit(work, sampling_params, request_id=request_id, **options) as handle:
+        own: Any = {"request_id": request_id, "lora_request": lora_request, **options}
+        async with self.submit(work, sampling_params, **own) as handle:
             async for output in handle:
                 yield output
 
@@ -179,12 +187,14 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
+        lora_request: LoRARequest | str | None = None,
         **options: Unpack[AsyncChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation, with the model's chat template; otherwise like `generate`.
 
         Args:
             messages: dicts with "role" and "content".
+            lora_request: as for `generate`. The template stays the model's.
             options: how the conversation becomes a prompt, see ChatOptions; and as for `generate`, see
                 RequestOptions.
 
@@ -195,7 +205,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         """
         request, chat = split_options(options, RequestOptions)
         prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **chat)
-        return self.generate(prompt, sampling_params, request_id=request_id, **request)
+        return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, **request)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its iteration gets a last output with finish_reason "abort". False: the id is
@@ -291,6 +301,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         request_id: str | None = None,
         timeout: float | None = None,
         output_kind: OutputKind | None = None,
+        lora_request: LoRARequest | str | None = None,
         **level: Unpack[LevelOptions],
     ) -> RequestHandle:
         """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate
@@ -299,6 +310,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         Args:
             prompt, sampling_params: as for `generate`; or, as prompt alone, the result of `prepare`.
             request_id: as for `generate`. The others: see RequestOptions.
+            lora_request: an adapter that `load_lora` or `generate` has loaded.
 
         Raises:
             InvalidArgument: the prompt or a parameter is invalid, or too large. Nothing has been queued.
@@ -312,7 +324,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
             type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0
         ):
             raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
-        service = ServiceLevel(**level)
+        service, adapter = ServiceLevel(**level), self._known(lora_request)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidArgument("request_id", request_id, "must be text")
         self._bind()
@@ -323,6 +335,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncEngineMethods, AsyncVllmMethods):
         if request_id is None:
             self._check_id(request_id := key)
         service.apply(requests)
+        for request in requests:
+            request.lora_name = adapter
         self.backend.add(*requests)  # updates are delivered in a later iteration of the event loop
         output = self._live.open(requests, prepared.stops)
         output.request_id = request_id

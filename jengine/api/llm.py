@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from jax.sharding import Mesh
 
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
-from jengine.api.engine_methods import EngineMethods
+from jengine.api.engine_methods import EngineMethods, LoraRequests
 from jengine.api.llm_beams import LLMBeams
 from jengine.api.llm_embeddings import LLMEmbeddings
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
@@ -24,6 +24,7 @@ from jengine.base.errors import EngineDead, InvalidArgument
 from jengine.base.progress import progress_bar
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.config import EngineConfig
+from jengine.core.lora import LoRARequest
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
@@ -40,7 +41,7 @@ class LLMChatOptions(ChatOptions, BatchLevelOptions, total=False):
     """LLM.chat's keywords."""
 
 
-class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
+class LLM(EngineMethods, LLMEmbeddings, LLMBeams, VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own
@@ -88,6 +89,7 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoraRequests = None,
         **level: Unpack[BatchLevelOptions],
     ) -> list[RequestOutput]:
         """Complete every prompt. Returns the outputs in the order of the prompts.
@@ -97,23 +99,31 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
                 may also have a "cache_salt": its prompt then shares cached pages only with prompts of the
                 same salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
+            lora_request: the adapter of all prompts, or one each: a LoRARequest, which is loaded at its first
+                use, or the name of a loaded one; None is the model alone.
             level: priority, ttft_ms, tpot_ms and client: one for all prompts, or one each; see ServiceLevel.
 
         Raises:
             InvalidArgument: a prompt or parameter is invalid, or too large for this engine. Nothing has been
                 run.
+            ModelError: an adapter cannot be loaded.
             EngineDead: the LLM was closed, or a step has failed, perhaps in another thread.
         """
         each = listed(prompts)
         params = one_each("sampling_params", sampling_params, len(each))
+        names, every = self._loaded(lora_request, len(each)), levels(len(each), level)
         work = [
-            self._requests(prompt, *more)
-            for prompt, *more in zip(each, params, levels(len(each), level), strict=True)
+            self._requests(*one, lora_name=name)
+            for *one, name in zip(each, params, every, names, strict=True)
         ]
         return self._wait_for(work, "generating", use_tqdm)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | str | None = None,
     ) -> Generator[RequestOutput]:
         """Complete one prompt. Yields the same, growing output object after each step that added tokens
         (`stream_interval` or more).
@@ -128,7 +138,8 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
             raise InvalidArgument(
                 "prompt", prompt, "must be one prompt: text or a list of token ids; generate takes several"
             )
-        return self._follow(self._requests(prompt, sampling_params))
+        [name] = self._loaded(lora_request, 1)
+        return self._follow(self._requests(prompt, sampling_params, lora_name=name))
 
     @accepts
     def chat(
@@ -137,6 +148,7 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoraRequests = None,
         **options: Unpack[LLMChatOptions],
     ) -> list[RequestOutput]:
         """Answer every conversation, with the model's chat template. Returns the outputs in the order of the
@@ -144,7 +156,7 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
-            sampling_params: as for `generate`.
+            sampling_params, lora_request: as for `generate`.
             options: how a conversation becomes a prompt, see ChatOptions; and as for `generate`, see
                 ServiceLevel.
 
@@ -155,7 +167,7 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
         """
         level, chat = split_options(options, BatchLevelOptions)
         prompts = [self.chat_prompt(conversation, **chat) for conversation in conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **level)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, **level)
 
     def predict(
         self,
@@ -316,6 +328,7 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
         *,
         pooling: PoolingParams | None = None,
         beams: BeamSearchParams | None = None,
+        lora_name: str | None = None,
     ) -> list[Request]:
         """Creates and validates a prompt's requests."""
         self._shared.check()
@@ -325,6 +338,8 @@ class LLM(LLMEmbeddings, LLMBeams, EngineMethods, VllmMethods):
         requests = make_requests(
             self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling, beams=beams
         )
+        for request in requests:
+            request.lora_name = lora_name
         limits.validate(requests[0])
         if level is not None:
             level.apply(requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from jengine.api.engine_methods import LoraRequests
 from jengine.api.prompts import Prompt, listed
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
@@ -29,8 +30,13 @@ class LLMBeams(ABC):
         level: ServiceLevel | None = None,
         *,
         beams: BeamSearchParams | None = None,
+        lora_name: str | None = None,
     ) -> list[Request]:
         """Creates and validates a prompt's requests."""
+
+    @abstractmethod
+    def _loaded(self, lora_request: LoraRequests, count: int) -> list[str | None]:
+        """See EngineMethods."""
 
     @abstractmethod
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
@@ -44,11 +50,12 @@ class LLMBeams(ABC):
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
+        lora_request: LoraRequests = None,
     ) -> list[BeamSearchOutput]:
         """Runs a beam search for every prompt. Results are in the order of the prompts.
 
         Args:
-            prompts: as for `generate`.
+            prompts, lora_request: as for `generate`.
             concurrency_limit: maximum number of prompts searched at the same time; None: as many as fit.
 
         Raises:
@@ -60,7 +67,12 @@ class LLMBeams(ABC):
         if concurrency_limit is not None:
             check_whole("concurrency_limit", concurrency_limit, 1, None)
         sampling = sampling_of(params, logprobs=2 * params.beam_width)
-        work = [self._requests(prompt, sampling, beams=params) for prompt in listed(prompts)]
+        each = listed(prompts)
+        names = self._loaded(lora_request, len(each))
+        work = [
+            self._requests(prompt, sampling, beams=params, lora_name=name)
+            for prompt, name in zip(each, names, strict=True)
+        ]
         step = concurrency_limit or max(len(work), 1)
         outputs = [
             output

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
+from jengine.api.engine_methods import LoraRequests
 from jengine.api.prompts import Prompt, listed
 from jengine.api.scoring import scoring_of
 from jengine.api.shared_engine import SharedEngine
+from jengine.core.lora import LoRARequest
 from jengine.core.pooling import Pooling, PoolingParams, require_embedder
 from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.core.service_level import ServiceLevel, levels
@@ -32,8 +34,13 @@ class LLMEmbeddings(ABC):
         level: ServiceLevel | None = None,
         *,
         pooling: PoolingParams | None = None,
+        lora_name: str | None = None,
     ) -> list[Request]:
         """Creates and validates a prompt's requests."""
+
+    @abstractmethod
+    def _loaded(self, lora_request: LoraRequests, count: int) -> list[str | None]:
+        """See EngineMethods."""
 
     @abstractmethod
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
@@ -50,13 +57,14 @@ class LLMEmbeddings(ABC):
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         client: str | list[str] | tuple[str, ...] = "",
+        lora_request: LoraRequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embeds every prompt: one vector each, in `outputs.embedding`. Results are in the order of the
         prompts.
 
         Args:
-            prompts, priority, client: as for `generate`. Prompts are embedded as they are; add instructions
-                yourself.
+            prompts, priority, client, lora_request: as for `generate`. Prompts are embedded as they are; add
+                instructions yourself.
             pooling, normalize, dimensions: see PoolingParams. None uses the settings in the model's
                 sentence-transformers files, or else the last token, normalized, with all dimensions.
 
@@ -68,9 +76,10 @@ class LLMEmbeddings(ABC):
         params = require_embedder(self._shared.limits.embedder).params(pooling, normalize, dimensions)
         each = listed(prompts)
         each_level = levels(len(each), {"priority": priority, "client": client})
+        names = self._loaded(lora_request, len(each))
         work = [
-            self._requests(prompt, None, level, pooling=params)
-            for prompt, level in zip(each, each_level, strict=True)
+            self._requests(prompt, None, level, pooling=params, lora_name=name)
+            for prompt, level, name in zip(each, each_level, names, strict=True)
         ]
         return [EmbeddingRequestOutput.of(output) for output in self._wait_for(work, "embedding", use_tqdm)]
 
@@ -82,6 +91,7 @@ class LLMEmbeddings(ABC):
         *,
         instruction: str | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | str | None = None,
     ) -> list[ScoringRequestOutput]:
         """Scores pairs of a query and a document, in `outputs.score`.
 
@@ -91,6 +101,7 @@ class LLMEmbeddings(ABC):
         Args:
             queries, documents: one query for all documents, or one query for each document.
             instruction: for rerankers; None uses the one in the model's files.
+            lora_request: the adapter that computes both, as for `generate`.
 
         Raises:
             InvalidArgument: a text that can never be scored, or a model that cannot score. Nothing has been
@@ -103,5 +114,9 @@ class LLMEmbeddings(ABC):
             if scoring.embeds
             else None
         )
-        work = [self._requests(task.prompt(), task.params, pooling=pooling) for task in scoring.tasks]
+        [name] = self._loaded(lora_request, 1)
+        work = [
+            self._requests(task.prompt(), task.params, pooling=pooling, lora_name=name)
+            for task in scoring.tasks
+        ]
         return scoring.results(self._wait_for(work, "scoring", use_tqdm))

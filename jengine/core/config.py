@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from jengine.base.checks import check_number, check_targets, check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.core.lora import LoraLimits, check_lora_options
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
 from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, takes, value_of
@@ -61,6 +62,14 @@ class EngineConfig:
             pallas_kernels.tune` measured it to be faster. Prompts always use jengine's.
         embeddings: compile programs for embeddings. By default, only if the model's folder has
             sentence-transformers' files, which say how the model computes embeddings.
+        enable_lora: serve LoRA adapters. Steps without adapters run the same programs as without this option;
+            the others have programs of their own, which also compute the adapters.
+        max_loras: adapters that requests of one step may use, so many have a place on the device. A request
+            whose adapter has none waits until it was written to a place that no running request uses.
+        max_lora_rank: the largest rank of an adapter. Larger ranks make steps with adapters slower, whatever
+            the adapters' own ranks are.
+        max_cpu_loras: the most adapters that are loaded at once, each with a copy in host memory; at least
+            max_loras. By default, as many as are loaded.
         max_model_len: the most tokens of a sequence, prompt and output together. By default the model's
             length.
         max_num_seqs: the most sequences that run at once. By default 32 on a CPU, 256 on a GPU.
@@ -157,6 +166,10 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     attention_backend: AttentionBackend = "auto"
     embeddings: bool | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -240,9 +253,10 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidArgument("seed", self.seed, "must be a whole number")
-        for name in ("enable_prefix_caching", "batch_invariant", "overlap"):
+        for name in ("enable_prefix_caching", "batch_invariant", "overlap", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        check_lora_options(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
         if self.embeddings is not None and not isinstance(self.embeddings, bool):
             raise InvalidArgument("embeddings", self.embeddings, "must be True, False or None")
         if (
@@ -324,6 +338,11 @@ class EngineConfig:
         if how is not None and how.model is not None and self.burst_steps > 1:
             limit = "must be 1 with a draft model: a burst drafts nothing"
             raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, limit)
+
+    @property
+    def lora(self) -> LoraLimits | None:
+        """Limits of adapters; None: they are off."""
+        return check_lora_options(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
 
     @property
     def draft_tokens(self) -> int:

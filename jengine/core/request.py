@@ -356,6 +356,7 @@ class Request:
         pooling: set if the request asks for an embedding; its sampling parameters are then POOLED.
         beams: set if the request asks for a beam search; its sampling parameters are then those of
             beams.sampling_of, with as many log probabilities as are returned.
+        lora_name: the loaded adapter that it uses; None: the model alone.
     """
 
     request_id: str
@@ -372,6 +373,7 @@ class Request:
     client: str = ""  # the client whose share of the engine it uses, under policy="fair"
     pooling: PoolingParams | None = None
     beams: BeamSearchParams | None = None
+    lora_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

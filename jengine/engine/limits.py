@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jengine.base.errors import InvalidArgument
+from jengine.core.lora import LoraLimits
 from jengine.core.pooling import Embedder, Reranker, require_embedder
 from jengine.core.request import Request
 from jengine.core.scheduling_options import STRATEGIES, StrategyName
@@ -22,6 +23,7 @@ class Limits:
         eos_token_ids: tokens that end a sequence, unless its request sets ignore_eos.
         embedder: how the model embeds; None if the engine has no programs for embeddings.
         reranker: how the model scores pairs of texts; None if its folder does not say.
+        lora: limits of adapters; None if the engine has no programs for them.
     """
 
     sequence: SequenceLimits
@@ -31,6 +33,13 @@ class Limits:
     strategies: tuple[StrategyName, ...] = STRATEGIES
     embedder: Embedder | None = None
     reranker: Reranker | None = None
+    lora: LoraLimits | None = None
+
+    def require_lora(self, field: str, value: object) -> LoraLimits:
+        """The limits of adapters. Raises InvalidArgument if the engine has no programs for them."""
+        if self.lora is None:
+            raise InvalidArgument(field, value, "needs an engine with enable_lora=True")
+        return self.lora
 
     def check_strategy(self, strategy: str) -> StrategyName:
         """Checks that a strategy can be used, and returns it.
@@ -56,6 +65,8 @@ class Limits:
             InvalidArgument: token ids are outside the vocabulary, the model cannot give the embedding, or
                 SequenceLimits.validate rejects the request.
         """
+        if request.lora_name is not None:
+            self.require_lora("lora_request", request.lora_name)
         if request.pooling is not None:
             require_embedder(self.embedder).validate(request.pooling, len(request.prompt_token_ids))
         elif self.embedder is not None and not self.embedder.generates:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, get_args
 import msgspec
 
 from jengine.base.errors import InvalidArgument
+from jengine.core.lora import LoraInfo, LoraSource, check_lora_name
 from jengine.engine.limits import Limits
 from jengine.insight.profiling.data import ProfileOptions
 from jengine.insight.recording.trace import Trace
@@ -32,6 +33,12 @@ class Running(Protocol):
     def limits(self) -> Limits: ...
 
     def trace(self, seconds: float | None) -> Trace: ...
+
+    def load_lora(self, source: LoraSource, *, load_inplace: bool) -> LoraInfo: ...
+
+    def unload_lora(self, name: str) -> None: ...
+
+    def loras(self) -> list[LoraInfo]: ...
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,3 +148,67 @@ class WriteProfile(Operation[None], frozen=True):
                 capture_process("engine", self.options, Path(self.folder))
             except OSError as error:
                 raise InvalidArgument("profile", "engine", f"{type(error).__name__}: {error}") from error
+
+
+class LoadLora(Operation[LoraInfo], frozen=True):
+    """Loads an adapter into host memory, while the engine steps. Later requests may use its name; the first
+    of these waits until the adapter was written to the devices. Nothing is compiled.
+
+    Attributes:
+        name: of the adapter; at most MAX_LORA_NAME characters.
+        path: a folder in PEFT's layout that the engine's process can read, or a hub id. Servers must check
+            paths that come from clients.
+        config, tensors: instead of a path, the contents of adapter_config.json and of
+            adapter_model.safetensors.
+        load_inplace: replace the loaded adapter of this name. Running requests keep the old one, and pages of
+            one are never used for the other.
+
+    Raises:
+        InvalidArgument: the engine was started without enable_lora; an adapter of this name is loaded;
+            max_cpu_loras adapters are loaded.
+        ModelError: the adapter cannot be read, does not fit this model, or has something that is not
+            supported; the message names the module. Nothing was loaded.
+    """
+
+    name: str
+    path: str = ""
+    config: dict[str, Any] | None = None
+    tensors: bytes = b""
+    load_inplace: bool = False
+    in_thread = True
+
+    def check(self, limits: Limits) -> None:
+        check_lora_name(self.name)
+        limits.require_lora("lora_name", self.name)
+        if bool(self.path) == (self.config is not None):
+            raise InvalidArgument("lora_path", self.path, "either a path or config and tensors must be given")
+
+    def run(self, engine: Running) -> LoraInfo:
+        source = LoraSource(self.name, self.path, self.config, self.tensors)
+        return engine.load_lora(source, load_inplace=self.load_inplace)
+
+
+class UnloadLora(Operation[None], frozen=True):
+    """Forgets an adapter: no later request can use it. Requests that use it now keep it until they end.
+
+    Raises:
+        InvalidArgument: no adapter of this name is loaded.
+    """
+
+    name: str
+    remote = True
+
+    def check(self, limits: Limits) -> None:
+        limits.require_lora("lora_name", self.name)
+
+    def run(self, engine: Running) -> None:
+        engine.unload_lora(self.name)
+
+
+class ListLoras(Operation[list[LoraInfo]], frozen=True):
+    """Answers the loaded adapters, in the order in which they were loaded; none without enable_lora."""
+
+    remote = True
+
+    def run(self, engine: Running) -> list[LoraInfo]:
+        return engine.loras()

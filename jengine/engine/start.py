@@ -148,6 +148,8 @@ def _start(
         raise InvalidArgument(
             "process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow"
         )
+    if config.lora is not None:
+        raise InvalidArgument("enable_lora", True, "is not built yet")
     for name, given in (("mesh", mesh), ("params", params)):
         if given is not None and config.num_processes > 1:
             raise InvalidArgument(

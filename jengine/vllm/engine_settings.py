@@ -32,6 +32,10 @@ SAME: dict[str, str] = {
         "vLLM has removed it (0.18); here GiB of host memory for each device that hold evicted cached pages"
     ),
     "num_scheduler_steps": "vLLM has removed it (2025); here decode steps that run as one program",
+    "enable_lora": "",
+    "max_loras": "",
+    "max_lora_rank": "any up to 512",
+    "max_cpu_loras": "by default, as many as are loaded",
     "speculative_config": "auto, or methods ngram, suffix and draft_model; it changes no output",
 }
 PROGRAMS = (
@@ -39,10 +43,6 @@ PROGRAMS = (
     " and warm_up"
 )
 TEXT = "only text is served: leave it out"
-LORA = (
-    "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload), or serve"
-    " the base model"
-)
 SPECULATION = "see speculative_config, with method ngram, suffix or draft_model"
 EXPERTS = "experts are split over the devices of tensor_parallel_size"
 REPLICAS = "run several engines: jengine.ray serves replicas behind one address"
@@ -134,11 +134,8 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("show_hidden_metrics_for_version", "no metric is hidden"),
     no_effect("aggregate_engine_logging", "one engine logs", False),
     no_effect("ray_workers_use_nsight", "see `jengine profile`", False),
-    no_effect("max_loras", "it needs enable_lora, which is not supported"),
-    no_effect("max_lora_rank", "it needs enable_lora, which is not supported"),
-    no_effect("max_cpu_loras", "it needs enable_lora, which is not supported"),
-    no_effect("lora_dtype", "it needs enable_lora, which is not supported", "auto"),
-    no_effect("fully_sharded_loras", "it needs enable_lora, which is not supported", False),
+    no_effect("lora_dtype", "adapters have the model's dtype", "auto"),
+    no_effect("fully_sharded_loras", "adapters are sharded as the weights that they change", False),
     no_effect("language_model_only", "only text is ever served", True, False),
     no_effect("skip_mm_profiling", "only text is served", False, True),
     no_effect("mm_processor_cache_gb", "only text is served"),
@@ -189,8 +186,7 @@ ENGINE: tuple[Setting, ...] = (
         "windows are part of the model; max_model_len can be set to the window's length", False),
     unsupported("max_logprobs", "at most 20 log probabilities are returned for a token", accepts=at_most(20)),
     unsupported("logprobs_mode", "log probabilities are those of the raw logits", "raw_logprobs"),
-    unsupported("enable_lora", LORA, False),
-    unsupported("default_mm_loras", LORA),
+    unsupported("default_mm_loras", TEXT),
     unsupported("speculative_model", SPECULATION),
     unsupported("num_speculative_tokens", SPECULATION, 0),
     unsupported("structured_outputs_config", f"{GRAMMARS}; only backend may be set",

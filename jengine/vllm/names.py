@@ -4,7 +4,7 @@ from __future__ import annotations
 
 OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
     "apply_model": "a model's modules are not accessible",
-    "add_lora": "LoRA adapters are not supported",
+    "add_lora": "use load_lora",
     "add_request": "use generate, or AsyncLLM.submit",
     "check_health": "every call raises EngineDead once the engine has stopped",
     "classify": "models that classify are not supported; score compares a query with documents",
@@ -42,9 +42,6 @@ OF_PACKAGE: dict[str, str] = {  # what `import vllm` has
     "ClassificationRequestOutput": "models that classify are not supported",
     "FlexibleArgumentParser": "use argparse; EngineConfig.of(model, options) checks options",
     "LLMEngine": "use LLM (generate, stream, chat), or AsyncLLM for requests that arrive over time",
-    "LoRARequest": (
-        "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload)"
-    ),
     "ModelRegistry": "model families are part of jengine and cannot be registered",
     "PoolingOutput": "use EmbeddingOutput",
     "PoolingRequestOutput": "use EmbeddingRequestOutput",

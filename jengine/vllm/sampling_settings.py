@@ -6,7 +6,6 @@ from jengine.vllm.setting import Setting, no_effect, renamed, unsupported
 
 BEAMS = "BeamSearchParams do this: LLM.beam_search, AsyncLLM.generate, completions over gRPC and HTTP"
 MASKS = "use logit_bias, allowed_token_ids, bad_words or structured_outputs"
-LORA = "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload)"
 
 SAMPLING: tuple[Setting, ...] = (
     renamed("guided_decoding", "structured_outputs"),
@@ -57,7 +56,6 @@ STRUCTURED: tuple[Setting, ...] = (
 )
 
 CALLS: tuple[Setting, ...] = (  # of generate, chat, embed, score, ...
-    unsupported("lora_request", LORA),
     unsupported("prompt_adapter_request", "prompt adapters are not supported"),
     unsupported("tokenization_kwargs", "pass prompt_token_ids, made as you want"),
     unsupported("truncate_prompt_tokens", "pass prompt_token_ids, cut to what you want"),

@@ -91,6 +91,7 @@ class Add(WireMessage):
         arrival: monotonic seconds, on the clock that all processes of a machine share.
         pooling: for embeddings.
         beams: for beam searches, the BeamSearchParams, encoded like `params`.
+        lora_name: the adapter that they use.
     """
 
     prompt_token_ids: list[int]
@@ -104,6 +105,7 @@ class Add(WireMessage):
     client: str = ""
     pooling: PoolingParams | None = None
     beams: str = ""
+    lora_name: str | None = None
 
 
 class End(WireMessage):
@@ -297,7 +299,8 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     priority = max(-(2**63), min(first.priority, 2**63 - 1))  # the range of msgpack integers
     level = priority, first.arrival, first.cache_salt, first.ttft_ms, first.tpot_ms, first.client
     beams = "" if first.beams is None else json.dumps(dataclasses.asdict(first.beams))
-    return Add(first.prompt_token_ids, _params_text(first.params), samples, *level, first.pooling, beams)
+    params, more = _params_text(first.params), (first.pooling, beams, first.lora_name)
+    return Add(first.prompt_token_ids, params, samples, *level, *more)
 
 
 def has_masks(order: Add) -> bool:
@@ -337,6 +340,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None, make: MakeMasks | None 
             client=order.client,
             pooling=order.pooling,
             beams=beams,
+            lora_name=order.lora_name,
         )
         for i, sample in enumerate(order.samples)
     ]
