@@ -43,6 +43,11 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
         raise ModelError("is missing", file=file) from None
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise ModelError(f"cannot be mapped into memory: {error}", file=file) from None
+    return parse(data, file, skipped)
+
+
+def parse(data: np.ndarray, file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
+    """The same for the bytes of a file, uint8. file: in errors."""
     length = int.from_bytes(data[:8].tobytes(), "little")
     if data.size < 8 or length > MAX_HEADER:
         raise ModelError("the header is corrupt: this is not a safetensors file", file=file)

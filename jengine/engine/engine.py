@@ -15,10 +15,12 @@ import numpy as np
 
 from jengine.base.compiles import compile_count
 from jengine.base.errors import JengineError
+from jengine.core.lora import LoraInfo, LoraSource
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import FinishReason, Request
 from jengine.core.seeds import prompt_seed
 from jengine.core.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
+from jengine.engine.adapter_store import AdapterStore
 from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.limits import Limits
 from jengine.engine.load import load_of
@@ -66,6 +68,7 @@ class Engine:
         recorder: records each finished request.
         embedder: how the model embeds; None: the table has no programs for embeddings.
         reranker: how the model scores pairs of texts; None: its folder does not say.
+        adapters: loaded LoRA adapters; None: the table has no programs for them.
     """
 
     def __init__(
@@ -82,9 +85,12 @@ class Engine:
         recorder: TraceRecorder | None = None,
         embedder: Embedder | None = None,
         reranker: Reranker | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
-        self._embedder, self._reranker = embedder, reranker
+        self._embedder, self._reranker, self._adapters = embedder, reranker, adapters
+        if adapters is not None:
+            runner.use_adapters(adapters.packed)
         self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
         # the flag says whether the step's duration may update costs
@@ -132,6 +138,7 @@ class Engine:
             strategies=scheduler.options.strategies,
             embedder=self._embedder,
             reranker=self._reranker,
+            lora=None if self._adapters is None else self._adapters.limits,
         )
 
     @property
@@ -156,10 +163,11 @@ class Engine:
         If they set no seed, a random one is drawn for all. The caller must have validated them with `limits`.
 
         Raises:
-            InvalidArgument: an id is in use. Nothing is queued in this case.
+            InvalidArgument: an id is in use, or the adapter is not loaded. Nothing is queued in this case.
         """
         for request in requests:
             self.scheduler.registry.check_id(request.request_id)
+        self.scheduler.registry.adapters.get(requests[0].lora_name)
         self._outlook.came(len(requests[0].prompt_token_ids))
         first = requests[0]
         seed = (
@@ -213,6 +221,26 @@ class Engine:
     def do[T](self, operation: Operation[T]) -> T:
         """Does an operation that its `check` has accepted, and returns the answer; see operations.py."""
         return operation.run(self)
+
+    def load_lora(self, source: LoraSource, *, load_inplace: bool = False) -> LoraInfo:
+        """See operations.LoadLora. Thread-safe."""
+        assert self._adapters is not None, "the limits say that there are none"
+        return self._adapters.load(self.scheduler.registry.adapters, source, load_inplace=load_inplace)
+
+    def unload_lora(self, name: str) -> None:
+        """See operations.UnloadLora."""
+        self.scheduler.registry.adapters.unload(name)
+        self._forget_adapters()
+
+    def loras(self) -> list[LoraInfo]:
+        """See operations.ListLoras."""
+        return [] if self._adapters is None else self._adapters.list(self.scheduler.registry.adapters)
+
+    def _forget_adapters(self) -> None:
+        adapters = self.scheduler.registry.adapters
+        if adapters.dropped and self._adapters is not None:
+            dropped, adapters.dropped = adapters.dropped, []
+            self._adapters.forget(dropped)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until all programs are ready or no more will be. Returns whether
@@ -329,6 +357,7 @@ class Engine:
         if not self.has_work:
             self._clock.pause()
             self.records.pause()
+        self._forget_adapters()
         return updates
 
     def _take_programs(self, programs: Arrivals) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,9 @@ class ModelRunner(Protocol):
 
     def read(self, step: InFlight) -> StepResult:
         """Waits for the step's tokens."""
+
+    def use_adapters(self, packed: Mapping[int, np.ndarray]) -> None:
+        """Plans name LoRA adapters by these numbers."""
 
     def swap(self, swaps: Swaps) -> None:
         """Starts to move pages between device and host, before the next step."""

@@ -131,6 +131,7 @@ def describe(
         **states(config, declared, chosen.max_num_seqs, device.platform),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
         attention_backend=config.attention_backend,
+        lora=config.lora,
     )
     if draft is not None:
         spec = dataclasses.replace(spec, draft=build_draft(_stored(draft, str(dtype), device), spec))
@@ -161,6 +162,7 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
             tile_size=config.tile_size,
             pooling=bool(config.embeddings),
             drafts=config.draft_tokens,
+            adapters=config.enable_lora,
         )
     return ProgramTable.build(
         max_num_seqs=chosen.max_num_seqs,
@@ -170,6 +172,7 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
         pooling=bool(config.embeddings),
         steps=config.burst_steps,
         drafts=config.draft_tokens,
+        adapters=config.enable_lora,
     )
 
 

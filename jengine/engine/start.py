@@ -22,6 +22,7 @@ from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
+from jengine.engine.adapter_store import AdapterStore
 from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
 from jengine.engine.model_source import ModelSource
@@ -148,8 +149,6 @@ def _start(
         raise InvalidArgument(
             "process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow"
         )
-    if config.lora is not None:
-        raise InvalidArgument("enable_lora", True, "is not built yet")
     for name, given in (("mesh", mesh), ("params", params)):
         if given is not None and config.num_processes > 1:
             raise InvalidArgument(
@@ -162,6 +161,7 @@ def _start(
     warmed_up = programs.warm_up(runner, progress)
     started.seconds["warm-up"] = time.perf_counter() - clock
     started.longest_step = warmed_up.costs.longest_step
+    spec = worker.spec
     engine = Engine(
         _with_eos_token(worker.spec.model.config, started.tokenizer),
         runner,
@@ -174,6 +174,7 @@ def _start(
         recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
         embedder=started.embedder,
         reranker=started.reranker,
+        adapters=None if spec.adapters is None else AdapterStore(spec.adapters, spec.lora),
     )
     return engine, started
 
@@ -273,6 +274,7 @@ def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -
         prefix_caching=config.enable_prefix_caching,
         host_pages=spec.host_pages,
         staged=spec.staged,
+        max_loras=0 if spec.lora is None else spec.lora.max_loras,
         options=SchedulingOptions.of(config),
         costs=warmed_up.costs,
     )

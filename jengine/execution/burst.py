@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,12 @@ import numpy as np
 from jax import lax
 
 from jengine.core.config import AttentionBackend
+from jengine.execution.adapters import Stacks
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache
 from jengine.execution.sampler import Sampled, make_sampler
 from jengine.execution.slots import SlotState, updated
-from jengine.execution.trunk import make_pass
+from jengine.execution.trunk import Adapt, make_pass, without_adapters
 from jengine.models import Model, Params
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import BurstKey
@@ -29,6 +31,7 @@ def make_burst(
     page_size: int,
     device: jax.Device,
     backend: AttentionBackend = "auto",
+    adapt: Adapt | None = None,
 ) -> Callable[..., BurstOut]:
     """The function to compile: (params, cache, slots, packed batch and lengths) -> (cache, slots, tokens).
 
@@ -36,11 +39,11 @@ def make_burst(
     its token and position from its slot. The loop has a fixed length, so it needs no host.
     """
     run, sample = (
-        make_pass(model, layout.key, page_size, device, backend),
+        make_pass(model, layout.key, page_size, device, backend, adapt),
         make_sampler(model, key.sampler.variant),
     )
 
-    def burst(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> BurstOut:
+    def burst(params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array) -> BurstOut:
         batch, lengths = layout.unpack(packed[: layout.size]), packed[layout.size :]
         slots = updated(slots, batch.table, batch.resets)
 
@@ -55,14 +58,14 @@ def make_burst(
                 row_states=_states(batch.row_states, going, number),
                 sample_slots=jnp.where(going[batch.sample_tokens], batch.sample_slots, 0),
             )
-            cache, to_sample, _ = run(params, cache, slots._replace(last=last), now)
+            cache, to_sample, _ = run(params, cache, slots._replace(last=last), now, stacks)
             last, sampled = sample(params, last, slots.sampling, to_sample)
             return (cache, last), sampled.tokens
 
         (cache, last), tokens = lax.scan(step, (cache, slots.last), jnp.arange(key.steps, dtype=jnp.int32))
         return cache, slots._replace(last=last), Sampled(tokens)
 
-    return burst
+    return burst if adapt is not None else partial(without_adapters, burst)
 
 
 def _states(pages: jax.Array, going: jax.Array, number: jax.Array) -> jax.Array:

@@ -7,13 +7,14 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jengine.execution.adapters import Stacks
 from jengine.execution.host_store import HostStore
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import ToSample
 from jengine.models import Params
 
-ALLOCATE, ALLOCATE_COUNTS = "allocate", "allocate-counts"
+ALLOCATE, ALLOCATE_COUNTS, ALLOCATE_ADAPTERS = "allocate", "allocate-counts", "allocate-adapters"
 
 
 class ByKey(Protocol):
@@ -29,6 +30,7 @@ class DeviceState:
         leaves: those of `params`, as programs take them.
         draft: parameters of the draft model; None: there is none.
         draft_leaves, both_leaves: those of `draft`, and of both.
+        stacks: the stacked adapters; none without programs for them.
         counts: see ExecutionSpec.counts; None: not allocated.
         to_sample, tiles: results of the last trunk, for the programs that follow it.
         store: pages in host memory; None: there is no host tier.
@@ -40,6 +42,7 @@ class DeviceState:
         self.draft_leaves = tuple(jax.tree.leaves(draft))
         self.both_leaves = (*self.leaves, *self.draft_leaves)
         self.cache, self.slots = programs[ALLOCATE]()
+        self.stacks: Stacks = programs[ALLOCATE_ADAPTERS]() if spec.stacks else ()
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None
         self.tiles: jax.Array | None = None
@@ -54,6 +57,13 @@ class DeviceState:
         device_put.
         """
         return array if self._local else self._everywhere(array)
+
+    def put_sharded(self, array: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
+        """The same for an array that is divided among the devices as `like` is."""
+        if self._local:
+            return array
+        placed: jax.Array = jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
+        return placed
 
     def all_allowed(self, rows: int) -> jax.Array:
         """A token mask that allows everything, on the devices."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jengine.base.errors import InvalidArgument
+from jengine.execution.adapters import prepare as prepare_adapters
 from jengine.execution.kv_cache import views
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import CacheGroup, Queries, paged
@@ -26,6 +27,8 @@ def prepare(spec: ExecutionSpec) -> None:
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
         dispatch.prepare(weights, q, k_pages, device=device)
         flashinfer.prepare(spec.attention_backend, q, k_pages, _options(group), device)
+    if spec.adapters is not None:
+        prepare_adapters(spec.adapters)
     if spec.drafting is not None:
         prepare(spec.drafting)
 

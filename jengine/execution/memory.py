@@ -67,7 +67,7 @@ class DeviceMemory:
         working = max(program.working for program in programs)
         return cls(
             limit,
-            device_bytes(spec.both_leaves),
+            device_bytes((spec.both_leaves, spec.stacks)),
             state,
             working,
             spec.page_bytes,
@@ -135,7 +135,8 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
     else:
         stats = device.memory_stats() or {}
         limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-        free = limit - used - limit // PROGRAM_SHARE - spec.staging_bytes - spec.num_states * spec.state_bytes
+        beside = spec.staging_bytes + spec.num_states * spec.state_bytes + device_bytes(spec.stacks)
+        free = limit - used - limit // PROGRAM_SHARE - beside
         count = min(everyone, free // each // PAGE_GRID * PAGE_GRID)
     return _enough(count, spec, each)
 
@@ -227,7 +228,18 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
     caches = max(_attention_bytes(spec, group, key, on_cpu) for group in paged(spec.groups))
     working = each * tokens * channels + layer.bytes + beside.bytes
-    return _fixed(spec) + working + caches + _state_bytes(spec, key) + (1 << 20)
+    adapters = _adapter_bytes(spec, tokens) if key.adapted else 0
+    return _fixed(spec) + working + caches + _state_bytes(spec, key) + adapters + (1 << 20)
+
+
+def _adapter_bytes(spec: ExecutionSpec, tokens: int) -> int:
+    """Of products with adapters: their inner results, and what they add to one weight's product."""
+    each = [4 * math.prod(stack.a.shape[:2]) + 3 * sum(_outs(b) for b in stack.b) for stack in spec.stacks]
+    return 4 * tokens * max(each, default=0)
+
+
+def _outs(b: Any) -> int:
+    return math.prod(_own(b)[:-1])
 
 
 def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_cpu: bool) -> int:

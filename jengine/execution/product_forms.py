@@ -33,7 +33,8 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
     from pallas_kernels.cpu import choice
 
     weights = [stored(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight)]
-    kinds = sorted({weight.format for weight in weights if len(weight.shape) > 1})
+    adapters = {str(spec.model.dtype)} if spec.stacks else set()
+    kinds = sorted({weight.format for weight in weights if len(weight.shape) > 1} | adapters)
     config = spec.model.config
     shape = 2 * config.intermediate_size, config.hidden_size  # of the largest product of a layer
     by_place = not spec.table.batch_invariant

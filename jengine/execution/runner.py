@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import batched
@@ -18,6 +18,7 @@ from jengine.execution.batch import BatchLayout
 from jengine.execution.burst import pack_burst
 from jengine.execution.draft import pack_drafts
 from jengine.execution.kinds import AFTER, BEFORE, FORGET, KINDS, STAGE, TRUNK, DeviceCall, Key
+from jengine.execution.kinds.adapters import write_call
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
@@ -91,7 +92,12 @@ class Runner:
         self.worker, self._link = worker, SingleProcess() if link is None else link
         self.spec, self.programs = worker.spec, worker.programs
         self._spilling, self._staging = deque[UnderWay](), deque[UnderWay]()
+        self._adapters: Mapping[int, np.ndarray] = {}
         self._layouts = {key: self.spec.layout(key) for key in self.spec.table.trunks()}
+
+    def use_adapters(self, packed: Mapping[int, np.ndarray]) -> None:
+        """Plans name LoRA adapters by these numbers; see `AdapterShapes.pack`."""
+        self._adapters = packed
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Starts a step without masks, or a burst. Returns before it has run."""
@@ -115,6 +121,8 @@ class Runner:
     def _prepare(self, plan: StepPlan) -> BatchLayout:
         """Makes the calls that come before the trunk. Returns the layout of the step's buffer."""
         layout = self._layouts[plan.trunk]
+        for number, place in plan.loras:
+            self.call(write_call(self._adapters[number], place))
         for kind in BEFORE:
             for call in kind.calls(self.spec, layout, plan):
                 self.call(call)

@@ -29,12 +29,14 @@ LAYOUT = np.dtype(
         # number of most likely tokens, plus 1; 0: no log probabilities, not even the sampled token's
         ("logprobs", np.int32),
         ("min_position", np.int32),  # no stop token is sampled before this position
+        ("lora", np.int32),  # the place of the request's adapter, from 1; 0: none. Trunks read it
         ("stop_ids", np.int32, DEVICE_STOPS),
         ("bias_ids", np.int32, MAX_LOGIT_BIAS),
         ("bias", np.float32, MAX_LOGIT_BIAS),
     ]
 )
 SAMPLING_WORDS = LAYOUT.itemsize // 4
+LORA_WORD = LAYOUT.fields["lora"][1] // 4  # type: ignore[index]
 # smallest normal number: processors may treat smaller ones, or their inverses, as 0
 SMALLEST = float(np.finfo(np.float32).tiny)
 INT32_MAX = int(np.iinfo(np.int32).max)
@@ -78,6 +80,7 @@ def pack_sampling(reset: SlotReset) -> np.ndarray:
     row["sample_index"] = reset.sample_index
     row["logprobs"] = 0 if params.logprobs is None else params.logprobs + 1
     row["min_position"] = min(reset.prompt_len + params.min_tokens, INT32_MAX)
+    row["lora"] = reset.lora
     row["stop_ids"] = row["bias_ids"] = -1
     stops = reset.stop_token_ids[:DEVICE_STOPS]  # if there are more, a mask suppresses them
     row["stop_ids"][: len(stops)] = stops

@@ -18,7 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.core.config import AttentionBackend
+from jengine.core.lora import LoraLimits
 from jengine.devices.cpu_threads import cpu_threads
+from jengine.execution.adapters import AdapterShapes, Stacks
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
 from jengine.execution.slots import SlotState, abstract_slots
@@ -53,6 +55,7 @@ class ExecutionSpec:
         product_forms: on a CPU, see `pallas_kernels.products.Forms`.
         attention_backend: implementation of decode attention, see `EngineConfig`.
         draft: a model that drafts on the device; its one cache group is apart. None: there is none.
+        lora: limits of adapters; None: there are no programs for them.
     """
 
     model: Model
@@ -69,11 +72,26 @@ class ExecutionSpec:
     product_forms: tuple[tuple[str, str], ...] = ()
     attention_backend: AttentionBackend = "auto"
     draft: Model | None = None
+    lora: LoraLimits | None = None
+
+    @functools.cached_property
+    def adapters(self) -> AdapterShapes | None:
+        """The stacked adapters; None: there are no programs for them."""
+        if self.lora is None:
+            return None
+        return AdapterShapes(self.model, self.mesh, self.lora.max_loras, self.lora.max_lora_rank)
+
+    @property
+    def stacks(self) -> Stacks:
+        """Abstract arrays of the stacked adapters; none without programs for them."""
+        return () if self.adapters is None else self.adapters.stacks
 
     @functools.cached_property
     def drafting(self) -> ExecutionSpec | None:
         """The same for the draft model alone, with its part of the cache."""
-        return None if self.draft is None else dataclasses.replace(self, model=self.draft, draft=None)
+        return (
+            None if self.draft is None else dataclasses.replace(self, model=self.draft, draft=None, lora=None)
+        )
 
     @property
     def cache_dtype(self) -> np.dtype:
@@ -220,6 +238,7 @@ class ExecutionSpec:
             "dtype": str(np.dtype(self.model.dtype)),
             "quantization": self.model.weights,
             "draft": None if self.draft is None else _facts(self.draft),
+            "adapters": None if self.adapters is None else [self.adapters.places, self.adapters.columns],
             "cache_dtype": str(self.cache_dtype),
             "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
 from jengine.core.config import AttentionBackend
+from jengine.execution.adapters import Stacks
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.kv_cache import Cache
@@ -30,6 +32,7 @@ class ToSample(NamedTuple):
     tokens: jax.Array  # int32 [rows], the token before it
 
 
+Adapt = Callable[[Params, Stacks, SlotState, jax.Array], Params]  # params, stacks, slots, tokens' slots
 # the last is [tiles * tile_size, hidden_size], for prompt_logprobs
 TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]
 
@@ -44,11 +47,13 @@ def make_trunk(
     batch_invariant: bool = False,
     following: int = 0,
     follow: Callable[..., Cache] | None = None,
+    adapt: Adapt | None = None,
 ) -> Callable[..., TrunkOut]:
     """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states
     of tiles).
 
     Args:
+        adapt: for a trunk with adapters, whose second argument is their stacks.
         follow: makes the draft model's keys and values, see draft.py; params is then a pair.
         device: a device that it is compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
@@ -56,20 +61,25 @@ def make_trunk(
         following: see `Recurrence`.
     """
     how: Any = {"batch_invariant": batch_invariant, "following": following}
-    run = make_pass(model, layout.key, page_size, device, backend, **how)
+    run = make_pass(model, layout.key, page_size, device, backend, adapt, **how)
 
-    def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
+    def trunk(params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
         batch = layout.unpack(packed)
         slots = updated(slots, batch.table, batch.resets)
         if follow is None:
-            cache, to_sample, tiles = run(params, cache, slots, batch)
+            cache, to_sample, tiles = run(params, cache, slots, batch, stacks)
         else:
             params, of_draft = params
-            cache, to_sample, tiles = run(params, cache, slots, batch)
+            cache, to_sample, tiles = run(params, cache, slots, batch, stacks)
             cache = follow(of_draft, cache, slots, batch)
         return cache, slots, to_sample, tiles
 
-    return trunk
+    return trunk if adapt is not None else partial(without_adapters, trunk)
+
+
+def without_adapters(function: Callable[..., Any], params: Params, *others: Any) -> Any:
+    """Calls a function whose second argument is stacks with none."""
+    return function(params, (), *others)
 
 
 def make_pass(
@@ -78,19 +88,22 @@ def make_pass(
     page_size: int,
     device: jax.Device,
     backend: AttentionBackend = "auto",
+    adapt: Adapt | None = None,
     *,
     batch_invariant: bool = False,
     following: int = 0,
 ) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
-    """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include
-    the batch's updates.
+    """(params, cache, slots, batch, stacks) -> (cache, ToSample, hidden states of tiles). The slots already
+    include the batch's updates. Only `adapt` uses the stacks.
     """
     groups = model.groups
 
     def run(
-        params: Params, cache: Cache, slots: SlotState, batch: Batch
+        params: Params, cache: Cache, slots: SlotState, batch: Batch, stacks: Stacks = ()
     ) -> tuple[Cache, ToSample, jax.Array]:
         axis = TokenAxis(slots.last, batch, slots.drafts)
+        if adapt is not None:
+            params = adapt(params, stacks, slots, axis.owner)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
         attentions = [

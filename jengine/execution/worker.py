@@ -49,7 +49,7 @@ class Worker:
         """Bytes on this process's devices, by use."""
         devices, state = len(self.spec.mesh.local_devices), self.state
         parts = {
-            "weights": (state.params, state.draft),
+            "weights": (state.params, state.draft, state.stacks),
             "cache": state.cache,
             "slots and counts": (state.slots, state.counts),
         }

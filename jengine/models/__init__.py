@@ -56,8 +56,8 @@ FAMILIES: dict[str, Family] = dict(
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model without its weights. params, axes, sources and matrices are nested dicts with the same
-    structure.
+    """A model without its weights. params, axes, sources, matrices and adaptable are nested dicts with
+    the same structure.
 
     Attributes:
         params: the abstract parameters of programs: each is a jax.ShapeDtypeStruct, or a Quantized or Int4 of
@@ -65,6 +65,7 @@ class Model:
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors that make up each parameter, a tuple of pieces.Piece.
         matrices: whether each parameter is read as a Weight.
+        adaptable: whether each is the weight of dense products, and of nothing else.
         group_size, calibrated: as in `build`.
         prefix: as in Decoder.
         text_part, skipped, unread: as in Family.
@@ -83,6 +84,7 @@ class Model:
     axes: Any
     sources: Any
     matrices: Any
+    adaptable: Any
     prefix: str
     text_part: TextPart | None
     skipped: tuple[str, ...]
@@ -232,6 +234,7 @@ def build(
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),
         matrices=tree(lambda p: isinstance(p, Matrix)),
+        adaptable=tree(_is_adaptable),
         prefix=module.prefix,
         text_part=FAMILIES[config.family].text_part,
         skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
@@ -250,6 +253,12 @@ def _form(make: Any, *arrays: jax.ShapeDtypeStruct | None, **how: Any) -> Any:
     milliseconds.
     """
     return jax.eval_shape(partial(make, **how), *arrays)
+
+
+def _is_adaptable(parameter: Any) -> bool:
+    if not isinstance(parameter, Matrix) or parameter.get_metadata("exact"):
+        return False
+    return parameter.get_metadata("axes")[0] not in ("vocab", "experts")
 
 
 def _loses_much(axes: tuple[str | None, ...]) -> bool:

@@ -69,6 +69,7 @@ class Scheduler:
         prefix_caching: whether prompts reuse the pages of earlier ones.
         host_pages: pages of host memory for evicted pages (see HostTier); 0: no host tier.
         staged: maximum number of pages in flight between device and host, in each direction.
+        max_loras: places of adapters on the devices.
         options: order, batching and targets of requests.
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
         predictor: class of the object that predicts steps.
@@ -106,6 +107,7 @@ class Scheduler:
         prefix_caching: bool = False,
         host_pages: int = 0,
         staged: int = SWAPS,
+        max_loras: int = 0,
         options: SchedulingOptions = DEFAULTS,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -140,7 +142,9 @@ class Scheduler:
             recurrent=num_states > 0,
         )
         self.timeline = Timeline()
-        self.registry = Registry(self.blocks, self.composition, max_num_seqs=max_num_seqs, options=options)
+        self.registry = Registry(
+            self.blocks, self.composition, max_num_seqs=max_num_seqs, options=options, places=max_loras
+        )
         self.predictor = predictor(
             ReadyPrograms(table), costs, self.blocks, self.composition, max_num_batched_tokens
         )
@@ -201,7 +205,8 @@ class Scheduler:
             family: number of the prompt's first sample; None for the first one.
 
         Raises:
-            InvalidArgument: an unfinished request has its id. Nothing is queued in this case.
+            InvalidArgument: an unfinished request has its id, or its adapter is not loaded. Nothing is queued
+                in this case.
         """
         max_len = self.limits.max_len(request)
         sequence = self.registry.add(
@@ -250,6 +255,7 @@ class Scheduler:
         plan holds one of the two; see `composition`.
         """
         plan, how = PlanBuilder(self.clock()), self.composition
+        self.predictor.adapted = self.registry.adapters.running
         self.prompts.land()
         self.admission.begin_step(plan.now)
         if how.prompts_first:
@@ -296,7 +302,8 @@ class Scheduler:
             plan.steps,
         )
         pages = self.blocks.pages_of(self.limits.longest_after(plan.longest, steps))
-        trunk = ready.trunk(len(plan.rows) + plan.more_rows, plan.tiles, pages, len(plan.samples))
+        rows = len(plan.rows) + plan.more_rows
+        trunk = ready.trunk(rows, plan.tiles, pages, len(plan.samples), adapted=plan.adapted)
         variant = VARIANTS[plan.rank]
         sampler = ready.sampler(trunk, variant) if steps == 1 else self.table.sampler(trunk, variant)
         if states is not None:
@@ -325,6 +332,7 @@ class Scheduler:
             for rule in self.rules:
                 rule.planned(plan)
         built = plan.build(trunk, sampler)
+        built.loras = self.registry.adapters.take_writes()
         built.seconds = (
             costs.seconds(trunk, sampler, plan.work)
             if steps == 1

@@ -75,6 +75,7 @@ class SlotReset:
     prompt_len: int  # tokens, for min_tokens
     stop_token_ids: tuple[int, ...]  # including end-of-sequence ids, whether or not they end the request
     counted: list[int] | None = None  # all known tokens, if penalties need their counts
+    lora: int = 0  # the place of its adapter, from 1; 0: none
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class StepPlan:
             admitted. They follow those of decoding sequences: first on rows, then in tiles.
         guesses: number of drafts, over all spans.
         draft: the program of the draft model that runs before the trunk, if any.
+        loras: (number of an adapter, place from 1) to write before the trunk.
         seconds: predicted device time; 0 if it was not requested.
     """
 
@@ -109,6 +111,7 @@ class StepPlan:
     prompts: int = 0
     guesses: int = 0
     draft: DraftKey | None = None
+    loras: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property

@@ -42,15 +42,18 @@ class TrunkKey:
     """Embedding, layers and final norm over `rows` decode rows and `tiles` prompt tiles.
 
     `pages` is the number of a sequence's pages that attention reads. 0 means each sequence's own number,
-    which only the device knows (a loop on a CPU, or in the kernel).
+    which only the device knows (a loop on a CPU, or in the kernel). `adapted` is whether it computes LoRA
+    adapters too; then it serves rows without adapters as well.
     """
 
     rows: int
     tiles: int
     pages: int = 0
+    adapted: bool = False
 
     def __str__(self) -> str:
-        return f"trunk[{self.rows}+{self.tiles}t" + (f",{self.pages}p]" if self.pages else "]")
+        more = f",{self.pages}p" if self.pages else ""
+        return f"trunk[{self.rows}+{self.tiles}t{more}{',lora' if self.adapted else ''}]"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -156,6 +159,7 @@ class ProgramTable:
     pooling: bool = False  # whether there are programs for embeddings
     steps: int = 1  # steps of a burst; 1: no bursts
     drafts: int = 0  # tokens that a draft model proposes for a sequence; 0: there is none
+    adapters: bool = False  # whether there are trunks and bursts with adapters
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
@@ -183,6 +187,7 @@ class ProgramTable:
         pooling: bool = False,
         steps: int = 1,
         drafts: int = 0,
+        adapters: bool = False,
     ) -> ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
@@ -191,20 +196,28 @@ class ProgramTable:
             single_row: whether to add a trunk for a single row.
             pooling: whether to add programs for embeddings.
             steps: steps of a burst; 1: no programs for bursts.
-            drafts: see the class.
+            drafts, adapters: see the class.
         """
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
         all_rows, mixed = (1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]}))
-        return cls(all_rows, mixed, tiles, tile_size, page_buckets, paged_rows, pooling, steps, drafts)
+        more = page_buckets, paged_rows, pooling, steps, drafts, adapters
+        return cls(all_rows, mixed, tiles, tile_size, *more)
 
     @classmethod
     def build_batch_invariant(
-        cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False, drafts: int = 0
+        cls,
+        *,
+        max_num_seqs: int,
+        tiles: int,
+        tile_size: int,
+        pooling: bool = False,
+        drafts: int = 0,
+        adapters: bool = False,
     ) -> ProgramTable:
         """One trunk for max_num_seqs decode rows, one for `tiles` prompt tiles."""
-        rows = (max(max_num_seqs, MIN_ROWS),)
-        return cls(rows, BATCH_INVARIANT, (tiles,), tile_size, pooling=pooling, drafts=drafts)
+        rows, more = (max(max_num_seqs, MIN_ROWS),), {"pooling": pooling, "drafts": drafts}
+        return cls(rows, BATCH_INVARIANT, (tiles,), tile_size, **more, adapters=adapters)  # type: ignore[arg-type]
 
     @property
     def batch_invariant(self) -> bool:
@@ -226,17 +239,28 @@ class ProgramTable:
     def max_tiles(self) -> int:
         return self.tile_buckets[-1]
 
-    def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
+    @property
+    def kinds_of_trunks(self) -> tuple[bool, ...]:
+        """Whether trunks have adapters. With batch invariance there is only one kind, since two programs may
+        round differently.
+        """
+        if not self.adapters:
+            return (False,)
+        return (True,) if self.batch_invariant else (False, True)
+
+    def trunk(
+        self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: bool = False
+    ) -> TrunkKey:
         """The smallest trunk for a step with this many rows, tiles, pages per sequence and samples."""
+        adapted = adapted or self.kinds_of_trunks[0]
         buckets, tiles = (
             self.mixed_row_buckets if tiles else self.row_buckets,
             _fit(self.tile_buckets, tiles) if tiles else 0,
         )
-        key = TrunkKey(_fit(buckets, rows), tiles, self.page_bucket(pages, tiles))
+        key = TrunkKey(_fit(buckets, rows), tiles, self.page_bucket(pages, tiles), adapted)
         if self.sample_rows(key) < samples:  # several samples of one prompt
-            key = TrunkKey(
-                next(b for b in buckets if self.sample_rows(TrunkKey(b, tiles)) >= samples), tiles, key.pages
-            )
+            more = next(b for b in buckets if self.sample_rows(TrunkKey(b, tiles)) >= samples)
+            key = TrunkKey(more, tiles, key.pages, adapted)
         return key
 
     def place(self, spans: Sequence[Tokens]) -> Placement:
@@ -260,8 +284,8 @@ class ProgramTable:
         return buckets[0] if len(buckets) == 1 else _fit(buckets, pages)
 
     def longest(self, rows: int, tiles: int) -> TrunkKey:
-        """The trunk with these buckets for sequences of any length."""
-        return TrunkKey(rows, tiles, self._page_buckets(tiles)[-1])
+        """The trunk with these buckets for any sequences, of any length and with any adapters."""
+        return TrunkKey(rows, tiles, self._page_buckets(tiles)[-1], self.adapters)
 
     def _page_buckets(self, tiles: int) -> tuple[int, ...]:
         return self.page_buckets if tiles or self.paged_rows else (0,)
@@ -280,14 +304,11 @@ class ProgramTable:
         return [*keys, *self.bursts(), *self.draft_keys()]
 
     def trunks(self) -> list[TrunkKey]:
-        plain = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
+        plain = [(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
         mixed = [
-            TrunkKey(r, t, p)
-            for r in self.mixed_row_buckets
-            for t in self.tile_buckets
-            for p in self.page_buckets
+            (r, t, p) for r in self.mixed_row_buckets for t in self.tile_buckets for p in self.page_buckets
         ]
-        return plain + mixed
+        return [TrunkKey(*sizes, adapted) for adapted in self.kinds_of_trunks for sizes in plain + mixed]
 
     def samplers(self) -> list[SamplerKey]:
         return [SamplerKey(r, v) for r in self.sample_buckets for v in self.variants]
@@ -302,7 +323,7 @@ class ProgramTable:
         """Keys of bursts, for the samplers that do not need the host."""
         if self.steps == 1:
             return []
-        trunks = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
+        trunks = [key for key in self.trunks() if not key.tiles]
         return [
             BurstKey(trunk, self.sampler(trunk, variant), self.steps)
             for trunk in trunks

@@ -62,19 +62,27 @@ class ReadyPrograms:
         others = (*self.table.tile_programs(trunk.tiles), *self.table.row_programs(trunk.rows))
         return full in keys and all(key in keys for key in others)
 
-    def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
-        """The smallest ready trunk for a step with this many rows, tiles, pages per sequence and samples."""
-        wanted = self.table.trunk(rows, tiles, pages, samples)
+    def trunk(
+        self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: bool = False
+    ) -> TrunkKey:
+        """The smallest ready trunk for a step with this many rows, tiles, pages per sequence and samples.
+
+        Args:
+            adapted: whether any of its sequences has an adapter.
+        """
+        wanted = self.table.trunk(rows, tiles, pages, samples, adapted=adapted)
         if wanted in self._trunks:
             return wanted
         if wanted not in self._chosen:
             self._chosen[wanted] = min(
-                (key for key in self._trunks if self._holds(key, wanted)), key=self.table.tokens
+                (key for key in self._trunks if self._holds(key, wanted)),
+                key=lambda key: (self.table.tokens(key), key.adapted),
             )
         return self._chosen[wanted]
 
     def _holds(self, key: TrunkKey, wanted: TrunkKey) -> bool:
         enough = key.rows >= wanted.rows and key.tiles >= wanted.tiles and key.pages >= wanted.pages
+        enough = enough and key.adapted >= wanted.adapted
         return enough and self.table.sample_rows(key) >= self.table.sample_rows(wanted)
 
     def sampler(self, trunk: TrunkKey, variant: Variant) -> SamplerKey:

@@ -298,7 +298,8 @@ class VirtualEngine:
                 break
             steps, context, longest = steps + 1, context + count, longest + 1
             if trunk.pages:
-                trunk = scheduler.predictor.ready.trunk(count, 0, scheduler.blocks.pages_of(longest), count)
+                pages = scheduler.blocks.pages_of(longest)
+                trunk = scheduler.predictor.ready.trunk(count, 0, pages, count, adapted=trunk.adapted)
                 base = times.base(trunk, plan.sampler)
             seconds = times.device(
                 base,

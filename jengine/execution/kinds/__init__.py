@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jengine.execution.kinds.adapters import AllocateAdapters, WriteAdapter
 from jengine.execution.kinds.allocate import Allocate
 from jengine.execution.kinds.burst import Burst
 from jengine.execution.kinds.counts import AllocateCounts, Count, Forget
@@ -24,6 +25,8 @@ AFTER: tuple[Kind[Any], ...] = (Score(), Pool())  # and after it, with results f
 KINDS: tuple[Kind[Any], ...] = (
     Allocate(),
     AllocateCounts(),
+    AllocateAdapters(),
+    WriteAdapter(),
     *BEFORE,
     Spill(),
     Fill(),

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.burst import make_burst
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import Kind, Program, ints, of_leaves, partitions
+from jengine.execution.kinds.kind import Kind, Program, adapter_of, ints, of_leaves, partitions
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import StepPlan
@@ -23,21 +23,31 @@ class Burst(Kind[BurstKey]):
     def program(self, spec: ExecutionSpec, key: BurstKey) -> Program:
         layout = spec.layout(key.trunk)
         burst = make_burst(
-            spec.model, key, layout, spec.page_size, spec.mesh.devices.flat[0], spec.attention_backend
+            spec.model,
+            key,
+            layout,
+            spec.page_size,
+            spec.mesh.devices.flat[0],
+            spec.attention_backend,
+            adapter_of(spec, key.trunk),
         )
-        args = spec.leaves, spec.cache, spec.slots, ints(spec, layout.size + key.trunk.rows)
+        stacks = (spec.stacks,) if key.trunk.adapted else ()
+        own = spec.cache, spec.slots, ints(spec, layout.size + key.trunk.rows)
         out = partitions(spec.cache), PartitionSpec(), PartitionSpec()
+        name = f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}"
+        first = 1 + len(stacks)
         return Program(
-            f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}",
+            f"{name}{'_lora' if key.trunk.adapted else ''}",
             of_leaves(spec, burst),
-            args,
+            (spec.leaves, *stacks, *own),
             out,
-            (1, 2),
+            (first, first + 1),
         )
 
     def run(self, state: DeviceState, key: BurstKey, array: np.ndarray) -> Sampled:
+        stacks = (state.stacks,) if key.trunk.adapted else ()
         state.cache, state.slots, sampled = state.programs[key](
-            state.leaves, state.cache, state.slots, state.put(array)
+            state.leaves, *stacks, state.cache, state.slots, state.put(array)
         )
         result: Sampled = start_host_copy(sampled)
         return result

@@ -16,12 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jengine.execution.adapters import Stacks, adapted, mask_of
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
+from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
+from jengine.execution.trunk import Adapt
 from jengine.models import Params
 from jengine.scheduling.step_plan import StepPlan
-from jengine.table.program_table import TableKey
+from jengine.table.program_table import TableKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
 
 Key = TableKey | str  # str: the name of a kind with a single key
@@ -148,6 +151,19 @@ def of_both_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callabl
         return function((whole(params[:count]), drafting(params[count:])), *others)
 
     return of
+
+
+def adapter_of(spec: ExecutionSpec, key: TrunkKey) -> Adapt | None:
+    """What puts adapted weights in the place of parameters, for trunks with adapters."""
+    shapes, forms = spec.adapters, spec.product_forms
+    if shapes is None or not key.adapted:
+        return None
+    found, places, dtype = shapes.sites, shapes.places, spec.model.dtype
+
+    def adapt(params: Params, stacks: Stacks, slots: SlotState, owner: jax.Array) -> Params:
+        return adapted(params, stacks, mask_of(slots, owner, stacks, places, dtype), found, forms)
+
+    return adapt
 
 
 def _whole(spec: ExecutionSpec) -> Callable[[Sequence[jax.Array]], Params]:

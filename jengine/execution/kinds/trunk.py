@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.device_state import DeviceState
 from jengine.execution.draft import make_follow
-from jengine.execution.kinds.kind import Kind, Program, of_both_leaves, partitions
+from jengine.execution.kinds.kind import Kind, Program, adapter_of, of_both_leaves, partitions
 from jengine.execution.memory import trunk_temporaries
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
@@ -34,21 +34,27 @@ class Trunk(Kind[TrunkKey]):
             follow=None
             if spec.draft is None
             else make_follow(spec.model, spec.draft, key, spec.page_size, device, spec.attention_backend),
+            adapt=adapter_of(spec, key),
         )
-        args = spec.both_leaves, spec.cache, spec.slots, spec.packed(key)
+        own = spec.cache, spec.slots, spec.packed(key)
         out = partitions(spec.cache), *[PartitionSpec()] * 3
-        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}"
-        return Program(name, of_both_leaves(spec, trunk), args, out, (1, 2))
+        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}{'_lora' if key.adapted else ''}"
+        stacks = (spec.stacks,) if key.adapted else ()
+        first = 1 + len(stacks)
+        return Program(
+            name, of_both_leaves(spec, trunk), (spec.both_leaves, *stacks, *own), out, (first, first + 1)
+        )
 
     def run(self, state: DeviceState, key: TrunkKey, array: np.ndarray) -> None:
-        outs = state.programs[key](state.both_leaves, state.cache, state.slots, state.put(array))
+        stacks = (state.stacks,) if key.adapted else ()
+        outs = state.programs[key](state.both_leaves, *stacks, state.cache, state.slots, state.put(array))
         state.cache, state.slots, state.to_sample, state.tiles = outs
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[TrunkKey, StepPlan]:
         return {key: StepPlan(key, ready.sampler(key, "greedy")) for key in ready.trunks()}
 
     def heaviest(self, spec: ExecutionSpec) -> TrunkKey:
-        return max(spec.table.trunks(), key=lambda key: (spec.table.tokens(key), key.pages))
+        return max(spec.table.trunks(), key=lambda key: (spec.table.tokens(key), key.pages, key.adapted))
 
     def temporaries(self, spec: ExecutionSpec, key: TrunkKey) -> int:
         return trunk_temporaries(spec, key)

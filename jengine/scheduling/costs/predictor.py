@@ -6,7 +6,7 @@ from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.requests.composition import Composition
 from jengine.scheduling.work import NO_WORK, Work
-from jengine.table.program_table import VARIANTS
+from jengine.table.program_table import VARIANTS, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
 
 
@@ -17,6 +17,7 @@ class StepPredictor:
         ready: programs that steps may use; replaced when more become ready.
         tile_size: tokens in a tile.
         max_num_batched_tokens: maximum tokens in a step.
+        adapted: whether steps have adapters, as far as is known.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class StepPredictor:
         max_num_batched_tokens: int,
     ) -> None:
         self.ready, self.costs = ready, costs
+        self.adapted = False
         self.tile_size, self.max_num_batched_tokens = ready.table.tile_size, max_num_batched_tokens
         self._blocks, self._apart = blocks, composition.apart
 
@@ -62,7 +64,7 @@ class StepPredictor:
             return self.seconds(rows, 0, alone, tokens, rank) + self.seconds(
                 0, tiles, Work(attended=work.attended), tokens, rank
             )
-        trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self.pages(tokens))
+        trunk = self._trunk(max(rows, 0 if tiles else 1), tiles, tokens)
         return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
 
     def row_seconds(self, rows: int, tiles: int, tokens: int, rank: int = 0) -> float:
@@ -70,8 +72,11 @@ class StepPredictor:
         seconds, steps = self.seconds(rows, tiles, NO_WORK, tokens, rank), self.ready.table.steps
         if tiles or steps == 1:
             return seconds
-        burst = self.ready.burst(self.ready.trunk(rows, 0, self.pages(tokens)), VARIANTS[rank])
+        burst = self.ready.burst(self._trunk(rows, 0, tokens), VARIANTS[rank])
         return seconds if burst is None else min(seconds, self.costs.burst_seconds(burst) / steps)
+
+    def _trunk(self, rows: int, tiles: int, tokens: int) -> TrunkKey:
+        return self.ready.trunk(rows, tiles, self.pages(tokens), adapted=self.adapted)
 
     def draft_seconds(self, rows: int, tokens: int) -> float:
         """Predicted seconds that a draft model adds to a step, for this many sequences.

@@ -244,7 +244,7 @@ class StepCosts:
             if not isinstance(key, TrunkKey):
                 same[key] = cost
             elif key.tiles * size % other == 0:
-                same[TrunkKey(key.rows, key.tiles * size // other, key.pages)] = cost
+                same[TrunkKey(key.rows, key.tiles * size // other, key.pages, key.adapted)] = cost
         costs = StepCosts(table, {key: cost.seconds for key, cost in same.items()}, slopes=self.slopes)
         costs.host, costs.swaps = self.host, self.swaps
         return costs
@@ -307,7 +307,8 @@ class StepCosts:
         if isinstance(key, BurstKey):
             return key.steps * (self.base(key.trunk) + self.base(key.sampler))
         if isinstance(key, DraftKey):
-            return key.tokens * DRAFT_SHARE * self.base(TrunkKey(key.rows, 0, key.pages))
+            of = TrunkKey(key.rows, 0, key.pages, self.table.kinds_of_trunks[0])
+            return key.tokens * DRAFT_SHARE * self.base(of)
         seconds = self._estimates.get(key)
         if seconds is None:
             assert isinstance(key, TrunkKey | SamplerKey), f"{key} is not a part of predictions"
@@ -317,8 +318,10 @@ class StepCosts:
 
     def _estimate_trunk(self, key: TrunkKey) -> float:
         """Interpolates between known trunks with fewer and more tokens; extrapolates through the smallest and
-        the largest."""
-        points = sorted((self.table.tokens(known), cost.seconds) for known, cost in self._of(TrunkKey))
+        the largest. Uses trunks with adapters for those with adapters, as far as any are known."""
+        trunks = self._of(TrunkKey)
+        alike = [one for one in trunks if one[0].adapted == key.adapted] or trunks
+        points = sorted((self.table.tokens(known), cost.seconds) for known, cost in alike)
         tokens = self.table.tokens(key)
         if not points:
             return _linear(tokens)

@@ -165,7 +165,10 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
             )
         if (rows, tiles) not in known:
             trunk = ready.trunk(
-                min(rows or (0 if tiles else 1), ready.max_rows), min(tiles, ready.max_tiles), pages
+                min(rows or (0 if tiles else 1), ready.max_rows),
+                min(tiles, ready.max_tiles),
+                pages,
+                adapted=scheduler.predictor.adapted,
             )
             known[rows, tiles] = (
                 costs.seconds(trunk, ready.sampler(trunk, variant)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jengine.scheduling.pages.prefix_index import Block
+from jengine.scheduling.pages.prefix_index import Block, Salt
 
 
 class GroupPages(NamedTuple):
@@ -69,7 +69,7 @@ class BlockTable:
     pages: list[list[int]]
     first: list[int]
     sent: list[int]
-    salt: str | None
+    salt: Salt
     findable: bool
     blocks: list[Block] = field(default_factory=list)
 

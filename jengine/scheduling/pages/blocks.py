@@ -11,7 +11,7 @@ from jengine.scheduling.pages.block_table import NO_HIT, BlockTable, Copy, Entry
 from jengine.scheduling.pages.host_tier import Fetch, HostTier
 from jengine.scheduling.pages.page_pool import PagePool
 from jengine.scheduling.pages.prefix_finder import LAST_PAGE, PrefixFinder
-from jengine.scheduling.pages.prefix_index import PrefixIndex
+from jengine.scheduling.pages.prefix_index import PrefixIndex, Salt
 from jengine.scheduling.pages.states import States
 from jengine.table.pages import SWAPS, most_pages, pages_of
 
@@ -126,7 +126,7 @@ class BlockManager:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int], salt: str | None) -> Hit:
+    def match(self, tokens: Sequence[int], salt: Salt) -> Hit:
         """The longest cached prefix: a multiple of hit_grid, without the last token, which must always be
         computed.
         """
@@ -135,7 +135,7 @@ class BlockManager:
         blocks = self._finder.longest(tokens, salt)
         return Hit(blocks, len(blocks) * self.page_size)
 
-    def match_both(self, tokens: Sequence[int], salt: str | None, hit: Hit) -> Hit:
+    def match_both(self, tokens: Sequence[int], salt: Salt, hit: Hit) -> Hit:
         """The longest prefix found on device and host together, if it is longer than `hit`, found on the
         device alone.
         """
@@ -182,7 +182,7 @@ class BlockManager:
         """Pages needed from each pool for one more sample of a prompt."""
         return Counter() if self.states is None else Counter({len(self.pools) - 1: 2})
 
-    def admit(self, number: int, hit: Hit, tokens: int, salt: str | None, known: Sequence[int] = ()) -> None:
+    def admit(self, number: int, hit: Hit, tokens: int, salt: Salt, known: Sequence[int] = ()) -> None:
         """Creates a sequence's block table: the pages of the hit and, for groups without a window, pages for
         all known tokens.
 
@@ -253,7 +253,7 @@ class BlockManager:
             new.sent[group] = sum(1 for _ in takewhile(lambda both: both[0] == both[1], known))
         self._release_pages(old)
 
-    def empty(self, number: int, salt: str | None) -> None:
+    def empty(self, number: int, salt: Salt) -> None:
         """Gives a sequence an empty block table, releasing the previous one if any."""
         if number in self._tables:
             self.release(number)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jengine.scheduling.pages.prefix_index import Block, Find, PrefixIndex
+from jengine.scheduling.pages.prefix_index import Block, Find, PrefixIndex, Salt
 
 LAST_PAGE = 2  # window of a group that needs only the last page of a hit: a state at its end
 
@@ -31,7 +31,7 @@ class PrefixFinder:
         self._windowed = [i for i, window in enumerate(windows) if window is not None]
         self._unwindowed = [i for i, window in enumerate(windows) if window is None]
 
-    def longest(self, tokens: Sequence[int], salt: str | None, find: Find | None = None) -> list[Block]:
+    def longest(self, tokens: Sequence[int], salt: Salt, find: Find | None = None) -> list[Block]:
         """The blocks of the longest hit. It ends on the grid and excludes the last token, which must always
         be computed.
 
@@ -55,7 +55,7 @@ class PrefixFinder:
                 break
         return chain
 
-    def branch(self, tokens: Sequence[int], salt: str | None) -> int:
+    def branch(self, tokens: Sequence[int], salt: Salt) -> int:
         """Number of tokens with pages in all groups without a window. At least as long as the hit."""
         return (
             len(self._index.chain(salt, tokens, len(tokens) // self._page_size, self._unwindowed))

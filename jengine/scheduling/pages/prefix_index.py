@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+Salt = str | tuple[int, str | None] | None  # of a sequence; with an adapter, its number is a part
+
 
 class Block:
     """The tokens of one page after a given prefix, and the pages that hold their keys and values.
@@ -16,7 +18,7 @@ class Block:
 
     __slots__ = ("pages", "parent", "tokens", "users")
 
-    def __init__(self, parent: Block | str | None, tokens: tuple[int, ...], groups: int) -> None:
+    def __init__(self, parent: Block | Salt, tokens: tuple[int, ...], groups: int) -> None:
         self.parent, self.tokens = parent, tokens
         self.pages = [0] * groups
         self.users = 0
@@ -34,7 +36,7 @@ class PrefixIndex:
 
     def __init__(self, groups: int, page_size: int) -> None:
         self._groups, self._page_size = groups, page_size
-        self._blocks: dict[tuple[Block | str | None, tuple[int, ...]], Block] = {}
+        self._blocks: dict[tuple[Block | Salt, tuple[int, ...]], Block] = {}
         self._holding: list[dict[int, Block]] = [{} for _ in range(groups)]  # by group: page -> block
         self.version = 0  # changes when pages are added or removed
 
@@ -43,7 +45,7 @@ class PrefixIndex:
 
     def chain(
         self,
-        salt: str | None,
+        salt: Salt,
         tokens: Sequence[int],
         most: int,
         groups: Sequence[int],
@@ -66,7 +68,7 @@ class PrefixIndex:
             parent = block  # type: ignore[assignment]
         return found
 
-    def get(self, parent: Block | str | None, tokens: tuple[int, ...]) -> Block:
+    def get(self, parent: Block | Salt, tokens: tuple[int, ...]) -> Block:
         """Returns the block of these tokens, creating it if needed."""
         block = self._blocks.get((parent, tokens))
         if block is None:
@@ -114,7 +116,7 @@ class PrefixIndex:
             pages.clear()
 
     def _drop(self, block: Block) -> None:
-        parent: Block | str | None = block
+        parent: Block | Salt = block
         while isinstance(parent, Block) and not parent.users and not any(parent.pages):
             block, parent = parent, parent.parent
             if self._blocks.get((parent, block.tokens)) is not block:

@@ -87,7 +87,10 @@ class PromptCutter:
             Counter[int](),
             len(self._registry.running),
         )
+        may_start = self._registry.adapters.may_start
         for sequence in self._registry.waiting:
+            if not may_start(sequence.adapter):
+                continue
             if pending.count >= limit or admitting <= 0 or room < sequence.slots or sequence.in_flight:
                 break
             hit = self._prefixes.match(sequence)
@@ -110,7 +113,7 @@ class PromptCutter:
         while (
             left > 0 and self.admitting > 0 and all(s.state is not State.PREFILLING for s in registry.running)
         ):
-            first = registry.waiting.first
+            first = registry.next
             # A preempted sequence with tokens in flight is not fully known yet; those behind it wait.
             if first is None or first.in_flight or first.slots > self.room:
                 break
@@ -118,9 +121,7 @@ class PromptCutter:
             if blocks.coming(hit) or not self._fits(self._needed(first, hit), len(registry.running)):
                 break
             self._start(first)
-            blocks.admit(
-                first.number, hit, self._composition.prefilled(first), first.request.cache_salt, first.tokens
-            )
+            blocks.admit(first.number, hit, self._composition.prefilled(first), first.salt, first.tokens)
             first.num_computed = hit.tokens
             self._prefixes.note_hit(first, hit.tokens, plan.now, hit)
             if first.num_preemptions:
@@ -194,6 +195,7 @@ class PromptCutter:
             attended=plan.work.attended + pairs(start, end - start, self._limits.windows)
         )
         plan.longest = max(plan.longest, end)
+        plan.adapted |= sequence.adapter is not None
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
         if end == len(sequence.tokens):
@@ -211,7 +213,7 @@ class PromptCutter:
         """
         registry, blocks = self._registry, self._blocks
         while min(self.room, self.admitting) > 0 and self._fits(blocks.forked, len(registry.running) + 1):
-            child = registry.waiting.first
+            child = registry.next
             if (
                 child is None
                 or child.family != parent.family
@@ -242,6 +244,7 @@ def _set_slots(plan: PlanBuilder, sequence: Sequence) -> None:
                 prompt_len=sequence.prompt_len,
                 stop_token_ids=sequence.suppressed_token_ids,
                 counted=list(sequence.tokens) if request.params.penalizes else None,
+                lora=0 if sequence.adapter is None else sequence.adapter.place,
             )
         )
 

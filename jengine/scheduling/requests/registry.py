@@ -10,6 +10,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.requests.adapters import Adapters
 from jengine.scheduling.requests.batching import Batches
 from jengine.scheduling.requests.beams import Beams
 from jengine.scheduling.requests.composition import Composition
@@ -40,6 +41,7 @@ class Registry:
     Args:
         max_num_seqs: maximum number of running sequences. They own slots 1 to max_num_seqs; slot 0 is the
             null slot.
+        places: of adapters on the devices.
 
     Attributes:
         waiting: sequences that may be admitted, in admission order.
@@ -52,15 +54,23 @@ class Registry:
         by_slack: whether the order depends on targets.
         may_preempt: whether `preempt` preempts; otherwise it raises PreemptionNeeded.
         rememberers: parts to notify of each release.
+        adapters: loaded adapters.
     """
 
     def __init__(
-        self, blocks: BlockManager, composition: Composition, *, max_num_seqs: int, options: SchedulingOptions
+        self,
+        blocks: BlockManager,
+        composition: Composition,
+        *,
+        max_num_seqs: int,
+        options: SchedulingOptions,
+        places: int = 0,
     ) -> None:
         self.blocks, self.max_num_seqs, self.options = blocks, max_num_seqs, options
         self._composition = composition
         self.num_preemptions = self.releases = 0
         self.ended: list[Sequence] = []
+        self.adapters = Adapters(places)
         self.by_slack, self.may_preempt = False, True
         self.rememberers: List[Rememberer] = ()
         self.fair = FairQueue() if options.policy == "fair" else None
@@ -107,7 +117,7 @@ class Registry:
         """Adds a sequence, which waits but is not queued yet. Arguments as in Scheduler.add.
 
         Raises:
-            InvalidArgument: see `check_id`. Nothing is added in this case.
+            InvalidArgument: see `check_id`; or its adapter is not loaded. Nothing is added in this case.
         """
         self.check_id(request.request_id)
         params, number = request.params, self._arrivals
@@ -122,7 +132,9 @@ class Registry:
             stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
             suppressed_token_ids=suppressed,
             tokens=list(request.prompt_token_ids),
+            adapter=self.adapters.get(request.lora_name),
         )
+        self.adapters.came(sequence.adapter)
         self._arrivals += 1
         self.stop_ids.update(sequence.stop_token_ids)
         self.by_id[request.request_id] = self.by_number[number] = sequence
@@ -143,12 +155,21 @@ class Registry:
             state=State.HELD,
             accepted=leader.accepted,
             beams=beams,
+            adapter=leader.adapter,
         )
         beam.order = leader.order
         self._arrivals += 1
         self.by_number[beam.number] = beam
-        self.blocks.empty(beam.number, leader.request.cache_salt)
+        self.blocks.empty(beam.number, leader.salt)
         return beam
+
+    @property
+    def next(self) -> Sequence | None:
+        """The first waiting sequence whose adapter has a place or can get one."""
+        if not self.adapters.by_name:
+            return self.waiting.first
+        may_start = self.adapters.may_start
+        return next((one for one in self.waiting if may_start(one.adapter)), None)
 
     def order(self, sequence: Sequence) -> Order:
         options, sequence = self.options, _leader(sequence)
@@ -165,6 +186,7 @@ class Registry:
     def start(self, members: list[Sequence]) -> None:
         """Starts to run a waiting sequence, the first of `members`. The others are its empty beams."""
         self.waiting.admit(members[0])
+        self.adapters.start(members[0].adapter)
         for member in members:
             self.running[member] = None
             member.slot = self.free_slots.pop()
@@ -198,6 +220,7 @@ class Registry:
             self.waiting.remove(sequence)
         sequence.state, sequence.in_flight, sequence.tentative = State.FINISHED, 0, 0
         self.ended.append(sequence)
+        self.adapters.ended(sequence.adapter)
         del self.by_id[sequence.request_id], self.by_number[sequence.number]
         for token in sequence.stop_token_ids:
             self.stop_ids[token] -= 1
@@ -205,6 +228,7 @@ class Registry:
                 del self.stop_ids[token]
 
     def _release(self, sequence: Sequence) -> None:
+        self.adapters.stop(sequence.adapter)
         for member in _members(sequence):
             del self.running[member]
             for part in self.rememberers:
@@ -224,6 +248,7 @@ class Registry:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, slot and request is in exactly one place."""
         self.blocks.check_integrity()
+        self.adapters.check_integrity()
         running, waiting = list(self.running), [*self.waiting, *self.held]
         requests = {_leader(sequence) for sequence in running}
         assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"

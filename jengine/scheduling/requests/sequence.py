@@ -9,6 +9,8 @@ from enum import Enum
 from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
+from jengine.scheduling.pages.prefix_index import Salt
+from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.beams import Beams
 from jengine.table.program_table import VARIANTS, sampler_variant
 
@@ -68,6 +70,7 @@ class Sequence:
     stop_reason: int | str | None = None
     pooled: PooledStates | None = None  # of a request for an embedding
     beams: Beams[Sequence] | None = None  # the running beam search that it belongs to
+    adapter: Adapter | None = None  # that its request uses
     found: list[Beam] = field(default_factory=list)  # result of its finished beam search
 
     order: Order = field(init=False)  # set when it is queued
@@ -77,6 +80,7 @@ class Sequence:
     last_position: int = field(init=False)  # position of its last possible token, which is never an input
     variant_rank: int = field(init=False)  # index of its sampler variant in VARIANTS, which is sorted by cost
     searches: bool = field(init=False)  # whether its request is a beam search
+    salt: Salt = field(init=False)  # which its cached pages are found by
 
     def __post_init__(self) -> None:
         self.request_id, self.client = self.request.request_id, self.request.client
@@ -84,6 +88,8 @@ class Sequence:
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
         self.searches = self.request.beams is not None
+        salt, adapter = self.request.cache_salt, self.adapter
+        self.salt = salt if adapter is None else (adapter.number, salt)
         full = self.searches or self.request.mask is not None
         self.variant_rank = VARIANTS.index("full" if full else sampler_variant(self.request.params))
 

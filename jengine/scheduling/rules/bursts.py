@@ -44,7 +44,11 @@ class Bursts(Rule):
             return
         ready = self._predictor.ready
         trunk = ready.trunk(
-            len(rows), 0, blocks.pages_of(self._limits.longest_after(plan.longest, steps)), len(rows)
+            len(rows),
+            0,
+            blocks.pages_of(self._limits.longest_after(plan.longest, steps)),
+            len(rows),
+            adapted=plan.adapted,
         )
         if ready.burst(trunk, variant) is None:
             return

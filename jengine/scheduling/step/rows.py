@@ -23,7 +23,7 @@ class Rows:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
         self.last: list[Sequence] = []
         # of these rows, as are the lists; a loop over a thousand sequences waits for memory
-        self._rank, self._paced = 0, False
+        self._rank, self._paced, self._adapted = 0, False, False
         self._numbers: list[int] = []
         self._slots: list[int] = []
         self._samples: list[Sample] = []
@@ -54,7 +54,7 @@ class Rows:
 
     def empty(self, sequence: Sequence) -> None:
         """Takes all pages from a running sequence."""
-        self._blocks.empty(sequence.number, sequence.request.cache_salt)
+        self._blocks.empty(sequence.number, sequence.salt)
         sequence.num_computed = 0
         self._forked.pop(sequence, None)
 
@@ -72,9 +72,11 @@ class Rows:
         if rows != self.last:
             self.last, self._rank = rows, max([s.variant_rank for s in rows], default=0)
             self._paced = any(s.tpot < math.inf for s in rows)
+            self._adapted = any(s.adapter is not None for s in rows)
             self._numbers, self._slots = [s.number for s in rows], [s.slot for s in rows]
             self._samples = [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
         plan.rows, plan.rank, plan.paced = rows, self._rank, self._paced
+        plan.adapted |= self._adapted
         plan.spans = [*map(Span, self._numbers, self._slots, positions)]
         plan.samples = [*self._samples]
         plan.sampled = [*rows]

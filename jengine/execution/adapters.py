@@ -1,0 +1,183 @@
+"""LoRA adapters on the devices: stacked for every adaptable weight, and written place by place."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jengine.execution.sampling_row import LORA_WORD
+from jengine.execution.slots import SlotState
+from jengine.models import Model, Params
+from jengine.models.adapters import LoraWeights, Module, Site, sites
+from jengine.parallel.collectives import AXIS
+from jengine.parallel.mesh import RULES
+from pallas_kernels.adapted import Adapted, Stack, columns_of
+from pallas_kernels.products import Forms
+from pallas_kernels.weights import is_weight, stored, weight_of
+
+HEADER = 64  # bytes before an adapter's numbers: the place to write them to; keeps these aligned
+
+Stacks = tuple[Stack, ...]
+
+
+@dataclass(frozen=True)
+class AdapterShapes:
+    """The stacked adapters of a model on a mesh.
+
+    Attributes:
+        places: how many adapters have a place on the devices.
+        max_rank: the largest rank of an adapter.
+    """
+
+    model: Model
+    mesh: Mesh
+    places: int
+    max_rank: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of each place, at least the largest rank."""
+        return columns_of(self.max_rank)
+
+    @functools.cached_property
+    def sites(self) -> tuple[Site, ...]:
+        return sites(self.model)
+
+    @functools.cached_property
+    def modules(self) -> dict[str, Module]:
+        """All modules that an adapter may change, by name."""
+        return {module.name: module for site in self.sites for module in site.modules}
+
+    @functools.cached_property
+    def stacks(self) -> Stacks:
+        """Abstract arrays, with shardings: one stack for each site."""
+        return tuple(self._stack(site, self.places * self.columns) for site in self.sites)
+
+    @property
+    def packed(self) -> jax.ShapeDtypeStruct:
+        """One adapter's numbers, [devices, numbers of a device], see `packed`."""
+        shape = self.mesh.size, self._numbers
+        return self._array(shape, PartitionSpec(AXIS, None))
+
+    @functools.cached_property
+    def _numbers(self) -> int:
+        return sum(math.prod(shape) for site in self.sites for shape in self._own(site))
+
+    def _stack(self, site: Site, columns: int) -> Stack:
+        a = self._array(site.a_shape(columns), _spec(site.a_axes))
+        b = tuple(self._array(shape, _spec(site.b_axes)) for shape in site.b_shapes(columns))
+        return Stack(a, b, tuple(segment.module for segment in site.segments))  # type: ignore[arg-type]
+
+    def _array(self, shape: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def _own(self, site: Site) -> list[tuple[int, ...]]:
+        """Shapes of one device's part of one adapter, in the order of a stack's leaves."""
+        one = jax.tree.leaves(self._stack(site, self.columns))
+        return [tuple(array.sharding.shard_shape(array.shape)) for array in one]
+
+    # --- on the host --------------------------------------------------------------------------------
+
+    def pack(self, weights: LoraWeights) -> np.ndarray:
+        """An adapter as `write` takes it: uint8 [HEADER + bytes]. Ranks are padded with zeros."""
+        devices, dtype = self.mesh.size, np.dtype(self.model.dtype)
+        packed = np.zeros(HEADER + devices * self._numbers * dtype.itemsize, np.uint8)
+        numbers = packed[HEADER:].view(dtype).reshape(devices, -1)
+        at = 0
+        for site in self.sites:
+            axes = [site.a_axes, *[site.b_axes] * len(site.segments)]
+            for array, names in zip(self._parts(site, weights), axes, strict=True):
+                each = _shards(array, names, devices)
+                size = each[0].size
+                for device, part in enumerate(each):
+                    numbers[device, at : at + size] = part.reshape(-1)
+                at += size
+        return packed
+
+    def _parts(self, site: Site, weights: LoraWeights) -> list[np.ndarray]:
+        """An adapter's a and b of a site, in the layout of a stack with one place."""
+        a = np.zeros(site.a_shape(self.columns), np.float32)
+        whole = [np.zeros((*site.shape[:-1], self.columns), np.float32) for _ in site.modules]
+        for number, module in enumerate(site.modules):
+            if module.name not in weights.factors:
+                continue
+            down, up = weights.factors[module.name]
+            rank, outs = len(down), len(site.shape) - 1
+            for piece in module.pieces:
+                inputs = piece.part[outs] if len(piece.part) > outs else slice(None)
+                a[number, :rank, inputs] = down[:, piece.columns]
+                place = whole[number][(*piece.part[:outs], ...)]
+                place[..., :rank] = up[piece.rows].reshape(*place.shape[:-1], rank)
+        parts = [a]
+        for segment in site.segments:
+            full = whole[segment.module]
+            parts.append(full if segment.rows is None else full[:, segment.rows])
+        return parts
+
+
+def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
+    """The function to compile: writes an adapter's numbers, [1, numbers] of this device, to a place from 0."""
+    leaves, tree = jax.tree.flatten(stacks)
+    places, numbers, at = [], packed.reshape(-1), 0
+    columns = _columns_per_place(stacks, numbers.size)
+    for stack in stacks:
+        for array, axis in [(stack.a, 1), *[(b, b.ndim - 1) for b in stack.b]]:
+            shape = (*array.shape[:axis], columns, *array.shape[axis + 1 :])
+            size = math.prod(shape)
+            part = lax.slice_in_dim(numbers, at, at + size).reshape(shape)
+            places.append(lax.dynamic_update_slice_in_dim(array, part, place * columns, axis))
+            at += size
+    assert len(places) == len(leaves) and at == numbers.size
+    written: Stacks = jax.tree.unflatten(tree, places)
+    return written
+
+
+def _columns_per_place(stacks: Stacks, numbers: int) -> int:
+    """Columns of one of several equal places, one of which has so many numbers."""
+    total = sum(leaf.size for leaf in jax.tree.leaves(stacks))
+    assert total % numbers == 0, "places have equal sizes"
+    return stacks[0].a.shape[1] // (total // numbers)
+
+
+def mask_of(slots: SlotState, owner: jax.Array, stacks: Stacks, places: int, dtype: Any) -> jax.Array:
+    """[tokens, places * columns]: 1 in the columns of the adapter that a token's slot names, otherwise 0."""
+    columns = stacks[0].a.shape[1]
+    place = slots.sampling[owner, LORA_WORD]
+    return (place[:, None] == 1 + jnp.arange(columns) // (columns // places)).astype(dtype)
+
+
+def adapted(
+    params: Params, stacks: Stacks, mask: jax.Array, found: Sequence[Site], forms: Forms = ()
+) -> Params:
+    """The parameters with adapted weights in the place of those that adapters may change."""
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_weight)
+    for site, stack in zip(found, stacks, strict=True):
+        leaves[site.index] = Adapted(weight_of(leaves[site.index]), stack, mask, forms)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def prepare(shapes: AdapterShapes) -> None:
+    """Registers the CPU kernels of products with adapters; see `StoredWeight.prepare`."""
+    if shapes.mesh.devices.flat[0].platform == "cpu" and shapes.stacks:
+        stored(shapes.stacks[0].a).prepare()
+
+
+def _spec(names: Sequence[str | None]) -> PartitionSpec:
+    return PartitionSpec(*(RULES.get(name or "") for name in names))
+
+
+def _shards(array: np.ndarray, names: Sequence[str | None], devices: int) -> list[np.ndarray]:
+    """Each device's part of an array whose axes have these logical names."""
+    for axis, name in enumerate(names):
+        if RULES.get(name or ""):
+            return np.split(array, devices, axis)
+    return [array] * devices

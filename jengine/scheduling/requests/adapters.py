@@ -1,0 +1,196 @@
+"""LoRA adapters as the scheduler knows them: which are loaded, which have a place on the devices, who uses
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from jengine.base.errors import InvalidArgument
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """A loaded adapter.
+
+    Attributes:
+        number: of this loading; never used again, so it tells apart adapters that had the same name.
+        place: on the devices, from 1; 0: none.
+        users: unfinished requests.
+        running: sequences that run, beams of a search counted once.
+        used: when it last got a place or a running sequence; larger is later.
+        leaving: whether no further sequence may start with it, since another adapter needs its place.
+        unloaded: whether no further request may use it.
+    """
+
+    name: str
+    number: int
+    place: int = 0
+    users: int = 0
+    running: int = 0
+    used: int = 0
+    leaving: bool = False
+    unloaded: bool = False
+
+
+class Adapters:
+    """Loaded adapters, and the places of those that steps may use.
+
+    An adapter gets a place when its first sequence starts, and keeps it until another one needs it. The least
+    recently used adapter without running sequences makes way. If all have some, the waiting adapter that
+    comes first makes one of them leave: no further sequence starts with that one, so its place becomes free.
+
+    Args:
+        places: on the devices.
+
+    Attributes:
+        dropped: numbers of adapters that nothing uses any more, for the engine to take.
+    """
+
+    def __init__(self, places: int = 0) -> None:
+        self.by_name: dict[str, Adapter] = {}
+        self.dropped: list[int] = []
+        self._on: list[Adapter | None] = [None] * places
+        self._writes: list[tuple[int, int]] = []
+        self._numbers, self._clock = count(1), count(1)
+        self._claims: dict[Adapter, Adapter] = {}  # waiting adapters, and those that leave for them
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter([*self.by_name.values()])
+
+    # --- loading ------------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """A number for an adapter that is about to be loaded. Thread-safe."""
+        return next(self._numbers)
+
+    def load(self, name: str, number: int) -> Adapter:
+        """Requests may use an adapter from now on. It replaces a loaded one of this name."""
+        if name in self.by_name:
+            self.unload(name)
+        self.by_name[name] = Adapter(name, number)
+        return self.by_name[name]
+
+    def get(self, name: str | None) -> Adapter | None:
+        """The adapter of a request.
+
+        Raises:
+            InvalidArgument: it is not loaded.
+        """
+        if name is None:
+            return None
+        if name not in self.by_name:
+            raise InvalidArgument("lora_request", name, "no adapter of this name is loaded")
+        return self.by_name[name]
+
+    def unload(self, name: str) -> None:
+        """No further request may use this adapter. Raises InvalidArgument if it is not loaded."""
+        adapter = self.get(name)
+        assert adapter is not None
+        del self.by_name[name]
+        adapter.unloaded = True
+        self._drop(adapter)
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def came(self, adapter: Adapter | None) -> None:
+        """A request that uses it was added."""
+        if adapter is not None:
+            adapter.users += 1
+
+    def ended(self, adapter: Adapter | None) -> None:
+        """A request that uses it has ended, and does not run."""
+        if adapter is not None:
+            adapter.users -= 1
+            if not adapter.users:
+                self._give_up(adapter)
+            self._drop(adapter)
+
+    def may_start(self, adapter: Adapter | None) -> bool:
+        """Whether a sequence that uses it may start now. If not, makes another adapter leave for it, unless
+        one does.
+        """
+        if adapter is None:
+            return True
+        if adapter.place:
+            return not adapter.leaving
+        if self._free() is not None:
+            return True
+        if adapter not in self._claims:
+            staying = [one for one in self._on if one is not None and not one.leaving]
+            if staying:
+                leaving = min(staying, key=lambda one: (one.running, one.used))
+                leaving.leaving, self._claims[adapter] = True, leaving
+        return False
+
+    def start(self, adapter: Adapter | None) -> None:
+        """A sequence that uses it starts. The adapter gets a place if it has none."""
+        if adapter is None:
+            return
+        if not adapter.place:
+            place = self._free()
+            assert place is not None, "no place is free"
+            before = self._on[place - 1]
+            if before is not None:
+                self._leave(before)
+            self._on[place - 1], adapter.place = adapter, place
+            self._writes.append((adapter.number, place))
+            self._give_up(adapter)
+        adapter.running += 1
+        adapter.used = next(self._clock)
+
+    def stop(self, adapter: Adapter | None) -> None:
+        """A sequence that uses it does not run any more."""
+        if adapter is not None:
+            adapter.running -= 1
+            adapter.used = next(self._clock)
+
+    @property
+    def running(self) -> bool:
+        """Whether any running sequence uses an adapter."""
+        return any(one is not None and one.running > 0 for one in self._on)
+
+    def take_writes(self) -> list[tuple[int, int]]:
+        """(number, place) of the adapters to write before the next step."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless places and adapters agree."""
+        for place, adapter in enumerate(self._on, 1):
+            assert adapter is None or adapter.place == place, "two adapters have one place"
+        for adapter in self.by_name.values():
+            assert not adapter.place or self._on[adapter.place - 1] is adapter, "an adapter lost its place"
+            assert adapter.place or not adapter.running, "an adapter runs without a place"
+            assert adapter.users >= adapter.running >= 0, "more sequences run than there are"
+        assert len({id(one) for one in self._claims.values()}) == len(self._claims)
+
+    def _free(self) -> int | None:
+        """A place that no running sequence uses: an empty one, or that of the least recently used adapter."""
+        for place, adapter in enumerate(self._on, 1):
+            if adapter is None:
+                return place
+        idle = [adapter for adapter in self._on if adapter is not None and not adapter.running]
+        return min(idle, key=lambda one: one.used).place if idle else None
+
+    def _give_up(self, adapter: Adapter) -> None:
+        """It needs no place any more, so none leaves for it."""
+        other = self._claims.pop(adapter, None)
+        if other is not None:
+            other.leaving = False
+
+    def _leave(self, adapter: Adapter) -> None:
+        self._on[adapter.place - 1] = None
+        adapter.place, adapter.leaving = 0, False
+        self._claims = {new: old for new, old in self._claims.items() if old is not adapter}
+
+    def _drop(self, adapter: Adapter) -> None:
+        """Frees its place if it was unloaded and has no requests."""
+        if not adapter.unloaded or adapter.users:
+            return
+        if adapter.place:
+            self._leave(adapter)
+        self._writes = [write for write in self._writes if write[0] != adapter.number]
+        self.dropped.append(adapter.number)

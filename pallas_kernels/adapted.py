@@ -1,0 +1,101 @@
+"""A weight with low-rank adapters (LoRA): x @ W.T + ((x @ A.T) * mask) @ B.T.
+
+The adapters of all places are stacked along the rank axis, so two products with fixed shapes serve any mix of
+adapters in a batch. The mask leaves each row the columns of its own adapter. All others become exact zeros,
+and adding these is exact: a row's bits do not depend on other adapters, nor on the place of its own, if the
+columns of a place are a power of two, or a multiple of 64 (see `columns_of`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.groups import Groups
+from pallas_kernels.plain import Plain
+from pallas_kernels.products import Forms, Weight
+from pallas_kernels.rows import Rows, array_of
+from pallas_kernels.support import Impl
+
+LEAST, VECTOR = 16, 64  # columns of a place; numbers in a CPU's longest vector
+
+
+def columns_of(rank: int) -> int:
+    """Columns of a place that has room for this rank. Sums over vectors, which are added by halves, then have
+    the same bits at every place.
+    """
+    if rank > VECTOR:
+        return -(-rank // VECTOR) * VECTOR
+    return max(LEAST, 1 << (rank - 1).bit_length())
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("parts",))
+@dataclass(frozen=True)
+class Stack:
+    """The adapters of one weight.
+
+    A fused weight has several parts, such as queries, keys and values, each with adapters of its own. Its
+    second axis is divided into segments; each belongs to a part.
+
+    Attributes:
+        a: [parts, places * columns, in].
+        b: for each segment, [*out of the segment, places * columns].
+        parts: of the segments.
+    """
+
+    a: jax.Array
+    b: tuple[jax.Array, ...]
+    parts: tuple[int, ...]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("base", "stack", "mask"), meta_fields=("forms",))
+@dataclass(frozen=True)
+class Adapted:
+    """A weight and its adapters; see `products.Weight`.
+
+    Attributes:
+        mask: [rows, places * columns], 1 where a row's adapter has its columns and 0 elsewhere.
+        forms: of the adapters' products on a CPU.
+    """
+
+    base: Weight
+    stack: Stack
+    mask: jax.Array
+    forms: Forms = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        array = array_of(x)
+        y = self.base.product(array, dtype)
+        return y + self._added(array).astype(y.dtype)
+
+    def _added(self, x: jax.Array) -> jax.Array:
+        """What adapters add to the product of x [rows, in] -> [rows, outs]."""
+        stack, forms = self.stack, self.forms
+        parts, columns, size = stack.a.shape
+        inner = Plain(stack.a.reshape(-1, size), forms).product(x).reshape(-1, parts, columns)
+        inner *= self.mask[:, None]
+        each = [
+            Plain(b, forms).product(inner[:, part]).reshape(len(x), *b.shape[:-1])
+            for part, b in zip(stack.parts, stack.b, strict=True)
+        ]
+        added = each[0] if len(each) == 1 else jnp.concatenate(each, axis=2)
+        return added.reshape(len(x), -1)
+
+    def grouped_product(
+        self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
+    ) -> jax.Array:
+        raise NotImplementedError("experts have no adapters")
+
+    def take(self, rows: jax.Array) -> jax.Array:
+        raise NotImplementedError("tables have no adapters")
+
+    def __getitem__(self, index: Any) -> Weight:
+        raise NotImplementedError("parts of an adapted weight are not used alone")
