@@ -1,7 +1,7 @@
 """Reads LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Nothing is ignored: a tensor, a module or a setting that would not take effect is an error that names it, since
-the answer would silently be that of another model.
+Nothing is ignored: a tensor, a module or a setting that would not take effect is an error that names it,
+since the answers would silently be those of another model.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def read_lora(source: LoraSource, modules: Mapping[str, Module], prefix: str, ma
             raise ModelError(
                 f"the model has no module {name} that an adapter may change", file=place / TENSORS
             )
-        scale = _scale(config, name, len(a), file)
         _check_shapes(name, a, b, module, max_rank, place / TENSORS)
+        scale = _scale(config, name, len(a), file)
         factors[module.name] = a, b * np.float32(scale)
     if not factors:
         raise ModelError("has no tensors of an adapter", file=place / TENSORS)
@@ -146,7 +146,7 @@ def _check_shapes(name: str, a: np.ndarray, b: np.ndarray, module: Module, max_r
         raise ModelError(f"module {name} has rank {len(a)}, above max_lora_rank={max_rank}", file=file)
     if (len(b), a.shape[1]) != (outs, inputs):
         raise ModelError(
-            f"module {name} has {a.shape[1]} inputs and {len(b)} outputs; the model's has {inputs} and {outs}",
+            f"module {name} has {a.shape[1]} inputs and {len(b)} outputs; the model's {inputs} and {outs}",
             file=file,
         )
 
@@ -176,6 +176,5 @@ def _check_targets(config: Mapping[str, Any], found: Mapping[str, Any], file: Pa
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in found):
                 raise ModelError(f"target_modules has {target!r}, but no module of it has tensors", file=file)
-    elif isinstance(targets, str) and targets != "all-linear":
-        if not any(re.fullmatch(targets, name) for name in found):
-            raise ModelError(f"target_modules={targets!r} matches no module with tensors", file=file)
+    elif isinstance(targets, str) and not any(re.fullmatch(targets, name) for name in found):
+        raise ModelError(f"target_modules={targets!r} matches no module with tensors", file=file)

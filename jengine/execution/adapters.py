@@ -125,7 +125,9 @@ class AdapterShapes:
 
 
 def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
-    """The function to compile: writes an adapter's numbers, [1, numbers] of this device, to a place from 0."""
+    """The function to compile: writes an adapter's numbers, [1, numbers] of this device, to a place, from
+    0.
+    """
     leaves, tree = jax.tree.flatten(stacks)
     places, numbers, at = [], packed.reshape(-1), 0
     columns = _columns_per_place(stacks, numbers.size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop
 
 RUNS, REQUESTS = 100, 50
+# fields that are newer than the digests, where they ask for nothing
+UNUSED = re.compile(r", (adapted=False|lora=0|loras=\[\])(?=[,)])")
 RECORDED = Path(__file__).with_name("plan_digests.json")
 WINDOWS = [(None,), (None,), (5,), (None, 3), (None, 6, 6), (1, 9)]
 TARGETS: list[dict[str, float]] = [
@@ -113,7 +116,7 @@ class Run:
 
         def scheduled() -> Any:
             plan = schedule()
-            self._add(repr(plan))
+            self._add(UNUSED.sub("", repr(plan)))
             self.now += plan.seconds if plan is not None else 1 / 64
             return plan
 

@@ -1,0 +1,145 @@
+"""LoRA adapters in PEFT's format: what is read, and what is rejected by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jengine.base.errors import ModelError
+from jengine.checkpoints.hugging_face import model_config
+from jengine.checkpoints.lora import read_lora
+from jengine.core.lora import LoraSource
+from jengine.execution.adapters import HEADER, AdapterShapes, write
+from jengine.models import Model, build
+from jengine.models.adapters import LoraWeights
+from jengine.parallel.mesh import make_mesh
+from pallas_kernels.adapted import columns_of
+from tests.golden.loras import Lora, lora, write_lora
+from tests.golden.variants import VARIANTS
+
+PREFIX = "base_model.model.model.layers.0.self_attn"
+Q = f"{PREFIX}.q_proj.lora_A.weight"
+
+
+def model(variant: str = "llama_gqa") -> Model:
+    return build(model_config(dict(VARIANTS[variant])), "float32", 64)
+
+
+def shapes_of(model: Model, places: int = 2, rank: int = 8) -> AdapterShapes:
+    return AdapterShapes(model, make_mesh(1), places, rank)
+
+
+def read(folder: Path, variant: str = "llama_gqa") -> LoraWeights:
+    shapes = shapes_of(model(variant))
+    return read_lora(LoraSource("x", str(folder)), shapes.modules, shapes.model.prefix, 8)
+
+
+def test_every_module_has_its_change(tmp_path: Path) -> None:
+    adapter = lora("llama_gqa", "rs")
+    weights = read(write_lora(tmp_path, adapter))
+    assert weights.rank == 8 and len(weights.factors) == 7 * VARIANTS["llama_gqa"]["num_hidden_layers"]
+    for layer, r in ((0, 2), (1, 8)):
+        a, b = weights.factors[f"layers.{layer}.self_attn.q_proj"]
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        np.testing.assert_array_equal(a, adapter.tensors[f"{name}.lora_A.weight"])
+        np.testing.assert_allclose(b, 4 / r**0.5 * adapter.tensors[f"{name}.lora_B.weight"], rtol=1e-6)
+
+
+def change(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    """Writes the plain adapter with changes; a tensor of None is left out."""
+    config = {**lora("llama_gqa", "plain").config, **config}
+    mixed = {**lora("llama_gqa", "plain").tensors, **tensors}
+    return write_lora(tmp_path, Lora(config, {k: v for k, v in mixed.items() if v is not None}))
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "says"),
+    [
+        ({"use_dora": True}, {}, "use_dora=True: DoRA is not supported"),
+        ({"modules_to_save": ["lm_head"]}, {}, r"modules_to_save=\['lm_head'\]: whole modules are not"),
+        ({"bias": "all"}, {}, "bias='all': biases are not changed"),
+        ({"peft_type": "IA3"}, {}, "peft_type 'IA3' is not supported; LORA is"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights='pissa' changes the model's own weights"),
+        ({"r": 8}, {}, "has rank 4, but the configuration says r=8"),
+        ({"lora_alpha": "x"}, {}, "lora_alpha='x' must be numbers"),
+        ({"target_modules": ["q_proj", "nothing"]}, {}, "target_modules has 'nothing', but no module"),
+        ({"target_modules": "nothing.*"}, {}, "target_modules='nothing.*' matches no module"),
+        ({}, {Q: None}, r"module model\.layers\.0\.self_attn\.q_proj has no lora_A"),
+        ({}, {Q: ones(4, 5)}, r"q_proj has 5 inputs and \d+ outputs; the model's \d+ and \d+"),
+        ({}, {Q: ones(3, 64)}, "q_proj: lora_A has rank 3, lora_B has 4"),
+        ({}, {Q: np.full((4, 64), np.inf, np.float32)}, "q_proj.lora_A.weight: has a number that is not fin"),
+        ({}, {f"{PREFIX}.q_proj.lora_magnitude_vector.weight": ones(4)}, "lora_magnitude.*DoRA"),
+        ({}, {"base_model.model.lm_head.lora_A.weight": ones(4, 64),
+              "base_model.model.lm_head.lora_B.weight": ones(96, 4)}, "no module lm_head"),
+        ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": ones(4, 96)}, "embeddings have no"),
+        ({}, {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": ones(4, 64),
+              "base_model.model.model.layers.9.self_attn.q_proj.lora_B.weight": ones(64, 4)},
+         r"no module model\.layers\.9\.self_attn\.q_proj"),
+        ({}, {f"{PREFIX}.q_proj.bias": ones(64)}, "biases are not changed"),
+    ],
+)  # fmt: skip
+def test_what_would_not_take_effect_is_an_error(
+    config: dict[str, Any], tensors: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=says):
+        read(change(tmp_path, config, tensors))
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path / "a", lora("llama_gqa", "plain"))
+    tensors = folder / "adapter_model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="is truncated"):
+        read(folder)
+    tensors.unlink()
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors: is missing"):
+        read(folder)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"adapter_config\.json: is not valid JSON"):
+        read(folder)
+    with pytest.raises(ModelError, match="there is no such folder"):
+        read(tmp_path / "nowhere")
+    empty = write_lora(tmp_path / "b", Lora({"r": 4, "lora_alpha": 4}, {"x": ones(1)}))
+    with pytest.raises(ModelError, match="tensor x: is not supported"):
+        read(empty)
+
+
+def test_ranks_above_the_limit_are_rejected(tmp_path: Path) -> None:
+    folder, shapes = write_lora(tmp_path, lora("llama_gqa", "rs")), shapes_of(model())
+    with pytest.raises(ModelError, match="has rank 8, above max_lora_rank=4"):
+        read_lora(LoraSource("x", str(folder)), shapes.modules, "model.", 4)
+
+
+@pytest.mark.parametrize("variant", ["llama_gqa", "gpt_neox", "gpt2", "qwen3_5_text", "phi3_window"])
+def test_a_written_adapter_is_at_its_place_alone(variant: str, tmp_path: Path) -> None:
+    """And other places keep what they have."""
+    shapes = shapes_of(model(variant), places=3)
+    factors = {
+        module.name: (ones(2, module.shape[1]), ones(module.shape[0], 2))
+        for module in shapes.modules.values()
+    }
+    packed = shapes.pack(LoraWeights(2, factors))[HEADER:].view(np.float32).reshape(1, -1)
+    stacks = jax.tree.map(lambda x: np.full(x.shape, 7, np.float32), shapes.stacks)
+    written = jax.jit(write)(stacks, packed, np.int32(1))
+    columns = shapes.columns
+    for site, stack in zip(shapes.sites, written, strict=True):
+        for array, axis in [(stack.a, 1), *((b, b.ndim - 1) for b in stack.b)]:
+            first, own, last = np.split(np.asarray(array), 3, axis)
+            assert (first == 7).all() and (last == 7).all()
+            assert own.shape[axis] == columns
+            rank, rest = np.split(own, [2], axis)
+            assert (rest == 0).all()
+            assert set(np.unique(rank)) <= {0.0, 1.0} and rank.any(), site
+
+
+@pytest.mark.parametrize(("rank", "columns"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (320, 320)])
+def test_columns_of_a_place(rank: int, columns: int) -> None:
+    assert columns_of(rank) == columns

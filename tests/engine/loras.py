@@ -1,0 +1,68 @@
+"""Helpers for tests with LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from safetensors.numpy import save
+
+from jengine.core.lora import LoraInfo
+from jengine.core.request import SamplingParams
+from jengine.core.updates import PromptScores
+from jengine.engine.engine import Engine
+from jengine.engine.operations import LoadLora
+from tests.engine.running import Answer, requests_of
+from tests.golden.loras import Lora
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+Work = tuple[list[int], SamplingParams, str | None]  # a prompt, and the name of its adapter
+
+
+def load(engine: Engine, name: str, adapter: Lora, *, load_inplace: bool = False) -> LoraInfo:
+    """Loads an adapter from memory."""
+    operation = LoadLora(
+        name, config=adapter.config, tensors=save(adapter.tensors), load_inplace=load_inplace
+    )
+    operation.check(engine.limits)
+    return engine.do(operation)
+
+
+def add(engine: Engine, number: int, work: Work) -> list[Answer]:
+    """Queues a prompt."""
+    prompt, params, name = work
+    requests = requests_of(str(number), prompt, params)
+    for request in requests:
+        request.lora_name = name
+    engine.limits.validate(requests[0])
+    return [Answer(sequence) for sequence in engine.add(*requests)]
+
+
+def run_adapted(
+    engine: Engine, work: Sequence[Work], each_step: Callable[[], object] = lambda: None
+) -> list[Answer]:
+    """Runs requests together. Returns the answers in order, those of a prompt one after the other."""
+    answers = [answer for i, one in enumerate(work) for answer in add(engine, i, one)]
+    by_id = {answer.sequence.request_id: answer for answer in answers}
+    while engine.has_work:
+        for update in engine.step():
+            answer = by_id[update.request_id]
+            if isinstance(update, PromptScores):
+                answer.scores.append(update)
+            else:
+                answer.updates.append(update)  # type: ignore[arg-type]
+        engine.scheduler.check_integrity()
+        each_step()
+    assert engine.scheduler.blocks.owned == 0
+    return answers
+
+
+def prompts(count: int, length: int, vocab: int = 96) -> list[list[int]]:
+    """Different prompts."""
+    draw = np.random.default_rng(length)
+    return [draw.integers(1, vocab, length).tolist() for _ in range(count)]
+
+
+def results(answer: Answer) -> list[tuple[int, float]]:
+    """Tokens and their log probabilities, to the last bit."""
+    return [(update.token, update.logprobs.chosen) for update in answer.updates]  # type: ignore[union-attr]

@@ -1,0 +1,198 @@
+"""LoRA adapters in the engine, compared with PEFT and with themselves alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jengine import LLM, InvalidArgument, LoRARequest
+from jengine.checkpoints.folder import DEMO
+from jengine.core.request import MAX_LOGPROBS, SamplingParams
+from jengine.engine.engine import Engine
+from jengine.engine.operations import ListLoras, ResetPrefixCache, UnloadLora
+from tests.engine.invariance import OPTIONS
+from tests.engine.loras import GREEDY, add, load, prompts, results, run_adapted
+from tests.engine.on_demand import on_demand
+from tests.engine.running import SMALL
+from tests.engine.test_golden import assert_equal
+from tests.golden.loras import SETTINGS, VARIANTS_WITH_LORA, lora, write_lora
+from tests.golden.weights import Golden
+
+IN_CI = {"llama_gqa", "phi3_window"}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+MANY: dict[str, Any] = {**LORA, "max_loras": 8}
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine: Callable[..., Engine]) -> Engine:
+    """With places for two adapters."""
+    return make_engine(**LORA)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in IN_CI else pytest.param(v, marks=pytest.mark.full) for v in VARIANTS_WITH_LORA],
+)
+def test_tokens_and_logprobs_are_those_of_peft(variant: str, make_engine: Callable[..., Engine]) -> None:
+    """Two adapters, with different ranks and scales, and the model alone share every step."""
+    engine = make_engine(variant, **LORA)
+    for name in SETTINGS:
+        load(engine, name, lora(variant, name))
+    check_goldens(engine, variant)
+
+
+def check_goldens(engine: Engine, variant: str) -> None:
+    """Compares a batch of all cases, with adapters and without, with what was recorded."""
+    adapted, base = Golden.read(f"lora_{variant}").cases, Golden.read(variant).cases[:2]
+    names = [name for name in SETTINGS for _ in range(len(adapted) // len(SETTINGS))] + [None] * len(base)
+    cases = [*adapted, *base]
+    how = {"temperature": 0.0, "ignore_eos": True, "logprobs": MAX_LOGPROBS}
+    work = [
+        (case.prompt.tolist(), SamplingParams(max_tokens=len(case.tokens), **how), name)
+        for case, name in zip(cases, names, strict=True)
+    ]
+    for answer, case in zip(run_adapted(engine, work), cases, strict=True):
+        assert_equal(answer, case)
+
+
+def test_eight_adapters_and_the_model_in_one_batch_have_the_bits_of_each_alone(
+    make_engine: Callable[..., Engine],
+) -> None:
+    """The order changes the adapters' places between the runs."""
+    engine = make_engine(optimized=True, dtype="float32", **OPTIONS, **MANY)
+    names = [None, *(f"adapter {i}" for i in range(9))]
+    for name in names[1:]:
+        load(engine, str(name), lora("llama_gqa", "plain", str(name)))
+    work = [(prompt, GREEDY, name) for prompt, name in zip(prompts(10, 21), names, strict=True)]
+    alone = [results(run_adapted(engine, [one])[0]) for one in reversed(work)][::-1]
+    engine.do(ResetPrefixCache())
+    assert len({str(one) for one in alone}) == len(alone)
+    together = [results(answer) for answer in run_adapted(engine, work)]
+    assert together == alone
+
+
+def test_a_request_waits_for_a_place_and_base_requests_pass_it(engine: Engine) -> None:
+    """Two adapters run, and two wait. All give what they give alone."""
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        load(engine, name, lora("llama_gqa", "plain", name))
+    work = [(prompt, GREEDY, name) for prompt, name in zip(prompts(5, 9), [*names, None], strict=True)]
+    alone = [run_adapted(engine, [one])[0].tokens for one in work]
+    seen = set()
+
+    def note() -> None:
+        infos = engine.do(ListLoras())
+        seen.add((sum(info.running for info in infos), sum(info.waiting for info in infos)))
+        assert sum(info.on_device for info in infos) <= 2
+
+    answers = run_adapted(engine, work, note)
+    assert [answer.tokens for answer in answers] == alone
+    assert (2, 2) in seen
+    first = [answer.sequence.scheduled for answer in answers]
+    assert first[4] < first[2], "the base request was admitted while the third adapter waited"
+    for name in names:
+        engine.do(UnloadLora(name))
+    assert engine.do(ListLoras()) == []
+
+
+def test_an_adapter_that_is_unloaded_serves_its_requests_to_the_end(engine: Engine) -> None:
+    load(engine, "x", lora("llama_gqa", "plain"))
+    prompt = prompts(1, 12)[0]
+    alone = run_adapted(engine, [(prompt, GREEDY, "x")])[0].tokens
+    engine.do(ResetPrefixCache())
+    [answer] = add(engine, 0, (prompt, GREEDY, "x"))
+    engine.step()
+    engine.do(UnloadLora("x"))
+    assert engine.do(ListLoras()) == []
+    with pytest.raises(InvalidArgument, match="lora_request='x': no adapter of this name is loaded"):
+        add(engine, 1, (prompt, GREEDY, "x"))
+    # another adapter of the same name finds none of its pages, and does not disturb it
+    load(engine, "x", lora("llama_gqa", "plain", "other"))
+    [other] = add(engine, 2, (prompt, GREEDY, "x"))
+    while engine.has_work:
+        for update in engine.step():
+            (answer if update.request_id == answer.sequence.request_id else other).updates.append(update)  # type: ignore[arg-type]
+        engine.scheduler.check_integrity()
+    assert answer.tokens == alone and other.tokens != alone
+    assert len(engine._adapters.packed) == 1  # type: ignore[union-attr]
+    engine.do(UnloadLora("x"))
+
+
+def test_pages_are_shared_within_an_adapter_only(engine: Engine) -> None:
+    for name in "xy":
+        load(engine, name, lora("llama_gqa", "plain", name))
+    prompt = prompts(1, 40)[0]
+    cached = [
+        run_adapted(engine, [(prompt, GREEDY, name)])[0].sequence.num_cached
+        for name in ("x", "x", "y", None, None, "y")
+    ]
+    assert cached == [0, 32, 0, 0, 32, 32]
+    load(engine, "x", lora("llama_gqa", "plain", "x"), load_inplace=True)
+    assert run_adapted(engine, [(prompt, GREEDY, "x")])[0].sequence.num_cached == 0
+    for name in "xy":
+        engine.do(UnloadLora(name))
+
+
+def test_samples_bursts_and_scores(make_engine: Callable[..., Engine], engine: Engine) -> None:
+    """What else steps do, with an adapter."""
+    load(engine, "x", lora("llama_gqa", "plain"))
+    prompt = prompts(1, 37)[0]
+    sampled = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True, logprobs=0)
+    scored = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
+    several = run_adapted(engine, [(prompt, sampled, "x"), (prompt, sampled, None)])
+    ones = [
+        run_adapted(engine, [(prompt, sampled, name)]) for name in ("x", None)
+    ]  # from the cache, and alone
+    assert [a.tokens for a in several] == [a.tokens for one in ones for a in one]
+    assert several[0].tokens != several[3].tokens
+    [own, base] = run_adapted(engine, [(prompt, scored, "x"), (prompt, scored, None)])
+    assert own.scores[0].logprobs != base.scores[0].logprobs
+    bursts = make_engine(**LORA, num_scheduler_steps=8)
+    load(bursts, "x", lora("llama_gqa", "plain"))
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    work = [(prompt, params, "x"), (prompt, params, None)]
+    got = run_adapted(bursts, work)
+    assert any(step.steps == 8 for step in bursts.trace().steps)
+    want = run_adapted(engine, work)
+    assert [a.tokens for a in got] == [a.tokens for a in want]
+    assert got[0].tokens[:4] == own.tokens
+    engine.do(UnloadLora("x"))
+
+
+def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
+    arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
+    path = str(write_lora(tmp_path / "adapter", arrays))
+    with on_demand(), LLM("demo", progress=False, max_model_len=128, **SMALL, **LORA) as llm:
+        request, params = LoRARequest("sql", 1, path), SamplingParams(temperature=0.0, max_tokens=6)
+        ids = [prompts(1, 9)[0]] * 2
+        with_adapter, without = llm.generate(ids, params, use_tqdm=False, lora_request=[request, None])
+        assert [info.name for info in llm.list_loras()] == ["sql"]
+        assert with_adapter.outputs[0].token_ids != without.outputs[0].token_ids
+        again = list(llm.stream(ids[0], params, lora_request="sql"))[-1]
+        assert again.outputs[0].token_ids == with_adapter.outputs[0].token_ids
+        llm.load_lora("memory", config=arrays.config, tensors=arrays.tensors)
+        [trained] = llm.generate(ids[0], params, use_tqdm=False, lora_request="memory")
+        assert trained.outputs[0].token_ids == with_adapter.outputs[0].token_ids
+        llm.unload_lora("sql")
+        with pytest.raises(InvalidArgument, match="lora_request='sql': is not loaded"):
+            llm.generate(ids[0], params, use_tqdm=False, lora_request="sql")
+
+
+@pytest.mark.full
+def test_two_hundred_adapters_in_turn(make_engine: Callable[..., Engine]) -> None:
+    """Through eight places, some of them loaded while others run."""
+    engine = make_engine(**MANY)
+    count, work = 200, prompts(200, 7)
+    for i in range(count):
+        load(engine, str(i), lora("llama_gqa", "plain", str(i)))
+    together = [one.tokens for one in run_adapted(engine, [(p, GREEDY, str(i)) for i, p in enumerate(work)])]
+    engine.do(ResetPrefixCache())
+    for i in np.random.default_rng(0).permutation(count).tolist():
+        assert run_adapted(engine, [(work[i], GREEDY, str(i))])[0].tokens == together[i]
+        engine.do(UnloadLora(str(i)))
+    assert engine._adapters.packed == {}  # type: ignore[union-attr]
