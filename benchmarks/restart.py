@@ -35,5 +35,6 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
     new, ready = Scheduler(**{**present, **changes}), old.predictor.ready
     if new.table is old.table:
         new.predictor.ready = ready
+    new.registry.adapters = old.registry.adapters  # loaded, and on the devices
     vars(old).clear()
     vars(old).update(vars(new))

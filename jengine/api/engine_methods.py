@@ -82,7 +82,7 @@ class EngineMethods(ABC):
             ModelError: the adapter does not fit this model; the message names the module.
             EngineDead: as `generate`.
         """
-        return self._shared.do(load_lora(lora, config, tensors, load_inplace))
+        return self._shared.do(load_lora(lora, config, tensors, load_inplace=load_inplace))
 
     def unload_lora(self, name: str) -> None:
         """Forget an adapter. Requests that use it keep it until they end; later ones are rejected.
@@ -113,7 +113,7 @@ class EngineMethods(ABC):
         known = {info.name for info in self.list_loras()}
         for lora in dict.fromkeys(each):
             if lora is not None and lora.lora_name not in known:
-                self.load_lora(lora)
+                self._shared.do(load_lora(lora, None, None, evict=True))
         return [None if lora is None else lora.lora_name for lora in each]
 
     def costs(self) -> CostReport:
@@ -191,7 +191,7 @@ class AsyncEngineMethods(ABC):
         load_inplace: bool = False,
     ) -> LoraInfo:
         """Load an adapter while requests run; see `LLM.load_lora`."""
-        info = await self.do(load_lora(lora, config, tensors, load_inplace))
+        info = await self.do(load_lora(lora, config, tensors, load_inplace=load_inplace))
         self.lora_names[info.name] = info
         return info
 
@@ -210,12 +210,17 @@ class AsyncEngineMethods(ABC):
         if lora is None or lora.lora_name in self.lora_names:
             return
         if lora.lora_name not in self._loading:  # several requests may name it at the same time
-            self._loading[lora.lora_name] = asyncio.ensure_future(self.load_lora(lora))
+            self._loading[lora.lora_name] = asyncio.ensure_future(self._load(lora))
         try:
             await asyncio.shield(self._loading[lora.lora_name])
         finally:
             if (task := self._loading.get(lora.lora_name)) is not None and task.done():
                 del self._loading[lora.lora_name]
+
+    async def _load(self, lora: LoRARequest) -> LoraInfo:
+        info = await self.do(load_lora(lora, None, None, evict=True))
+        self.lora_names = {one.name: one for one in await self.list_loras()}
+        return info
 
     def _known(self, lora_request: LoRARequest | str | None) -> str | None:
         """The name of a request's adapter. Raises InvalidArgument if it is not loaded."""
@@ -286,7 +291,9 @@ def load_lora(
     lora: LoRARequest | str,
     config: Mapping[str, Any] | None,
     tensors: Mapping[str, Any] | None,
-    load_inplace: bool,
+    *,
+    load_inplace: bool = False,
+    evict: bool = False,
 ) -> LoadLora:
     """The operation for these arguments of LLM.load_lora. Raises InvalidArgument if they do not fit."""
     [request] = lora_requests(lora, 1)
@@ -296,7 +303,8 @@ def load_lora(
     if config is None or tensors is None:
         if not request.lora_path:
             raise InvalidArgument("lora_request", request.lora_name, "is not loaded, and has no lora_path")
-        return LoadLora(request.lora_name, request.lora_path, load_inplace=load_inplace)
+        how = {"load_inplace": load_inplace, "evict": evict}
+        return LoadLora(request.lora_name, request.lora_path, **how)
     from safetensors.numpy import save  # imported here, since few callers hand arrays in
 
     return LoadLora(

@@ -158,7 +158,7 @@ def _scale(config: Mapping[str, Any], name: str, rank: int, file: Path) -> float
         raise ModelError(f"r={r!r} and lora_alpha={alpha!r} must be numbers", file=file)
     if r != rank:
         raise ModelError(f"module {name} has rank {rank}, but the configuration says r={r}", file=file)
-    return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+    return float(alpha) / (math.sqrt(r) if config.get("use_rslora") else r)
 
 
 def _of_pattern(patterns: Any, name: str, default: Any) -> Any:

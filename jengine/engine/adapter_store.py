@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -17,25 +18,30 @@ from jengine.scheduling.requests.adapters import Adapters
 class AdapterStore:
     """Reads adapters, and keeps each in the form in which a program takes it.
 
-    Adapters are loaded in any thread, one at a time; everything else is called in the engine's.
+    `load` is called in any thread, and does one adapter at a time. Everything else is called in the engine's
+    thread, also `settle`, which makes read adapters known to the scheduler.
+
+    Args:
+        adapters: those that the scheduler knows.
 
     Attributes:
         packed: by number, see `AdapterShapes.pack`.
     """
 
-    def __init__(self, shapes: AdapterShapes, limits: LoraLimits) -> None:
-        self._shapes, self.limits = shapes, limits
+    def __init__(self, shapes: AdapterShapes, limits: LoraLimits, adapters: Adapters) -> None:
+        self._shapes, self.limits, self._adapters = shapes, limits, adapters
         self.packed: dict[int, np.ndarray] = {}
         self._infos: dict[int, LoraInfo] = {}
+        self._read: deque[int] = deque()  # numbers of adapters that the scheduler does not know yet
         self._loading = threading.Lock()
 
-    def load(self, adapters: Adapters, source: LoraSource, *, load_inplace: bool = False) -> LoraInfo:
+    def load(self, source: LoraSource, *, load_inplace: bool, evict: bool) -> LoraInfo:
         """See operations.LoadLora."""
         with self._loading:
-            self._check(adapters, source.name, load_inplace)
-            model = self._shapes.model
-            weights = read_lora(source, self._shapes.modules, model.prefix, self.limits.max_lora_rank)
-            number, packed = adapters.next_number(), self._shapes.pack(weights)
+            self._check(source.name, load_inplace, evict)
+            prefix = self._shapes.model.prefix
+            weights = read_lora(source, self._shapes.modules, prefix, self.limits.max_lora_rank)
+            number, packed = self._adapters.next_number(), self._shapes.pack(weights)
             info = LoraInfo(
                 name=source.name,
                 path=source.path,
@@ -44,11 +50,36 @@ class AdapterStore:
                 bytes=packed.nbytes,
             )
             self.packed[number], self._infos[number] = packed, info
-            adapters.load(source.name, number)
+            self._read.append(number)
             return info
 
-    def list(self, adapters: Adapters) -> list[LoraInfo]:
+    def settle(self) -> None:
+        """Tells the scheduler about new adapters, and forgets those that nothing uses any more."""
+        adapters = self._adapters
+        while self._read:
+            number = self._read.popleft()
+            adapters.load(self._infos[number].name, number)
+            idle = adapters.idle(but=number)
+            if (
+                self.limits.max_cpu_loras is not None
+                and idle
+                and len(self._infos) > self.limits.max_cpu_loras
+            ):
+                adapters.unload(idle.name)
+        if adapters.dropped:
+            dropped, adapters.dropped = adapters.dropped, []
+            for number in dropped:
+                del self.packed[number], self._infos[number]
+
+    def unload(self, name: str) -> None:
+        """See operations.UnloadLora."""
+        self.settle()
+        self._adapters.unload(name)
+        self.settle()
+
+    def list_loaded(self) -> list[LoraInfo]:
         """See operations.ListLoras."""
+        self.settle()
         return [
             replace(
                 self._infos[adapter.number],
@@ -56,21 +87,16 @@ class AdapterStore:
                 running=adapter.running,
                 waiting=adapter.users - adapter.running,
             )
-            for adapter in adapters
+            for adapter in self._adapters
         ]
 
-    def forget(self, numbers: list[int]) -> None:
-        """Frees the memory of adapters that nothing uses any more."""
-        for number in numbers:
-            del self.packed[number], self._infos[number]
-
-    def _check(self, adapters: Adapters, name: str, load_inplace: bool) -> None:
-        if name in adapters.by_name and not load_inplace:
+    def _check(self, name: str, load_inplace: bool, evict: bool) -> None:
+        coming = {self._infos[number].name for number in [*self._read]}
+        if (name in self._adapters.by_name or name in coming) and not load_inplace:
             raise InvalidArgument(
                 "lora_name", name, "an adapter of this name is loaded; load_inplace replaces it"
             )
-        most, loaded = self.limits.max_cpu_loras, len(self.packed)
-        if most is not None and loaded >= most:
-            raise InvalidArgument(
-                "lora_name", name, f"max_cpu_loras={most} adapters are loaded; unload_lora makes room"
-            )
+        most = self.limits.max_cpu_loras
+        if most is not None and len(self._infos) >= most and not (evict and self._adapters.idle()):
+            why = "all of them are in use" if evict else "unload_lora makes room"
+            raise InvalidArgument("lora_name", name, f"max_cpu_loras={most} adapters are loaded; {why}")

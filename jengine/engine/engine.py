@@ -15,7 +15,6 @@ import numpy as np
 
 from jengine.base.compiles import compile_count
 from jengine.base.errors import JengineError
-from jengine.core.lora import LoraInfo, LoraSource
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import FinishReason, Request
 from jengine.core.seeds import prompt_seed
@@ -58,6 +57,7 @@ class Engine:
     Attributes:
         model: the model's configuration.
         records: the most recent steps and requests.
+        adapters: loaded LoRA adapters; None: the table has no programs for them.
 
     Args:
         overlap: whether to dispatch a step before the previous one's tokens are read.
@@ -68,7 +68,6 @@ class Engine:
         recorder: records each finished request.
         embedder: how the model embeds; None: the table has no programs for embeddings.
         reranker: how the model scores pairs of texts; None: its folder does not say.
-        adapters: loaded LoRA adapters; None: the table has no programs for them.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Engine:
         adapters: AdapterStore | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
-        self._embedder, self._reranker, self._adapters = embedder, reranker, adapters
+        self._embedder, self._reranker, self.adapters = embedder, reranker, adapters
         if adapters is not None:
             runner.use_adapters(adapters.packed)
         self.records = StepRecorder(scheduler, overlap=overlap)
@@ -138,7 +137,7 @@ class Engine:
             strategies=scheduler.options.strategies,
             embedder=self._embedder,
             reranker=self._reranker,
-            lora=None if self._adapters is None else self._adapters.limits,
+            lora=None if self.adapters is None else self.adapters.limits,
         )
 
     @property
@@ -167,6 +166,8 @@ class Engine:
         """
         for request in requests:
             self.scheduler.registry.check_id(request.request_id)
+        if self.adapters is not None:
+            self.adapters.settle()
         self.scheduler.registry.adapters.get(requests[0].lora_name)
         self._outlook.came(len(requests[0].prompt_token_ids))
         first = requests[0]
@@ -221,26 +222,6 @@ class Engine:
     def do[T](self, operation: Operation[T]) -> T:
         """Does an operation that its `check` has accepted, and returns the answer; see operations.py."""
         return operation.run(self)
-
-    def load_lora(self, source: LoraSource, *, load_inplace: bool = False) -> LoraInfo:
-        """See operations.LoadLora. Thread-safe."""
-        assert self._adapters is not None, "the limits say that there are none"
-        return self._adapters.load(self.scheduler.registry.adapters, source, load_inplace=load_inplace)
-
-    def unload_lora(self, name: str) -> None:
-        """See operations.UnloadLora."""
-        self.scheduler.registry.adapters.unload(name)
-        self._forget_adapters()
-
-    def loras(self) -> list[LoraInfo]:
-        """See operations.ListLoras."""
-        return [] if self._adapters is None else self._adapters.list(self.scheduler.registry.adapters)
-
-    def _forget_adapters(self) -> None:
-        adapters = self.scheduler.registry.adapters
-        if adapters.dropped and self._adapters is not None:
-            dropped, adapters.dropped = adapters.dropped, []
-            self._adapters.forget(dropped)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until all programs are ready or no more will be. Returns whether
@@ -357,7 +338,8 @@ class Engine:
         if not self.has_work:
             self._clock.pause()
             self.records.pause()
-        self._forget_adapters()
+        if self.adapters is not None:
+            self.adapters.settle()
         return updates
 
     def _take_programs(self, programs: Arrivals) -> None:

@@ -23,6 +23,16 @@ from jengine.insight.recording.trace import Trace
 from jengine.scheduling.scheduler import Scheduler
 
 
+class Loras(Protocol):
+    """An engine's adapters; see adapter_store.py."""
+
+    def load(self, source: LoraSource, *, load_inplace: bool, evict: bool) -> LoraInfo: ...
+
+    def unload(self, name: str) -> None: ...
+
+    def list_loaded(self) -> list[LoraInfo]: ...
+
+
 class Running(Protocol):
     """The parts of an engine that handlers use. Messages are used in processes without jax, too."""
 
@@ -34,11 +44,8 @@ class Running(Protocol):
 
     def trace(self, seconds: float | None) -> Trace: ...
 
-    def load_lora(self, source: LoraSource, *, load_inplace: bool) -> LoraInfo: ...
-
-    def unload_lora(self, name: str) -> None: ...
-
-    def loras(self) -> list[LoraInfo]: ...
+    @property
+    def adapters(self) -> Loras | None: ...
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,6 +169,8 @@ class LoadLora(Operation[LoraInfo], frozen=True):
             adapter_model.safetensors.
         load_inplace: replace the loaded adapter of this name. Running requests keep the old one, and pages of
             one are never used for the other.
+        evict: if max_cpu_loras adapters are loaded, unload the one that was used least recently, among those
+            without requests.
 
     Raises:
         InvalidArgument: the engine was started without enable_lora; an adapter of this name is loaded;
@@ -175,6 +184,7 @@ class LoadLora(Operation[LoraInfo], frozen=True):
     config: dict[str, Any] | None = None
     tensors: bytes = b""
     load_inplace: bool = False
+    evict: bool = False
     in_thread = True
 
     def check(self, limits: Limits) -> None:
@@ -184,8 +194,9 @@ class LoadLora(Operation[LoraInfo], frozen=True):
             raise InvalidArgument("lora_path", self.path, "either a path or config and tensors must be given")
 
     def run(self, engine: Running) -> LoraInfo:
+        assert engine.adapters is not None, "`check` has seen that there are adapters"
         source = LoraSource(self.name, self.path, self.config, self.tensors)
-        return engine.load_lora(source, load_inplace=self.load_inplace)
+        return engine.adapters.load(source, load_inplace=self.load_inplace, evict=self.evict)
 
 
 class UnloadLora(Operation[None], frozen=True):
@@ -202,7 +213,8 @@ class UnloadLora(Operation[None], frozen=True):
         limits.require_lora("lora_name", self.name)
 
     def run(self, engine: Running) -> None:
-        engine.unload_lora(self.name)
+        assert engine.adapters is not None, "`check` has seen that there are adapters"
+        engine.adapters.unload(self.name)
 
 
 class ListLoras(Operation[list[LoraInfo]], frozen=True):
@@ -211,4 +223,4 @@ class ListLoras(Operation[list[LoraInfo]], frozen=True):
     remote = True
 
     def run(self, engine: Running) -> list[LoraInfo]:
-        return engine.loras()
+        return [] if engine.adapters is None else engine.adapters.list_loaded()

@@ -161,11 +161,11 @@ def _start(
     warmed_up = programs.warm_up(runner, progress)
     started.seconds["warm-up"] = time.perf_counter() - clock
     started.longest_step = warmed_up.costs.longest_step
-    spec = worker.spec
+    spec, scheduler = worker.spec, _scheduler(config, worker.spec, warmed_up)
     engine = Engine(
         _with_eos_token(worker.spec.model.config, started.tokenizer),
         runner,
-        _scheduler(config, worker.spec, warmed_up),
+        scheduler,
         overlap=config.overlap,
         seed=config.seed,
         num_programs=started.programs,
@@ -174,7 +174,9 @@ def _start(
         recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
         embedder=started.embedder,
         reranker=started.reranker,
-        adapters=None if spec.adapters is None else AdapterStore(spec.adapters, spec.lora),
+        adapters=None
+        if spec.adapters is None or spec.lora is None
+        else AdapterStore(spec.adapters, spec.lora, scheduler.registry.adapters),
     )
     return engine, started
 

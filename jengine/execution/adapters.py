@@ -147,7 +147,7 @@ def _columns_per_place(stacks: Stacks, numbers: int) -> int:
     """Columns of one of several equal places, one of which has so many numbers."""
     total = sum(leaf.size for leaf in jax.tree.leaves(stacks))
     assert total % numbers == 0, "places have equal sizes"
-    return stacks[0].a.shape[1] // (total // numbers)
+    return int(stacks[0].a.shape[1]) // (total // numbers)
 
 
 def mask_of(slots: SlotState, owner: jax.Array, stacks: Stacks, places: int, dtype: Any) -> jax.Array:

@@ -119,7 +119,7 @@ def test_an_adapter_that_is_unloaded_serves_its_requests_to_the_end(engine: Engi
             (answer if update.request_id == answer.sequence.request_id else other).updates.append(update)  # type: ignore[arg-type]
         engine.scheduler.check_integrity()
     assert answer.tokens == alone and other.tokens != alone
-    assert len(engine._adapters.packed) == 1  # type: ignore[union-attr]
+    assert len(engine.adapters.packed) == 1  # type: ignore[union-attr]
     engine.do(UnloadLora("x"))
 
 
@@ -195,4 +195,4 @@ def test_two_hundred_adapters_in_turn(make_engine: Callable[..., Engine]) -> Non
     for i in np.random.default_rng(0).permutation(count).tolist():
         assert run_adapted(engine, [(work[i], GREEDY, str(i))])[0].tokens == together[i]
         engine.do(UnloadLora(str(i)))
-    assert engine._adapters.packed == {}  # type: ignore[union-attr]
+    assert engine.adapters.packed == {}  # type: ignore[union-attr]

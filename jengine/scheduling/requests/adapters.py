@@ -93,6 +93,13 @@ class Adapters:
         adapter.unloaded = True
         self._drop(adapter)
 
+    def idle(self, but: int = 0) -> Adapter | None:
+        """The loaded adapter that has no requests and was used least recently. but: not the one with this
+        number.
+        """
+        unused = [adapter for adapter in self if not adapter.users and adapter.number != but]
+        return min(unused, key=lambda one: one.used, default=None)
+
     # --- requests -----------------------------------------------------------------------------------
 
     def came(self, adapter: Adapter | None) -> None:
