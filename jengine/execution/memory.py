@@ -167,7 +167,7 @@ def check_room(spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> None:
         return
     memory = DeviceMemory.of(stats["bytes_limit"], spec, programs)
     need, free = (
-        spec.num_pages * memory.page + memory.beside - memory.weights,
+        spec.num_pages * memory.page + memory.beside - device_bytes(spec.both_leaves),
         stats["bytes_limit"] - stats["bytes_in_use"],
     )
     if need > free:

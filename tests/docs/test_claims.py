@@ -165,6 +165,4 @@ def test_the_table_of_programs(platform: str) -> None:
     ]
     if platform == "cpu":
         [loaded] = numbers("docs/service/index.md", r"0 programs compiled, (\d+) loaded")
-        assert loaded == sum(counts) + sum(
-            kind.key is str and kind.name not in OPTIONAL for kind in KINDS
-        )
+        assert loaded == sum(counts) + sum(kind.key is str and kind.name not in OPTIONAL for kind in KINDS)

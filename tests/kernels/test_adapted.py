@@ -1,0 +1,83 @@
+"""Adapted weights: products with the sum of a weight, in any format, and each row's own adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.adapted import Adapted, Stack
+from pallas_kernels.int4 import quantize_int4
+from pallas_kernels.quantized import quantize
+from pallas_kernels.weights import weight_of
+
+ROWS, PLACES, COLUMNS, INPUTS = 5, 3, 16, 128
+OUTS = 4, 6  # [4, 6, inputs], in parts of the second axis: 2 of the first, 3 of the second, 1 of the first
+SEGMENTS = ((0, 2), (1, 3), (0, 1))
+OWNER = [0, 2, -1, 1, 2]  # place of each row's adapter; -1: none
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def formats(weight: np.ndarray) -> dict[str, Any]:
+    return {
+        "plain": jnp.asarray(weight),
+        "int8": quantize(jnp.asarray(weight), dtype="int8"),
+        "w8a8": quantize(jnp.asarray(weight), dtype="int8", inputs=True),
+        "int4": quantize_int4(jnp.asarray(weight), group=64, parts=1, hadamard=1),
+    }
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "w8a8", "int4"])
+def test_each_row_has_its_own_change(kind: str) -> None:
+    base = weight_of(formats(numbers(*OUTS, INPUTS))[kind])
+    a = numbers(2, PLACES * COLUMNS, INPUTS, seed=1) / 10
+    b = [numbers(OUTS[0], size, PLACES * COLUMNS, seed=2 + i) for i, (_, size) in enumerate(SEGMENTS)]
+    mask = np.zeros((ROWS, PLACES * COLUMNS), np.float32)
+    for row, place in enumerate(OWNER):
+        if place >= 0:
+            mask[row, place * COLUMNS : (place + 1) * COLUMNS] = 1
+    stack = Stack(jnp.asarray(a), tuple(map(jnp.asarray, b)), tuple(part for part, _ in SEGMENTS))
+    x = jnp.asarray(numbers(ROWS, INPUTS, seed=9))
+    weight = Adapted(base, stack, jnp.asarray(mask))
+    assert weight.shape == (*OUTS, INPUTS)
+    found = jax.jit(lambda x, weight: weight.product(x))(x, weight)
+    alone = jax.jit(lambda x, weight: weight.product(x))(x, base)
+    for row, place in enumerate(OWNER):
+        if place < 0:
+            np.testing.assert_array_equal(found[row], alone[row])
+            continue
+        own = slice(place * COLUMNS, (place + 1) * COLUMNS)
+        inner = np.asarray(x)[row].astype(np.float64) @ a[:, own].transpose(0, 2, 1)
+        added = [one[..., own] @ inner[part] for (part, _), one in zip(SEGMENTS, b, strict=True)]
+        expected = np.asarray(alone[row], np.float64) + np.concatenate(added, axis=1).reshape(-1)
+        np.testing.assert_allclose(found[row], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_the_place(columns: int, dtype: str) -> None:
+    """Nor on what other places hold."""
+    base = weight_of(jnp.asarray(numbers(32, INPUTS), dtype))
+    a, b = numbers(columns, INPUTS, seed=1), numbers(32, columns, seed=2)
+    found = []
+    for place in range(4):
+        every_a, every_b = (
+            numbers(1, 4 * columns, INPUTS, seed=3 + place),
+            numbers(32, 4 * columns, seed=place),
+        )
+        own = slice(place * columns, (place + 1) * columns)
+        every_a[0, own], every_b[:, own] = a, b
+        mask = np.zeros((3, 4 * columns), np.float32)
+        mask[1, own] = 1
+        arrays = [jnp.asarray(one, dtype) for one in (every_a, every_b, mask)]
+        weight = Adapted(base, Stack(arrays[0], (arrays[1],), (0,)), arrays[2])
+        x = jnp.asarray(numbers(3, INPUTS, seed=9), dtype)
+        found.append(np.asarray(jax.jit(lambda x, weight: weight.product(x))(x, weight)[1]))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
