@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
-from jengine.core.updates import Load, Update
+from jengine.core.updates import Ended, Load, Update
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
 from jengine.insight.recording.totals import StepTotals
@@ -150,6 +151,7 @@ class EngineThread:
         # functions to call in the thread; None ends it
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._deliver: Callable[[Updates], None] = lambda updates: None
 
     @property
     def load(self) -> Load:
@@ -160,6 +162,8 @@ class EngineThread:
         return self.engine.totals()
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
+        self._deliver = deliver
+
         def run() -> None:
             try:
                 run_engine(self.engine, self._take_orders, deliver)
@@ -170,7 +174,7 @@ class EngineThread:
         self._thread.start()
 
     def add(self, *requests: Request) -> None:
-        self._inbox.put(lambda: self.engine.add(*requests))
+        self._inbox.put(partial(self._add, requests))
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         self._inbox.put(lambda: self.engine.end(request_id, reason, stop_reason))
@@ -182,6 +186,12 @@ class EngineThread:
         self._inbox.put(None)
         if wait and self._thread is not None:
             self._thread.join()
+
+    def _add(self, requests: tuple[Request, ...]) -> None:
+        try:
+            self.engine.add(*requests)
+        except InvalidArgument as error:  # such as an adapter that was unloaded meanwhile
+            self._deliver([Ended(request.request_id, "error", str(error)) for request in requests])
 
     def _take_orders(self, wait: bool) -> bool:
         while True:

@@ -303,8 +303,7 @@ def load_lora(
     if config is None or tensors is None:
         if not request.lora_path:
             raise InvalidArgument("lora_request", request.lora_name, "is not loaded, and has no lora_path")
-        how = {"load_inplace": load_inplace, "evict": evict}
-        return LoadLora(request.lora_name, request.lora_path, **how)
+        return LoadLora(request.lora_name, request.lora_path, load_inplace=load_inplace, evict=evict)
     from safetensors.numpy import save  # imported here, since few callers hand arrays in
 
     return LoadLora(

@@ -70,7 +70,8 @@ class AdapterShapes:
 
     @functools.cached_property
     def _numbers(self) -> int:
-        return sum(math.prod(shape) for site in self.sites for shape in self._own(site))
+        numbers: int = sum(math.prod(shape) for site in self.sites for shape in self._own(site))
+        return numbers
 
     def _stack(self, site: Site, columns: int) -> Stack:
         a = self._array(site.a_shape(columns), _spec(site.a_axes))
@@ -125,8 +126,8 @@ class AdapterShapes:
 
 
 def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
-    """The function to compile: writes an adapter's numbers, [1, numbers] of this device, to a place, from
-    0.
+    """The function to compile: writes an adapter's numbers, [1, numbers] of this device, to a place, int32
+    [1], from 0.
     """
     leaves, tree = jax.tree.flatten(stacks)
     places, numbers, at = [], packed.reshape(-1), 0
@@ -136,7 +137,7 @@ def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
             shape = (*array.shape[:axis], columns, *array.shape[axis + 1 :])
             size = math.prod(shape)
             part = lax.slice_in_dim(numbers, at, at + size).reshape(shape)
-            places.append(lax.dynamic_update_slice_in_dim(array, part, place * columns, axis))
+            places.append(lax.dynamic_update_slice_in_dim(array, part, place[0] * columns, axis))
             at += size
     assert len(places) == len(leaves) and at == numbers.size
     written: Stacks = jax.tree.unflatten(tree, places)
@@ -145,9 +146,10 @@ def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
 
 def _columns_per_place(stacks: Stacks, numbers: int) -> int:
     """Columns of one of several equal places, one of which has so many numbers."""
-    total = sum(leaf.size for leaf in jax.tree.leaves(stacks))
+    total: int = sum(leaf.size for leaf in jax.tree.leaves(stacks))
     assert total % numbers == 0, "places have equal sizes"
-    return int(stacks[0].a.shape[1]) // (total // numbers)
+    columns: int = stacks[0].a.shape[1]
+    return columns // (total // numbers)
 
 
 def mask_of(slots: SlotState, owner: jax.Array, stacks: Stacks, places: int, dtype: Any) -> jax.Array:

@@ -128,7 +128,7 @@ def test_a_written_adapter_is_at_its_place_alone(variant: str, tmp_path: Path) -
     }
     packed = shapes.pack(LoraWeights(2, factors))[HEADER:].view(np.float32).reshape(1, -1)
     stacks = jax.tree.map(lambda x: np.full(x.shape, 7, np.float32), shapes.stacks)
-    written = jax.jit(write)(stacks, packed, np.int32(1))
+    written = jax.jit(write)(stacks, packed, np.ones(1, np.int32))
     columns = shapes.columns
     for site, stack in zip(shapes.sites, written, strict=True):
         for array, axis in [(stack.a, 1), *((b, b.ndim - 1) for b in stack.b)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jengine import LLM, InvalidArgument, LoRARequest
+from jengine import LLM, AsyncLLM, InvalidArgument, LoRARequest
 from jengine.checkpoints.folder import DEMO
-from jengine.core.request import MAX_LOGPROBS, SamplingParams
+from jengine.core.request import MAX_LOGPROBS, RequestOutput, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ListLoras, ResetPrefixCache, UnloadLora
 from tests.engine.invariance import OPTIONS
@@ -95,9 +96,15 @@ def test_a_request_waits_for_a_place_and_base_requests_pass_it(engine: Engine) -
     assert (2, 2) in seen
     first = [answer.sequence.scheduled for answer in answers]
     assert first[4] < first[2], "the base request was admitted while the third adapter waited"
-    for name in names:
-        engine.do(UnloadLora(name))
-    assert engine.do(ListLoras()) == []
+
+    def unload() -> None:
+        for info in engine.do(ListLoras()):
+            engine.do(UnloadLora(info.name))
+
+    engine.do(ResetPrefixCache())
+    # two of the adapters are unloaded while their requests wait for a place
+    assert [answer.tokens for answer in run_adapted(engine, work, unload)] == [*alone]
+    assert engine.adapters.packed == {}  # type: ignore[union-attr]
 
 
 def test_an_adapter_that_is_unloaded_serves_its_requests_to_the_end(engine: Engine) -> None:
@@ -181,6 +188,44 @@ def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
         llm.unload_lora("sql")
         with pytest.raises(InvalidArgument, match="lora_request='sql': is not loaded"):
             llm.generate(ids[0], params, use_tqdm=False, lora_request="sql")
+
+
+def test_async_llm_and_adapters(tmp_path: Path) -> None:
+    """Loads at the first use, and an adapter that is unloaded meanwhile ends its request alone."""
+    arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
+    paths = [str(write_lora(tmp_path / str(i), arrays)) for i in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+    async def outputs(llm: AsyncLLM, lora_request: LoRARequest | str | None) -> RequestOutput:
+        found = [one async for one in llm.generate([5, 6, 7], params, lora_request=lora_request)]
+        return found[-1]
+
+    async def check() -> None:
+        options = {"max_model_len": 128, **SMALL, **LORA, "max_cpu_loras": 2}
+        with on_demand():
+            llm = AsyncLLM("demo", progress=False, **options)
+        async with llm:
+            requests = [LoRARequest(f"a{i}", 1, path) for i, path in enumerate(paths)]
+            first, again, base = await asyncio.gather(
+                outputs(llm, requests[0]), outputs(llm, requests[0]), outputs(llm, None)
+            )
+            assert first.outputs[0].token_ids == again.outputs[0].token_ids != base.outputs[0].token_ids
+            for request in requests[1:]:
+                assert (await outputs(llm, request)).outputs[0].token_ids == first.outputs[0].token_ids
+            assert [*llm.lora_names] == ["a1", "a2"], "the one that was used least recently made way"
+            with pytest.raises(InvalidArgument, match="max_cpu_loras=2 adapters are loaded"):
+                await llm.load_lora(requests[0])
+            with pytest.raises(InvalidArgument, match="lora_request='a0': is not loaded"):
+                llm.submit([5], params, lora_request="a0")
+            unloading = asyncio.ensure_future(llm.unload_lora("a1"))
+            await asyncio.sleep(0)
+            async with llm.submit([5, 6], params, lora_request="a1") as handle:
+                last = [one async for one in handle][-1]
+            await unloading
+            assert last.outputs[0].finish_reason == "error"
+            assert (await outputs(llm, "a2")).outputs[0].token_ids == first.outputs[0].token_ids
+
+    asyncio.run(check())
 
 
 @pytest.mark.full

@@ -48,14 +48,14 @@ class WriteAdapter(Kind[str]):
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         assert spec.adapters is not None
-        args = spec.stacks, spec.adapters.packed, ints(spec)
+        args = spec.stacks, spec.adapters.packed, ints(spec, 1)
         return Program("write_adapter", write, args, partitions(spec.stacks), (0,))
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         assert state.spec.adapters is not None
         like = state.spec.adapters.packed
         numbers = array[HEADER:].view(like.dtype).reshape(like.shape)
-        place = state.put(np.array(array[:4].view(np.int32)[0] - 1))
+        place = state.put(array[:4].view(np.int32) - 1)
         state.stacks = state.programs[key](state.stacks, state.put_sharded(numbers, like), place)
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:

@@ -166,9 +166,9 @@ class Registry:
     @property
     def next(self) -> Sequence | None:
         """The first waiting sequence whose adapter has a place or can get one."""
-        if not self.adapters.by_name:
-            return self.waiting.first
-        may_start = self.adapters.may_start
+        first, may_start = self.waiting.first, self.adapters.may_start
+        if first is None or may_start(first.adapter):
+            return first
         return next((one for one in self.waiting if may_start(one.adapter)), None)
 
     def order(self, sequence: Sequence) -> Order:
