@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from jengine.api.llm import LLM
+    from jengine.api.lora_text import find_lora, lora_tokenizer
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
     from jengine.api.scoring import Scoring, scoring_of
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         BeamsFound,
         Ended,
         Load,
+        LoraLoad,
         Pooled,
         PromptScores,
         TokenLogprobs,
@@ -115,6 +117,7 @@ __all__ = [
     "Logprob",
     "LoraInfo",
     "LoraLimits",
+    "LoraLoad",
     "ModelError",
     "Operation",
     "OutOfMemory",
@@ -162,7 +165,9 @@ __all__ = [
     "check_structure",
     "decode_operation",
     "explain",
+    "find_lora",
     "follow",
+    "lora_tokenizer",
     "make_masks",
     "params_of_samples",
     "probe_structure",
@@ -176,6 +181,7 @@ __all__ = [
 
 _MODULES = {
     "jengine.api.llm": ("LLM",),
+    "jengine.api.lora_text": ("find_lora", "lora_tokenizer"),
     "jengine.api.async_llm": ("AsyncLLM",),
     "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine", "run_operation"),
     "jengine.core.beam_params": ("BeamSearchParams",),
@@ -238,6 +244,7 @@ _MODULES = {
         "BeamsFound",
         "Ended",
         "Load",
+        "LoraLoad",
         "Pooled",
         "PromptScores",
         "TokenLogprobs",

@@ -28,6 +28,7 @@ SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tok
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
 SHORT = {"tensor_parallel_size": "-tp", "quantization": "-q", "speculative_config": "-sc"}  # as in vLLM
 FILES = ("chat_template",)  # options whose text may be a file
+SEVERAL = {"lora_modules": "NAME=PATH"}  # options that take several values after one flag, as in vLLM
 
 LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None
 
@@ -105,7 +106,9 @@ def add_fields(
             flag["type"] = partial(value_of, field.name)
         if field.name in FILES:
             flag["metavar"] = "FILE"
-        if flag.get("action") == "append":
+        if field.name in SEVERAL:
+            flag |= {"action": "extend", "nargs": "+", "metavar": SEVERAL[field.name]}
+        if flag.get("action") in ("append", "extend"):
             text += " (repeatable)"
         if default not in (None, ()):
             text += (

@@ -23,6 +23,7 @@ from jengine.serving.http.completion_service import CompletionService
 from jengine.serving.http.embedding_service import EmbeddingService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
 from jengine.serving.http.errors import http_error
+from jengine.serving.http.lora_service import LoraService
 from jengine.serving.http.scoring_service import RANKS, SCORES, ScoringService
 from jengine.serving.http.text_service import TextService
 from jengine.serving.metrics.server_metrics import Metrics
@@ -57,6 +58,7 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     chat = ChatService(shared, most, (config.tool_call_parser, config.reasoning_parser))
     completions, texts = CompletionService(shared, most), TextService(shared, most)
 
+    loras = LoraService(shared, most, config)
     scores, ranks = ScoringService(shared, most, SCORES), ScoringService(shared, most, RANKS)
 
     async def health(call: HttpCall) -> None:
@@ -87,6 +89,8 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             route("POST", "/v1/embeddings", EmbeddingService(shared, most).create),
             *(route("POST", path, scores.create) for path in ("/v1/score", "/score")),
             *(route("POST", path, ranks.create) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+            route("POST", "/v1/load_lora_adapter", loras.load),
+            route("POST", "/v1/unload_lora_adapter", loras.unload),
             route("POST", "/tokenize", texts.tokenize),
             route("POST", "/detokenize", texts.detokenize),
             *more,

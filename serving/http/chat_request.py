@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
+from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.calls.request_ids import new_id
 from jengine.serving.http import parts, replies
@@ -33,7 +34,7 @@ class Chat(NamedTuple):
     form: AnswerFormat
     llm: AsyncLLM
     created: int
-    model: str
+    model: NamedModel
     template_has_tools: bool
 
     prompt: str = ""

@@ -44,7 +44,7 @@ class ChatService(HttpService):
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
         with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:
             self._admission.stream(call)
-            chat = await self._chat(call, given)
+            chat = await self._chat(call, given, tracked)
             with self._admission.place(chat.params.n, call) as place:
                 tracked.place = place
                 if chat.body.get("stream"):
@@ -52,17 +52,18 @@ class ChatService(HttpService):
                 else:
                     await self._whole(call, chat, size, tracked, place)
 
-    async def _chat(self, call: HttpCall, given: dict[str, Any]) -> Chat:
-        body = self._read(CHAT, given, call)
+    async def _chat(self, call: HttpCall, given: dict[str, Any], tracked: TrackedRequest) -> Chat:
+        body, model = self._read(CHAT, given, call, tracked)
         check_conversation(body)
         llm = self._models.llm
-        form = await self._answer_format(llm)
-        shown = shows_tools(llm.tokenizer, body.get("chat_template"))
+        tokenizer = model.tokenizer(llm)
+        form = await self._answer_format(tokenizer)
+        shown = shows_tools(tokenizer, body.get("chat_template"))
         tools = read_tools(body, form, shown)
         params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
         if form.shows_special_tokens and (tools.callable or form.channels) and tools.forced is None:
             params = params.clone(skip_special_tokens=False)
-        return Chat(body, params, tools, form, llm, int(time.time()), self._models.info.name, shown)
+        return Chat(body, params, tools, form, llm, int(time.time()), model, shown)
 
     async def _queue(
         self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, request_id: str, place: Place
@@ -85,9 +86,11 @@ class ChatService(HttpService):
                 "messages"
             ), options
 
-        prompt = await self._render(chat.llm, read, body.get("chat_template"), size, call)
+        prompt = await self._render(
+            chat.model.tokenizer(chat.llm), read, body.get("chat_template"), size, call
+        )
         chat = chat.rendered(prompt)
-        parsed = ParsedRequest(chat.params, lambda: prompt, size, **level_of(body))
+        parsed = ParsedRequest(chat.params, lambda: prompt, size, **level_of(body), lora=chat.model.lora)
         return await self._submit(chat.llm, parsed, kind, call, request_id, place), chat
 
     # --- complete ---------------------------------------------------------------------------------
@@ -103,7 +106,7 @@ class ChatService(HttpService):
             id=f"chatcmpl-{tracked.request_id}",
             object="chat.completion",
             created=chat.created,
-            model=chat.model,
+            model=chat.model.name,
             usage=replies.usage(output, tokens_of(output.outputs)),
         )
         choices = [await self._choice(chat, completion, portioned) for completion in output.outputs]
