@@ -26,7 +26,7 @@ ADDED_TOKENS: dict[str, Callable[[Any], list[tuple[Any, Any]]]] = {  # by file: 
     ],
     "added_tokens.json": lambda file: [*file.items()],
 }
-FILES = ("adapter_*", "*.json", "*.jinja")  # of an adapter: tensors, configuration, tokenizer
+FILES = ("adapter_model.safetensors", "*.json", "*.jinja")  # of an adapter: tensors, configuration, tokenizer
 
 
 def find_lora(path: str) -> Path:
@@ -38,7 +38,7 @@ def find_lora(path: str) -> Path:
     """
     folder = Path(path).expanduser()
     try:
-        if folder.is_dir():
+        if path and folder.is_dir():
             return folder.resolve()
     except (OSError, ValueError) as wrong:
         raise ModelError(f"cannot be read: {wrong}", file=path) from None

@@ -71,7 +71,7 @@ class Supervisor:
         adapters: Adapters | None = None,
     ) -> None:
         self.restarts = 0
-        self.adapters = adapters or Adapters()
+        self.adapters = Adapters() if adapters is None else adapters
         self._name, self._make, self._on_state = name, make, on_state
         self._back_off = back_off or BackOff()
         self._tokenizer: Tokenizer | None = None

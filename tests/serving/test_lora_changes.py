@@ -105,7 +105,6 @@ def test_loading_and_unloading(server: MockServer, folder: Path) -> None:
         ("leaks", 400, "adapter_model.safetensors is a link to a place outside of lora_dir"),
         ("circle", 400, "cannot be used"),
         ("a\0b", 400, "cannot be used"),
-        ("\ud800", 400, "cannot be used"),
         ("x" * 300, 400, "cannot be used"),
         ("~", 404, "there is no such folder in lora_dir"),
         ("~root", 404, "there is no such folder in lora_dir"),
@@ -224,15 +223,9 @@ def test_hub_ids(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     hub = ServerConfig(allow_lora_hub=True)
     assert allowed_path("owner/name", both) == allowed_path("owner/name", hub) == "owner/name"
     assert allowed_path("team/sql", both) == str(folder / "team" / "sql")
-    for config, path in (
-        (hub, "sql"),
-        (hub, "/etc/ssl"),
-        (hub, "../outside"),
-        (hub, "./sql"),
-        (both, "a/b/c"),
-    ):
+    for path in ("sql", "/etc/ssl", "../outside", "./sql", "a/b/c", ".owner/name", "owner/..", "\ud800/a"):
         with pytest.raises(Refusal, match="no such folder"):
-            allowed_path(path, config)
+            allowed_path(path, hub)
     monkeypatch.chdir(tmp_path)
     os.makedirs("owner/name")
     with pytest.raises(InvalidArgument, match="is a hub id, but also a path on the server"):
