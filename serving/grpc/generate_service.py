@@ -227,7 +227,10 @@ class GenerateService(Service, GenerateServiceServicer):
             pages=room.pages,
             has_chat_template=info.has_chat_template,
             jengine_version=__version__,
-            adapters=[adapter.module.name for adapter in self._models.adapters],
+            adapters=[
+                pb.Adapter(name=adapter.module.name, has_chat_template=bool(adapter.tokenizer.chat_templates))
+                for adapter in self._models.adapters
+            ],
         )
 
     @reported

@@ -116,7 +116,8 @@ def test_embeddings_and_scores(server: MockServer, client: OpenAI) -> None:
 
 def test_grpc(server: MockServer) -> None:
     with server.stub() as stub:
-        assert list(stub.GetModel(pb.GetModelRequest()).adapters) == ["sql", "haiku"]
+        adapters = stub.GetModel(pb.GetModelRequest()).adapters
+        assert [(one.name, one.has_chat_template) for one in adapters] == [("sql", True), ("haiku", True)]
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=IDS), model="sql")
         request.sampling_params.max_tokens = 7
         assert list(stub.Generate(request).completions[0].token_ids) == expected(IDS, "sql", 7)

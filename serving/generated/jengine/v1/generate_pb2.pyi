@@ -389,8 +389,16 @@ class GetModelResponse(_message.Message):
     pages: int
     has_chat_template: bool
     jengine_version: str
-    adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., devices: _Optional[str] = ..., mesh: _Optional[_Mapping[str, int]] = ..., page_size: _Optional[int] = ..., pages: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., jengine_version: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., devices: _Optional[str] = ..., mesh: _Optional[_Mapping[str, int]] = ..., page_size: _Optional[int] = ..., pages: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., jengine_version: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "has_chat_template")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    has_chat_template: bool
+    def __init__(self, name: _Optional[str] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()
