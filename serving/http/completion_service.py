@@ -99,8 +99,9 @@ class CompletionService(HttpService):
         repeats = bool(task.body.get("echo") or task.body.get("return_token_ids"))
         for index, (prompt, (one, place)) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
-            more = {"repeats": repeats, "lora": task.model.lora}
-            parsed = ParsedRequest(task.params, read, size, **level_of(task.body), **more)
+            parsed = ParsedRequest(
+                task.params, read, size, **level_of(task.body), repeats=repeats, lora=task.model.lora
+            )
             handle = await self._submit(task.llm, parsed, kind, call, one.request_id, place, first=not index)
             answer = stack.enter_context(Answer(handle, one, self._pace if kind == "delta" else None))
             out.append((answer, _Pieces(task, index * task.params.n, prompt, portioned)))

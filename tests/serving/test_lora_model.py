@@ -27,10 +27,13 @@ OPTIONS: dict[str, Any] = {
     "num_pages": 70,
     "dtype": "float32",
     "warm_up": "all",
+    "batch_invariant": True,  # fewer programs
     "max_loras": 2,
     "max_lora_rank": 8,
 }
-FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+FLAGS = [
+    f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in OPTIONS.items()
+]
 OWN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 IDS = [70, 71, 72, 73]
 ATTEMPTS = 20

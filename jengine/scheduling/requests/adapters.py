@@ -168,10 +168,11 @@ class Adapters:
         """What Load says of them; None: there are no places. Thread-safe."""
         if not self._on:
             return None
-        used = sorted([*self._used], key=lambda one: one.name)
-        running = tuple(one.name for one in used if one.running)
-        waiting = tuple(one.name for one in used if one.users > one.running)
-        return LoraLoad(len(self._on), len(self.by_name), running, waiting)
+        used = [*self._used]
+        running = {one.name for one in used if one.running}
+        waiting = {one.name for one in used if one.users > one.running}
+        names = tuple(sorted(running)), tuple(sorted(waiting))
+        return LoraLoad(len(self._on), len(self.by_name), *names)
 
     def take_writes(self) -> list[tuple[int, int]]:
         """(number, place) of the adapters to write before the next step."""
