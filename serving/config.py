@@ -198,8 +198,6 @@ class ServerConfig:
             if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
                 kind = "folder" if name == "lora_dir" else "file"
                 raise InvalidArgument(name, getattr(self, name), f"must be a {kind}'s path")
-        if self.lora_dir is not None and not Path(self.lora_dir).expanduser().is_dir():
-            raise InvalidArgument("lora_dir", str(self.lora_dir), "there is no such folder")
         modules = read_modules(self.lora_modules)
         object.__setattr__(self, "lora_modules", modules or None)
         keys = (self.api_key,) if isinstance(self.api_key, str) else self.api_key

@@ -197,9 +197,7 @@ class AsyncEngineMethods(ABC):
 
     async def unload_lora(self, name: str) -> None:
         """Forget an adapter; see `LLM.unload_lora`."""
-        self.lora_names.pop(
-            name, None
-        )  # at once: a request that follows the operation would end with an error
+        self.lora_names.pop(name, None)  # first, since the engine would end later requests with an error
         await self.do(UnloadLora(name))
 
     async def list_loras(self) -> list[LoraInfo]:

@@ -17,6 +17,12 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII
 MOST_FILES = 1000  # in an adapter's folder
 
 
+def check_folder(config: ServerConfig) -> None:
+    """Raises InvalidArgument if lora_dir is no folder."""
+    if config.lora_dir is not None and not Path(config.lora_dir).expanduser().is_dir():
+        raise InvalidArgument("lora_dir", str(config.lora_dir), "there is no such folder")
+
+
 def check_changes(config: ServerConfig) -> None:
     """Raises Refusal unless adapters may be loaded and unloaded."""
     if not config.changes_loras:

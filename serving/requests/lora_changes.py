@@ -16,16 +16,21 @@ from jengine.serving.calls.named_model import no_model
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import client_of
 from jengine.serving.guards.bounds import check_admin
-from jengine.serving.guards.lora_folder import allowed_path, check_changes
+from jengine.serving.guards.lora_folder import allowed_path, check_changes, check_folder
 from jengine.serving.lora_modules import LoraModule
 
 log = logging.getLogger("jengine.serving")
 
 
 class LoraChanges:
-    """Every method raises Refusal unless the caller is an administrator and the server allows changes."""
+    """Every method raises Refusal unless the caller is an administrator and the server allows changes.
+
+    Raises:
+        InvalidArgument: lora_dir is no folder.
+    """
 
     def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
+        check_folder(config)
         self._config, self._models = config, models
 
     def check(self, call: Call) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from jengine import AsyncLLM, InvalidArgument, JengineError
 from jengine.serving.config import ServerConfig, resolve_config
+from jengine.serving.guards.lora_folder import check_folder
 from jengine.serving.lora_modules import LoraModule, read_modules
 from tests.serving.adapters import expected, write_adapter
 from tests.serving.leaks import wait_until
@@ -79,7 +80,7 @@ def test_where_it_may_be_given(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument, match=rf"{name}=.*needs enable_lora \(command line\)"):
             resolve_config({"model": "demo", name: value}, {})
     with pytest.raises(InvalidArgument, match="lora_dir='/nowhere': there is no such folder"):
-        ServerConfig(lora_dir="/nowhere")
+        check_folder(ServerConfig(lora_dir="/nowhere"))
 
 
 def test_a_server_starts_with_adapters_and_replaces_its_engine(
