@@ -153,6 +153,7 @@ class Engine:
             programs=self._num_programs,
             first_token_seconds=first_token_seconds,
             report_faults=self._reports.faults,
+            loras=None if self.adapters is None else self.adapters.use,
         )
 
     def add(self, *requests: Request) -> list[Sequence]:

@@ -36,7 +36,6 @@ def load_of(scheduler: Scheduler, **engine: Any) -> Load:
         drafts=scheduler.speculation.drafts,
         draft_tokens=scheduler.speculation.tokens,
         accepted_tokens=tuple(scheduler.speculation.accepted),
-        loras=scheduler.registry.adapters.use,
         **engine,
     )
     if tier is None:

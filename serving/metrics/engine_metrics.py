@@ -148,7 +148,7 @@ def _adapters(families: Families, load: Load) -> Iterator[Metric]:
     now = str(use.max_loras), ",".join(use.running), ",".join(use.waiting)
     text = "Adapters that running and waiting requests use, and the most that may run; the value is the time"
     yield families.gauges("lora_requests_info", text, labels, [(now, time.time())])
-    yield families.gauge("lora_adapters", "Loaded adapters", use.loaded)
+    yield families.gauge("lora_adapters", "LoRA adapters in host memory", use.loaded)
 
 
 def _host(families: Families, load: Load) -> Iterator[Metric]:

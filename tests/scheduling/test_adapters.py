@@ -7,7 +7,6 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jengine.base.errors import InvalidArgument
-from jengine.core.updates import LoraLoad
 from jengine.scheduling.requests.adapters import Adapter, Adapters
 
 NAMES = "abcdef"
@@ -77,9 +76,9 @@ class AdaptersMachine(RuleBasedStateMachine):
             assert adapter.number not in self.dropped
 
     @invariant()
-    def use_is_that_of_the_requests(self) -> None:
+    def names_in_use_are_those_of_the_requests(self) -> None:
         running, waiting = (tuple(sorted({one.name for one in of})) for of in (self.running, self.waiting))
-        assert self.adapters.use == LoraLoad(2, len(self.adapters.by_name), running, waiting)
+        assert self.adapters.in_use == (running, waiting)
 
     def teardown(self) -> None:
         """Once running requests end, all that wait run, in rounds."""
@@ -122,4 +121,3 @@ def test_names() -> None:
     with pytest.raises(InvalidArgument, match="lora_request='x': no adapter of this name is loaded"):
         adapters.get("x")
     assert adapters.get(None) is None and adapters.may_start(None)
-    assert Adapters().use is None, "an engine without places has none"

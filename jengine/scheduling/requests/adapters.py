@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import count
 
 from jengine.base.errors import InvalidArgument
-from jengine.core.updates import LoraLoad
 
 
 @dataclass(slots=True, eq=False)
@@ -164,15 +163,12 @@ class Adapters:
         return any(one is not None and one.running > 0 for one in self._on)
 
     @property
-    def use(self) -> LoraLoad | None:
-        """What Load says of them; None: there are no places. Thread-safe."""
-        if not self._on:
-            return None
+    def in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of adapters that running and waiting requests use, each sorted. Thread-safe."""
         used = [*self._used]
         running = {one.name for one in used if one.running}
         waiting = {one.name for one in used if one.users > one.running}
-        names = tuple(sorted(running)), tuple(sorted(waiting))
-        return LoraLoad(len(self._on), len(self.by_name), *names)
+        return tuple(sorted(running)), tuple(sorted(waiting))
 
     def take_writes(self) -> list[tuple[int, int]]:
         """(number, place) of the adapters to write before the next step."""
