@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from jengine.api.forward import Forward
     from jengine.api.llm import LLM
+    from jengine.api.lora_text import find_lora, lora_tokenizer
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
     from jengine.api.scoring import Scoring, scoring_of
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         BeamsFound,
         Ended,
         Load,
+        LoraLoad,
         Pooled,
         PromptScores,
         TokenLogprobs,
@@ -117,6 +119,7 @@ __all__ = [
     "Logprob",
     "LoraInfo",
     "LoraLimits",
+    "LoraLoad",
     "ModelError",
     "Operation",
     "OutOfMemory",
@@ -164,7 +167,9 @@ __all__ = [
     "check_structure",
     "decode_operation",
     "explain",
+    "find_lora",
     "follow",
+    "lora_tokenizer",
     "make_masks",
     "params_of_samples",
     "probe_structure",
@@ -179,6 +184,7 @@ __all__ = [
 _MODULES = {
     "jengine.api.llm": ("LLM",),
     "jengine.api.forward": ("Forward",),
+    "jengine.api.lora_text": ("find_lora", "lora_tokenizer"),
     "jengine.api.async_llm": ("AsyncLLM",),
     "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine", "run_operation"),
     "jengine.core.beam_params": ("BeamSearchParams",),
@@ -241,6 +247,7 @@ _MODULES = {
         "BeamsFound",
         "Ended",
         "Load",
+        "LoraLoad",
         "Pooled",
         "PromptScores",
         "TokenLogprobs",

@@ -16,12 +16,14 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from jengine import InvalidArgument
+from jengine.serving.calls.adapters import Adapters
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.grpc.descriptors import allow_descriptors
 from jengine.serving.grpc.server import SERVICES, BuiltServer, build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.logs.status_log import write_status
+from jengine.serving.lora_modules import read_modules
 from jengine.serving.metrics.metrics_server import MetricsServer, pages_of
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.processes.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
@@ -93,7 +95,9 @@ class ServerApp:
         self._begun, self._ready, self._stopping = time.monotonic(), False, False
         self._engine: EngineProcess
         self._built: BuiltServer
-        self._supervisor = Supervisor(name, self._make, on_state=self._changed)
+        self._supervisor = Supervisor(
+            name, self._make, on_state=self._changed, adapters=Adapters(read_modules(config.lora_modules))
+        )
         self._front: HttpFront | None = None
         self._showing: set[asyncio.Task[None]] = set()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, InvalidArgument
+from jengine.serving.lora_modules import LoraModule, read_modules
 from jengine.serving.service_links import is_service_link
 from jengine.vllm.setting import whole_number
 from jengine.vllm.translate import SERVE_SETTINGS, suggestion, translated, value_of
@@ -51,6 +52,12 @@ class ServerConfig:
         reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for
             tool_call_parser.
         served_model_name: the name that clients see and may ask for. By default the model's.
+        lora_modules: LoRA adapters that are loaded before the server is ready, as NAME=PATH or
+            {"name": NAME, "path": PATH, "base_model_name": NAME}; paths are folders or hub ids. Clients name
+            an adapter as the model. Needs enable_lora.
+        lora_dir: a folder from which administrators may load adapters while the server runs, with
+            /v1/load_lora_adapter. By default none can be loaded or unloaded.
+        allow_lora_hub: let administrators also load adapters from the hub, by their ids.
         max_waiting: the most requests that may wait; further ones are rejected with RESOURCE_EXHAUSTED (429
             over HTTP).
         max_streams_per_client: the most completions that one client (an API key's name, or an address) may
@@ -115,6 +122,9 @@ class ServerConfig:
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
     served_model_name: str | None = None
+    lora_modules: list[str] | tuple[str | LoraModule, ...] | str | None = None
+    lora_dir: str | Path | None = None
+    allow_lora_hub: bool = False
     max_waiting: int = 256
     max_streams_per_client: int = 256
     max_calls_per_client: int = 512
@@ -157,7 +167,7 @@ class ServerConfig:
         if self.max_tokens_limit is not None:
             _whole("max_tokens_limit", self.max_tokens_limit, 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
-        for name in ("client_chat_templates", "page", "log_stats"):
+        for name in ("client_chat_templates", "page", "log_stats", "allow_lora_hub"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if self.allowed_origins is not None and self.http_port is None:
@@ -197,9 +207,12 @@ class ServerConfig:
             raise InvalidArgument("host", self.host, "must be an address or a name")
         if not isinstance(self.served_model_name, str | None) or self.served_model_name == "":
             raise InvalidArgument("served_model_name", self.served_model_name, "must be text")
-        for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log"):
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log", "lora_dir"):
             if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
-                raise InvalidArgument(name, getattr(self, name), "must be a file's path")
+                kind = "folder" if name == "lora_dir" else "file"
+                raise InvalidArgument(name, getattr(self, name), f"must be a {kind}'s path")
+        modules = read_modules(self.lora_modules)
+        object.__setattr__(self, "lora_modules", modules or None)
         keys = (self.api_key,) if isinstance(self.api_key, str) else self.api_key
         if keys is not None:
             if (
@@ -225,6 +238,11 @@ class ServerConfig:
                 raise InvalidArgument(name, getattr(self, name), f"must be {', '.join(choices)}")
             if name != "log_level" and getattr(self, name) != "auto" and self.http_port is None:
                 raise InvalidArgument(name, getattr(self, name), "needs http_port")
+
+    @property
+    def changes_loras(self) -> bool:
+        """Whether administrators may load and unload adapters."""
+        return self.lora_dir is not None or self.allow_lora_hub
 
     @property
     def origins(self) -> list[str]:
@@ -285,7 +303,11 @@ def resolve_config(
     if engine.get("strategy", "throughput") not in BY_TARGETS:
         engine = {**SERVE_DEFAULTS, **engine}
     with naming_source(given):
-        return ServerConfig(**server), EngineConfig(**engine)
+        config, options = ServerConfig(**server), EngineConfig(**engine)
+        for name in ("lora_modules", "lora_dir", "allow_lora_hub"):
+            if getattr(config, name) and not options.enable_lora:
+                raise InvalidArgument(name, server[name], "needs enable_lora")
+        return config, options
 
 
 def sourced_options(

@@ -42,7 +42,10 @@ class StandIn:
     def chat_prompt(self, messages: Any, **options: Any) -> Any:
         return chat_prompt(self.tokenizer, messages, **options)
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Generator[RequestOutput]:
+    def stream(
+        self, prompt: Any, params: SamplingParams, lora_request: str | None = None
+    ) -> Generator[RequestOutput]:
+        self.lora = lora_request
         text = prompt if isinstance(prompt, str) else prompt["prompt"]
         if "bad" in text:
             raise InvalidArgument("prompt", text, "must be good")
@@ -66,6 +69,15 @@ def llm() -> StandIn:
 
 def chat_with(llm: StandIn, system: str | None = None, **params: Any) -> Conversation:
     return Conversation(LocalModel(llm), SamplingParams(**params), system, SimpleNamespace(interrupted=False))  # type: ignore[arg-type]
+
+
+def test_an_adapter_with_its_template(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    own = Tokenizer(byte_level(), {})
+    own.__dict__["chat_templates"] = {"default": ChatTemplate("<{{ messages[-1].content }}>", {})}
+    model: Any = LocalModel(llm, own, "lora")  # type: ignore[arg-type]
+    chat = Conversation(model, SamplingParams(), None, SimpleNamespace(interrupted=False))  # type: ignore[arg-type]
+    chat.send("One?")
+    assert (llm.prompts, llm.lora) == (["<One?>"], "lora") and capsys.readouterr().out == "Yes.\n"
 
 
 def test_the_conversation_so_far_is_the_prompt(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +212,7 @@ class Endless:
     def __init__(self, model, **options): pass
     def chat_prompt(self, messages):
         return {"prompt_token_ids": [1], "prompt": "|".join(message["content"] for message in messages)}
-    def stream(self, prompt, params):
+    def stream(self, prompt, params, lora_request=None):
         completion = CompletionOutput()
         text = prompt["prompt"]
         for word in itertools.chain(["<" + text + ">"], itertools.repeat(" word") if "go" in text else []):

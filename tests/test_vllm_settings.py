@@ -17,6 +17,7 @@ from jengine.checkpoints.folder import kept_format
 from jengine.serving import app
 from jengine.serving.config import SERVE_DEFAULTS, ServerConfig
 from jengine.serving.guards.access import Access
+from jengine.serving.lora_modules import LoraModule
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.vllm import engine_settings, server_settings
 from jengine.vllm.setting import whole_number
@@ -57,6 +58,11 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--http-port 0 --tool-call-parser openai", {"http_port": 0, "tool_call_parser": "harmony"}, ""),
     ("--http-port 0 --reasoning-parser qwen3", {"http_port": 0, "reasoning_parser": "qwen3"}, ""),
     ("--otlp-traces-endpoint http://x:4318", {"otlp_traces_endpoint": "http://x:4318"}, ""),
+    (
+        '--enable-lora --lora-modules a=b {"name":"c","path":"d","base_model_name":"e"}',
+        {"enable_lora": True, "lora_modules": (LoraModule("a", "b"), LoraModule("c", "d", "e"))},
+        "",
+    ),
     ("--block-size 16", {"page_size": 16}, ""),
     ("--num-gpu-blocks-override 100", {"num_pages": 100}, ""),
     ("--kv-cache-memory-bytes 2G", {"kv_cache_memory": 2 * 2**30}, ""),
@@ -105,7 +111,9 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("--data-parallel-size 2", "run several engines: jengine.ray"),
     ("--max-cpu-loras 0", "max_cpu_loras=0: must be a whole number, at least 1"),
-    ("--lora-modules a=b", "merge the adapter into the weights"),
+    ("--lora-modules a=b", "lora_modules=['a=b']: needs enable_lora (command line)"),
+    ("--enable-lora --lora-modules a", "lora_modules='a': must be NAME=PATH, or {"),
+    ("--enable-lora --lora-modules a=b a=c", "lora_modules='a': is given twice"),
     ('--speculative-config {"method":"ngram"}', "speculative_config.num_speculative_tokens"),
     ('--speculative-config {"method":"eagle","model":"x"}', "must be ngram"),
     ("--download-dir /models", "HF_HUB_CACHE"),

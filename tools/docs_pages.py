@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from jengine import EngineConfig, Load, SamplingParams
+from jengine import EngineConfig, Load, LoraLoad, SamplingParams
 from jengine.commands.flags import add_fields
 from jengine.serving.config import ServerConfig
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
@@ -137,7 +137,15 @@ def _text(flag: argparse.Action, of: type) -> str:
 
 def metrics() -> str:
     """A table of the metrics that a server exports to Prometheus."""
-    load = Load(running=0, waiting=0, free_pages=0, pages=0, preemptions=0, compiles_since_start=0)
+    load = Load(
+        running=0,
+        waiting=0,
+        free_pages=0,
+        pages=0,
+        preemptions=0,
+        compiles_since_start=0,
+        loras=LoraLoad(max_loras=1),
+    )
     server = PrometheusMetrics("model", lambda: load, lambda: 0)
     server.certificate_expiry = lambda: 0.0
     rows = [

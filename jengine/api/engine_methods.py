@@ -197,8 +197,8 @@ class AsyncEngineMethods(ABC):
 
     async def unload_lora(self, name: str) -> None:
         """Forget an adapter; see `LLM.unload_lora`."""
+        self.lora_names.pop(name, None)  # first, since the engine would end later requests with an error
         await self.do(UnloadLora(name))
-        self.lora_names.pop(name, None)
 
     async def list_loras(self) -> list[LoraInfo]:
         """The loaded adapters; see `LLM.list_loras`."""

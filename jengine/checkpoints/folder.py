@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import SUFFIX, is_gguf
+from jengine.base.hub import download
 from jengine.checkpoints import converted
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import CheckpointFormat
@@ -77,27 +78,12 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def _download(model: str, revision: str | None, files: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
-
-    def fetch(files: list[str], *ignored: str) -> Path:
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=files, ignore_patterns=[*ignored, "consolidated*"]
-            )
-        )
-
-    try:
-        folder = fetch(files, "*/*")
-        if files in (HUB_FILES, WITHOUT_WEIGHTS):
-            fetch(IN_FOLDERS)  # patterns cannot exclude a single folder
-        if files is HUB_FILES and not any(folder.glob("*.safetensors")):
-            fetch(BIN_FILES, "*/*")
-        return folder
-    except Exception as error:  # errors of the network and the hub have no common base class
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"there is no such folder, and the hub has no such model: {cause}", file=model
-        ) from error
+    folder = download(model, revision, files, "*/*")
+    if files in (HUB_FILES, WITHOUT_WEIGHTS):
+        download(model, revision, IN_FOLDERS)  # patterns cannot exclude a single folder
+    if files is HUB_FILES and not any(folder.glob("*.safetensors")):
+        download(model, revision, BIN_FILES, "*/*")
+    return folder
 
 
 def read_config(path: Path) -> ModelConfig:

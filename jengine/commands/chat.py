@@ -13,20 +13,22 @@ import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Protocol
 
-from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams
+from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams, chat_prompt
 from jengine.commands.connection import CONNECTION, add_connection, connect
 from jengine.commands.flags import (
     ENGINE_SKIPS,
+    add_lora,
     add_sampling_and_engine,
     engine_fields,
     flag_values,
+    lora_request,
     sampling_fields,
 )
 from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
-    from jengine import LLM, CompletionOutput
+    from jengine import LLM, CompletionOutput, Tokenizer, TokensPrompt
     from jengine.client import Client
 
 PROMPT, MORE = "> ", "| "
@@ -61,6 +63,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_lora(parser, "; with --server, the name of an adapter that it serves")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
     server = parser.add_argument_group("a server, instead of MODEL")
     server.add_argument("--server", metavar="HOST:PORT", help="address of a `jengine serve`")
@@ -97,15 +100,21 @@ def _local(options: argparse.Namespace) -> ChatModel:
         raise InvalidArgument(useless[0], getattr(options, useless[0]), "can only be used with --server")
     engine_options = engine_fields(options)
 
-    from jengine import LLM
+    from jengine import LLM, find_lora, lora_tokenizer
 
-    return LocalModel(LLM(options.model, progress=not options.quiet, **engine_options))
+    lora = lora_request(options, engine_options)
+    folder = None if lora is None else find_lora(lora.lora_path)
+    llm = LLM(options.model, progress=not options.quiet, **engine_options)
+    if lora is None or folder is None:
+        return LocalModel(llm)
+    llm.load_lora(dataclasses.replace(lora, lora_path=str(folder)))
+    return LocalModel(llm, lora_tokenizer(llm.tokenizer, folder), lora.lora_name)
 
 
 def _served(options: argparse.Namespace) -> ChatModel:
     for name, value in flag_values(options, EngineConfig, skip=ENGINE_SKIPS).items():
         raise InvalidArgument(name, value, "is an engine option: pass it to `jengine serve`")
-    return RemoteModel(connect(options.server, options))
+    return RemoteModel(connect(options.server, options), options.lora)
 
 
 # --- models -------------------------------------------------------------------------------------
@@ -143,23 +152,33 @@ def transcript(messages: Messages) -> str:
 
 
 class LocalModel:
-    """A model in this process."""
+    """A model in this process.
+
+    Args:
+        tokenizer: for a loaded adapter: it has the chat templates.
+        lora: the adapter's name.
+    """
 
     waits = False  # exceptions must not interrupt work on the device
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.max_model_len = llm, llm.max_model_len
-        self.continues = "default" not in llm.tokenizer.chat_templates
+    def __init__(self, llm: LLM, tokenizer: Tokenizer | None = None, lora: str | None = None) -> None:
+        self.llm, self.max_model_len, self._own, self._lora = llm, llm.max_model_len, tokenizer, lora
+        self.continues = "default" not in (tokenizer or llm.tokenizer).chat_templates
 
     def tokens(self, messages: Messages) -> int:
         if self.continues:
             return len(self.llm.tokenizer.encode(transcript(messages)))
-        return len(self.llm.chat_prompt(messages)["prompt_token_ids"])
+        return len(self._prompt(messages)["prompt_token_ids"])
+
+    def _prompt(self, messages: Messages) -> TokensPrompt:
+        if self._own is None:
+            return self.llm.chat_prompt(messages)
+        return chat_prompt(self._own, messages, max_model_len=self.max_model_len)
 
     def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
         seen = 0
-        prompt = transcript(messages) if self.continues else self.llm.chat_prompt(messages)
-        with contextlib.closing(self.llm.stream(prompt, params)) as outputs:
+        prompt = transcript(messages) if self.continues else self._prompt(messages)
+        with contextlib.closing(self.llm.stream(prompt, params, lora_request=self._lora)) as outputs:
             for output in outputs:
                 whole = output.outputs[0]
                 yield dataclasses.replace(whole, text=whole.text[seen:])
@@ -167,14 +186,18 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A server's model."""
+    """A server's model, or one of its adapters."""
 
     waits = True
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
+    def __init__(self, client: Client, lora: str | None = None) -> None:
+        self.client, self._lora = client, lora
         info = self.client.model()
-        self.max_model_len, self.continues = info.max_model_len, not info.has_chat_template
+        named = next((one for one in info.adapters if one.name == lora), None)
+        if lora is not None and named is None:
+            names = ", ".join(one.name for one in info.adapters) or "none"
+            raise InvalidArgument("lora", lora, f"the server has no such adapter; it has {names}")
+        self.max_model_len, self.continues = info.max_model_len, not (named or info).has_chat_template
         # tokens: of the messages, last counted; that the template adds to each message, last learned
         self._text, self._around = 0, 0.0
 
@@ -185,9 +208,9 @@ class RemoteModel:
     def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
         client = self.client
         news = (
-            client.stream(transcript(messages), params)
+            client.stream(transcript(messages), params, model=self._lora)
             if self.continues
-            else client.chat_stream(messages, params)
+            else client.chat_stream(messages, params, model=self._lora)
         )
         with contextlib.closing(news):
             for output in news:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from jengine import EngineConfig, SamplingParams
+from jengine import EngineConfig, LoRARequest, SamplingParams
 from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.terminal import note
 from jengine.vllm.engine_settings import ENGINE
@@ -28,6 +28,7 @@ SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tok
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
 SHORT = {"tensor_parallel_size": "-tp", "quantization": "-q", "speculative_config": "-sc"}  # as in vLLM
 FILES = ("chat_template",)  # options whose text may be a file
+SEVERAL = {"lora_modules": "NAME=PATH"}  # options that take several values after one flag, as in vLLM
 
 LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None
 
@@ -39,6 +40,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id"
     )
+
+
+def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument("--lora", metavar="PATH", help=f"a LoRA adapter: a folder, or a hub id{more}")
+
+
+def lora_request(options: argparse.Namespace, engine: dict[str, Any]) -> LoRARequest | None:
+    """The adapter of --lora, if it is given; the engine's options then enable adapters."""
+    if options.lora is None:
+        return None
+    engine["enable_lora"] = True
+    return LoRARequest("lora", lora_path=options.lora)
 
 
 def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
@@ -105,7 +118,9 @@ def add_fields(
             flag["type"] = partial(value_of, field.name)
         if field.name in FILES:
             flag["metavar"] = "FILE"
-        if flag.get("action") == "append":
+        if field.name in SEVERAL:
+            flag |= {"action": "extend", "nargs": "+", "metavar": SEVERAL[field.name]}
+        if flag.get("action") in ("append", "extend"):
             text += " (repeatable)"
         if default not in (None, ()):
             text += (

@@ -15,7 +15,14 @@ from typing import Any
 from jengine import InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.commands import batch
 from jengine.commands.batch_files import STDOUT
-from jengine.commands.flags import add_model, add_sampling_and_engine, engine_fields, sampling_fields
+from jengine.commands.flags import (
+    add_lora,
+    add_model,
+    add_sampling_and_engine,
+    engine_fields,
+    lora_request,
+    sampling_fields,
+)
 from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
@@ -33,6 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads it from stdin")
+    add_lora(parser)
     parser.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
     parser.add_argument("--no-stats", action="store_true", help="no closing line of statistics")
     parser.add_argument("--quiet", action="store_true", help="no statistics and no progress bars")
@@ -75,6 +83,8 @@ def _generate(options: argparse.Namespace) -> int:
     if (options.prompt is None) == (options.input is None):
         raise JengineError("give either a PROMPT (- reads it from stdin) or --input FILE")
     if options.input is not None:
+        if options.lora is not None:
+            raise InvalidArgument("lora", options.lora, "cannot be given with --input FILE")
         options.output = options.output or STDOUT
         return batch.run(options)
     for name in ("output", "input_format", "prompt_column", "served_model_name", "retry_errors"):
@@ -91,8 +101,10 @@ def _generate_one(options: argparse.Namespace) -> None:
 
     from jengine import LLM
 
+    lora = lora_request(options, engine_options)
     llm = LLM(options.model, progress=not options.quiet, **engine_options)
-    outputs = llm.stream(prompt, params)  # rejects bad input before anything is written
+    # rejects bad input before anything is written
+    outputs = llm.stream(prompt, params, lora_request=lora)
     tokens, times = _show(outputs, params.n, prompt if options.echo else "")
     if not (options.no_stats or options.quiet):
         _print_stats(llm.stats, tokens, times)

@@ -110,6 +110,21 @@ class Ended(NamedTuple):
 Update = TokenUpdate | PromptScores | Pooled | BeamsFound | Ended
 
 
+class LoraLoad(NamedTuple):
+    """Use of an engine's adapters.
+
+    Attributes:
+        max_loras: places on the devices.
+        loaded: adapters in host memory.
+        running, waiting: names of those that running and waiting requests use, sorted.
+    """
+
+    max_loras: int
+    loaded: int = 0
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
 class Load(NamedTuple):
     """Current load of an engine.
 
@@ -143,6 +158,7 @@ class Load(NamedTuple):
         drafts, draft_tokens: how often a sequence had drafts in a step since the start, and their tokens.
         accepted_tokens: those that became output, by position in the draft.
         page_size: tokens of a page.
+        loras: use of adapters; None without enable_lora.
     """
 
     running: int
@@ -179,3 +195,4 @@ class Load(NamedTuple):
     host_evictions: int = 0
     resumptions: tuple[int, int, int] = (0, 0, 0)
     page_size: int = 0
+    loras: LoraLoad | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.lora import read_lora
 from jengine.core.lora import LoraInfo, LoraLimits, LoraSource
+from jengine.core.updates import LoraLoad
 from jengine.execution.adapters import AdapterShapes
 from jengine.scheduling.requests.adapters import Adapters
 
@@ -76,6 +77,11 @@ class AdapterStore:
         self.settle()
         self._adapters.unload(name)
         self.settle()
+
+    @property
+    def use(self) -> LoraLoad:
+        """What Load says of adapters. Thread-safe."""
+        return LoraLoad(self.limits.max_loras, len(self.packed), *self._adapters.in_use)
 
     def list_loaded(self) -> list[LoraInfo]:
         """See operations.ListLoras."""

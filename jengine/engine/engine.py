@@ -168,6 +168,7 @@ class Engine:
             first_token_seconds=first_token_seconds,
             report_faults=self._reports.faults,
             at_gate=self.gate.held,
+            loras=None if self.adapters is None else self.adapters.use,
         )
 
     def add(self, *requests: Request) -> list[Sequence]:

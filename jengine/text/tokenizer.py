@@ -100,7 +100,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         _add_tokens(backend, path / "tokenizer_config.json")
-        return cls(backend, _special_tokens(path), path)
+        return cls(backend, special_tokens_of(path), path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer prescribes around a text, such as a leading
@@ -228,7 +228,7 @@ def _json_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
+def special_tokens_of(path: Path) -> dict[str, str]:
     """From tokenizer_config.json or special_tokens_map.json: strings, or descriptions of added tokens."""
     found: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):

@@ -9,6 +9,7 @@ SAME: dict[str, str] = {
     "host": "default 127.0.0.1",
     "port": "serves gRPC; `http_port` serves OpenAI's API",
     "served_model_name": "one name",
+    "lora_modules": "paths are folders or hub ids",
     "api_key": (
         "also the variable `JENGINE_API_KEY`; `api_keys` is a file with hashes and limits for each key"
     ),
@@ -69,7 +70,7 @@ SERVER: tuple[Setting, ...] = (
     no_effect("enable_server_load_tracking", "see metrics_port", False),
     no_effect("enable_per_request_metrics", "see request_log", False),
     no_effect("grpc", "gRPC is always on; see port", True),
-    no_effect("max_lora_modules", "LoRA adapters are not supported"),
+    no_effect("max_lora_modules", "see max_cpu_loras"),
     # --- not supported
     unsupported("allowed_methods", CORS, ["*"], '["*"]'),
     unsupported("allowed_headers", CORS, ["*"], '["*"]'),
@@ -78,10 +79,6 @@ SERVER: tuple[Setting, ...] = (
     unsupported("uds", "sockets in the file system are not served; see host and http_port"),
     unsupported("ssl_ciphers", "the ciphers are the defaults of OpenSSL and gRPC"),
     unsupported("middleware", "middleware cannot be added; put a reverse proxy in front of the server"),
-    unsupported(
-        "lora_modules",
-        "LoRA adapters are not supported; merge the adapter into the weights (peft's merge_and_unload)",
-    ),
     unsupported(
         "chat_template_content_format", "the parts of a message are joined to text", "auto", "string"
     ),

@@ -18,7 +18,7 @@ from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
 from jengine.serving.calls.field_count import MAX_FIELDS, has_too_many_fields
-from jengine.serving.calls.model_provider import RESTART_SECONDS, ModelProvider, NotReady
+from jengine.serving.calls.model_provider import RESTART_SECONDS, NotReady
 from jengine.serving.calls.overload import Busy, SlowReader
 
 log = logging.getLogger("jengine.serving")
@@ -106,13 +106,6 @@ def checked[T](request: T) -> T:
             " fields",
         )
     return request
-
-
-def check_model(name: str, models: ModelProvider) -> None:
-    """Raises Refusal if a client names another model; an empty name is accepted."""
-    served = models.info.name
-    if name not in ("", served):
-        raise not_found("model", name, f"this server has one model: {served}")
 
 
 def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal:

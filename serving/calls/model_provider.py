@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jengine import AsyncLLM, EngineDead, Limits
+from jengine.serving.calls.adapters import Adapters
 
 RESTART_SECONDS = 2.0  # initial estimate for a start from saved programs
 
@@ -39,7 +40,10 @@ class ModelInfo:
 
 
 class ModelProvider(Protocol):
-    """The model, and the AsyncLLM that currently serves it."""
+    """The model, its adapters, and the AsyncLLM that currently serves them."""
+
+    @property
+    def adapters(self) -> Adapters: ...
 
     @property
     def llm(self) -> AsyncLLM:
@@ -61,3 +65,4 @@ class FixedModel:
     llm: AsyncLLM
     info: ModelInfo
     retry_seconds: float = RESTART_SECONDS
+    adapters: Adapters = field(default_factory=Adapters)

@@ -124,6 +124,7 @@ class Client(_Connection):
       instead of the server's.
     - `timeout`: seconds after which the request ends, with finish_reason "abort" and stop_reason "timeout".
     - `cache_salt`: the request shares cached pages only with requests that have the same salt.
+    - `model`: the name of a loaded LoRA adapter. By default the model alone answers.
 
     A request that the server cannot take, because it is full or starting, is retried while nothing of its
     answer has come.

@@ -31,6 +31,7 @@ CHAT_OPTIONS = (
     "chat_template",
     "chat_template_kwargs",
 )
+SAME = ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms", "model")  # options that are fields
 FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.items()}
 
 
@@ -68,11 +69,12 @@ class CallOptions(NamedTuple):
     cache_salt: str | None
     ttft_ms: float | None
     tpot_ms: float | None
+    model: str | None
     fields: Mapping[str, Any]
 
     @classmethod
     def of(cls, params: GenerationParams | None, options: dict[str, Any]) -> CallOptions:
-        names = ("request_id", "priority", "timeout", "cache_salt", "ttft_ms", "tpot_ms")
+        names = (*SAME, "timeout")
         given = {name: options.pop(name, None) for name in names}
         return cls(params=params, fields=options, **given)
 
@@ -131,10 +133,7 @@ def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](
         request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields), sampling_fields))
     else:
         request.sampling_params.CopyFrom(from_params(params))
-    options = {
-        name: getattr(call, name) for name in ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms")
-    }
-    options["timeout_seconds"] = call.timeout
+    options = {name: getattr(call, name) for name in SAME} | {"timeout_seconds": call.timeout}
     for name, value in options.items():
         if value is not None:
             with sending(name, value):

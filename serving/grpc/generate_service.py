@@ -20,13 +20,16 @@ from jengine import (
     ProfileOptions,
     RequestHandle,
     TokensPrompt,
+    UnloadLora,
     __version__,
     capture_process,
     decode_operation,
     read_profiles,
 )
 from jengine import Profile as TakenProfile
-from jengine.serving.calls.errors import check_model, reported
+from jengine.serving.calls.errors import reported
+from jengine.serving.calls.named_model import NamedModel, named_model
+from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
 from jengine.serving.grpc import conversions
@@ -34,7 +37,8 @@ from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_admin, check_priority, sees_all_clients
 from jengine.serving.guards.security import scoped
 from jengine.serving.requests.answers import Answer, PatientWriter, abandon
-from jengine.serving.requests.service import Conversation, ParsedRequest, Service
+from jengine.serving.requests.lora_changes import LoraChanges
+from jengine.serving.requests.service import Conversation, ParsedRequest, Service, Shared
 from jengine.serving.requests.tracking import TrackedRequest
 
 log = logging.getLogger("jengine.serving")
@@ -44,6 +48,10 @@ Prompted = pb.GenerateRequest | pb.ChatRequest
 
 class GenerateService(Service, GenerateServiceServicer):
     """jengine's own service."""
+
+    def __init__(self, shared: Shared, config: ServerConfig) -> None:
+        super().__init__(shared)
+        self._lora_changes = LoraChanges(config, shared.models)
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -60,27 +68,29 @@ class GenerateService(Service, GenerateServiceServicer):
     async def _whole(
         self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
     ) -> pb.GenerateResponse:
-        llm, params = self._admit(request, context)
+        llm, params, model = self._admit(request, context, tracked)
         with self._admission.place(params.n, context) as place:
             tracked.place = place
-            handle = await self._queue(llm, request, params, "final", context, tracked.request_id, place)
+            asked = llm, request, params, model
+            handle = await self._queue(*asked, "final", context, tracked.request_id, place)
             with Answer(handle, tracked) as answer:
                 return await conversions.response(
-                    await answer.next(), self._models.info.name, self._shared.portions.answer()
+                    await answer.next(), model.name, self._shared.portions.answer()
                 )
 
     async def _streamed(
         self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
     ) -> None:
-        llm, params = self._admit(request, context)
+        llm, params, model = self._admit(request, context, tracked)
         with self._admission.place(params.n, context) as place:
             tracked.place = place
-            handle = await self._queue(llm, request, params, "delta", context, tracked.request_id, place)
+            asked = llm, request, params, model
+            handle = await self._queue(*asked, "delta", context, tracked.request_id, place)
             with Answer(handle, tracked, self._pace) as answer:
                 write = PatientWriter(
                     context.write, context.peer, self._write_timeout, partial(abandon, handle, place)
                 ).write
-                await write(conversions.started(tracked.request_id, self._models.info.name))
+                await write(conversions.started(tracked.request_id, model.name))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
                 while True:
@@ -100,10 +110,11 @@ class GenerateService(Service, GenerateServiceServicer):
     Chat, ChatStream = Generate, GenerateStream
 
     def _admit(
-        self, request: Prompted, context: grpc.aio.ServicerContext
-    ) -> tuple[AsyncLLM, GenerationParams]:
+        self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
+    ) -> tuple[AsyncLLM, GenerationParams, NamedModel]:
         self._admission.stream(context)
-        check_model(request.model, self._models)
+        model = named_model(request.model, self._models)
+        tracked.adapter = model.lora
         if isinstance(request, pb.ChatRequest):
             conversions.check_messages(request.messages)
         llm = self._models.llm
@@ -111,13 +122,14 @@ class GenerateService(Service, GenerateServiceServicer):
             conversions.to_params(request.sampling_params, llm.get_default_sampling_params())
         )
         check_priority(request.priority)
-        return llm, params
+        return llm, params, model
 
     async def _queue(
         self,
         llm: AsyncLLM,
         request: Prompted,
         params: GenerationParams,
+        model: NamedModel,
         kind: OutputKind,
         context: grpc.aio.ServicerContext,
         request_id: str,
@@ -128,7 +140,11 @@ class GenerateService(Service, GenerateServiceServicer):
         if isinstance(request, pb.ChatRequest):
             template = request.options.chat_template if request.options.HasField("chat_template") else None
             rendered = await self._render(
-                llm, partial(_conversation_of, request), template, request.ByteSize(), context
+                model.tokenizer(llm),
+                partial(_conversation_of, request),
+                template,
+                request.ByteSize(),
+                context,
             )
             prompt = lambda: rendered  # noqa: E731
         parsed = ParsedRequest(
@@ -140,6 +156,7 @@ class GenerateService(Service, GenerateServiceServicer):
             request.timeout_seconds if request.HasField("timeout_seconds") else None,
             request.ttft_ms if request.HasField("ttft_ms") else None,
             request.tpot_ms if request.HasField("tpot_ms") else None,
+            lora=model.lora,
         )
         return await self._submit(llm, parsed, kind, context, request_id, place)
 
@@ -160,7 +177,7 @@ class GenerateService(Service, GenerateServiceServicer):
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
         self._admission.stream(context)
-        check_model(request.model, self._models)
+        named_model(request.model, self._models)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         tokenizer = self._models.llm.tokenizer
 
@@ -177,7 +194,7 @@ class GenerateService(Service, GenerateServiceServicer):
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         self._admission.stream(context)
-        check_model(request.model, self._models)
+        named_model(request.model, self._models)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         self._check_ids("token_ids", len(request.token_ids))
         tokenizer = self._models.llm.tokenizer
@@ -210,6 +227,10 @@ class GenerateService(Service, GenerateServiceServicer):
             pages=room.pages,
             has_chat_template=info.has_chat_template,
             jengine_version=__version__,
+            adapters=[
+                pb.Adapter(name=adapter.module.name, has_chat_template=bool(adapter.tokenizer.chat_templates))
+                for adapter in self._models.adapters
+            ],
         )
 
     @reported
@@ -242,6 +263,9 @@ class GenerateService(Service, GenerateServiceServicer):
         operation = decode_operation(
             request.operation, request.arguments_json or "{}", remote=True, rollout=self._shared.rollout_api
         )
+        if isinstance(operation, UnloadLora):  # the server knows adapters, too
+            await self._lora_changes.unload(context, operation.name)
+            return pb.DoResponse(answer_json="null")
         log.info("%s has the engine do %s", client_of(context), request.operation)
         answer = await asyncio.to_thread(msgspec.json.encode, await self._models.llm.do(operation))
         return pb.DoResponse(answer_json=answer.decode())

@@ -15,7 +15,8 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
-from jengine.serving.calls.errors import Refusal, check_model, checked, not_found, refusal, reported
+from jengine.serving.calls.errors import Refusal, checked, not_found, refusal, reported
+from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.calls.overload import Busy, SlowReader
 from jengine.serving.calls.request_ids import MAX_REQUEST_ID, new_id
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
@@ -58,9 +59,8 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelReadyResponse:
         ready = await self._ready(context)
-        return pb.ModelReadyResponse(
-            ready=ready and request.name in ("", self._models.info.name) and request.version in ("", VERSION)
-        )
+        known = request.name in ("", self._models.info.name) or self._models.adapters.get(request.name)
+        return pb.ModelReadyResponse(ready=ready and bool(known) and request.version in ("", VERSION))
 
     @reported
     async def ServerMetadata(
@@ -72,10 +72,10 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelMetadataResponse:
-        self._check_model(request.name, request.version)
+        model = self._named(request.name, request.version)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
-            name=self._models.info.name,
+            name=model.name,
             versions=[VERSION],
             platform="jengine",
             inputs=[tensor(name="text_input", datatype="BYTES", shape=[1])],
@@ -90,16 +90,14 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     ) -> pb.ModelInferResponse:
         with self._tracker.track("ModelInfer", request.id, context) as tracked:
             self._admission.stream(context)
-            parsed = self._read(request)
+            parsed, model = self._read(request, tracked)
             llm = self._models.llm
-            with (
-                self._admission.place(parsed.params.n, context) as tracked.place,
-                Answer(await self._queue(llm, parsed, "final", context, tracked.place), tracked) as answer,
-            ):
-                output = await answer.next()
-                return self._response(
-                    request, output, sum(len(completion.token_ids) for completion in output.outputs)
-                )
+            with self._admission.place(parsed.params.n, context) as tracked.place:
+                handle = await self._queue(llm, parsed, model, "final", context, tracked.place)
+                with Answer(handle, tracked) as answer:
+                    output = await answer.next()
+                    tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                    return self._response(request, model.name, output, tokens)
 
     @reported
     async def ModelStreamInfer(
@@ -140,9 +138,9 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         context: grpc.aio.ServicerContext,
         tracked: TrackedRequest,
     ) -> None:
-        parsed, llm = self._read(request), self._models.llm
+        (parsed, model), llm = self._read(request, tracked), self._models.llm
         with self._admission.place(parsed.params.n, context) as tracked.place:
-            handle = await self._queue(llm, parsed, "delta", context, tracked.place)
+            handle = await self._queue(llm, parsed, model, "delta", context, tracked.place)
             with (
                 Answer(handle, tracked, self._pace) as answer,
                 stream.freeing(handle.request_id, partial(abandon, handle, tracked.place)),
@@ -155,35 +153,37 @@ class KserveService(Service, GRPCInferenceServiceServicer):
                         tokens + sum(len(completion.token_ids) for completion in output.outputs),
                     )
                     if ended or any(completion.text for completion in output.outputs):
-                        await stream.write(infer_response=self._response(request, output, tokens))
+                        await stream.write(infer_response=self._response(request, model.name, output, tokens))
 
     async def _queue(
         self,
         llm: AsyncLLM,
         read: tensors.TensorRequest,
+        model: NamedModel,
         kind: OutputKind,
         context: grpc.aio.ServicerContext,
         place: Place,
     ) -> RequestHandle:
         """Validates and queues a request."""
         more = read.cache_salt, read.priority, read.timeout, read.ttft_ms, read.tpot_ms
-        parsed = ParsedRequest(read.params, lambda: read.text, read.bytes, *more)
+        parsed = ParsedRequest(read.params, lambda: read.text, read.bytes, *more, lora=model.lora)
         return await self._submit(llm, parsed, kind, context, new_id(), place)
 
-    def _read(self, request: pb.ModelInferRequest) -> tensors.TensorRequest:
+    def _read(
+        self, request: pb.ModelInferRequest, tracked: TrackedRequest
+    ) -> tuple[tensors.TensorRequest, NamedModel]:
         checked(request)
-        self._check_model(request.model_name, request.model_version)
+        model = self._named(request.model_name, request.model_version)
+        tracked.adapter = model.lora
         parsed = read_request(request, self._models.llm.get_default_sampling_params())
         check_priority(parsed.priority)
-        return parsed._replace(params=self._bounds.params(parsed.params))
+        return parsed._replace(params=self._bounds.params(parsed.params)), model
 
     def _response(
-        self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int
+        self, request: pb.ModelInferRequest, model: str, output: RequestOutput, tokens: int
     ) -> pb.ModelInferResponse:
         """The content of this output; `tokens`: number generated so far."""
-        response = pb.ModelInferResponse(
-            model_name=self._models.info.name, model_version=VERSION, id=request.id
-        )
+        response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=request.id)
         response.parameters["triton_final_response"].bool_param = output.finished
         if output.finished:
             response.parameters["prompt_tokens"].int64_param = len(output.prompt_token_ids)
@@ -197,10 +197,11 @@ class KserveService(Service, GRPCInferenceServiceServicer):
             write_texts(response, name, texts[name], raw=bool(request.raw_input_contents))
         return response
 
-    def _check_model(self, name: str, version: str) -> None:
-        check_model(name, self._models)
+    def _named(self, name: str, version: str) -> NamedModel:
+        model = named_model(name, self._models)
         if version not in ("", VERSION):
             raise not_found("model version", version, f"there is one version: {VERSION}")
+        return model
 
     async def _ready(self, context: grpc.aio.ServicerContext) -> bool:
         response = await self._health.Check(HealthCheckRequest(), context)

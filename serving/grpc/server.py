@@ -78,7 +78,7 @@ async def build_server(
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
     shared = Shared.of(config, models, metrics, request_log, spans)
-    services = GenerateService(shared), KserveService(shared, state)
+    services = GenerateService(shared, config), KserveService(shared, state)
     for service, servicer in zip(DESCRIPTORS, services, strict=True):
         _add(service, servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)

@@ -24,6 +24,7 @@ from jengine.serving.http.completion_service import CompletionService
 from jengine.serving.http.embedding_service import EmbeddingService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
 from jengine.serving.http.errors import OPENAI, ErrorForm, http_error
+from jengine.serving.http.lora_service import LoraService
 from jengine.serving.http.messages import body as messages_body
 from jengine.serving.http.messages.errors import MessagesErrors
 from jengine.serving.http.messages.reply import Messages
@@ -82,6 +83,7 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     )
     completions, texts = CompletionService(shared, most), TextService(shared, most)
 
+    loras = LoraService(shared, most, config)
     scores, ranks = ScoringService(shared, most, SCORES), ScoringService(shared, most, RANKS)
 
     async def health(call: HttpCall) -> None:
@@ -123,6 +125,8 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             route("POST", "/v1/embeddings", EmbeddingService(shared, most).create),
             *(route("POST", path, scores.create) for path in ("/v1/score", "/score")),
             *(route("POST", path, ranks.create) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+            route("POST", "/v1/load_lora_adapter", loras.load),
+            route("POST", "/v1/unload_lora_adapter", loras.unload),
             route("POST", "/tokenize", texts.tokenize),
             route("POST", "/detokenize", texts.detokenize),
             *more,

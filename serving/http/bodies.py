@@ -175,6 +175,23 @@ class DetokenizeBody(TypedDict, total=False):
     tokens: list[int]
 
 
+@with_config(STRICT)
+class LoadLoraBody(TypedDict, total=False):
+    """/v1/load_lora_adapter. `load_inplace`: replace the adapter of this name."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool
+
+
+@with_config(STRICT)
+class UnloadLoraBody(TypedDict, total=False):
+    """/v1/unload_lora_adapter. `lora_int_id`: 1 for the first adapter that was loaded, and so on."""
+
+    lora_name: str
+    lora_int_id: int
+
+
 class Body(NamedTuple):
     """A validated body.
 
@@ -265,11 +282,13 @@ class BodyFields:
                 fields[name] = value
             elif name in self._known:
                 raise InvalidArgument(name, value, "this server does not support it")
-            else:
+            elif self._sampling:
                 _unknown(name, value)
+            else:
+                raise InvalidArgument(name, value, "there is no such field")
         if sampling.keys() & {"structured_outputs"} and not isinstance(sampling["structured_outputs"], dict):
             raise InvalidArgument("structured_outputs", sampling["structured_outputs"], "must be an object")
-        self._check({"model": "", **fields})
+        self._check({"model": "", **fields} if "model" in self._known else dict(fields))
         return Body(fields, sampling)
 
     def _check(self, fields: dict[str, Any]) -> None:
@@ -344,3 +363,5 @@ CHAT = BodyFields(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))
 EMBEDDING = BodyFields(EmbeddingBody, sampling=False)
 SCORE, RERANK = BodyFields(ScoreBody, sampling=False), BodyFields(RerankBody, sampling=False)
 TOKENIZE, DETOKENIZE = BodyFields(TokenizeBody, sampling=False), BodyFields(DetokenizeBody, sampling=False)
+LOAD_LORA = BodyFields(LoadLoraBody, sampling=False)
+UNLOAD_LORA = BodyFields(UnloadLoraBody, sampling=False)

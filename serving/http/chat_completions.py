@@ -38,7 +38,7 @@ class ChatCompletions:
             id=f"chatcmpl-{request_id}",
             object="chat.completion",
             created=chat.created,
-            model=chat.model,
+            model=chat.model.name,
             usage=replies.usage(output, tokens_of(output.outputs)),
         )
         choices = [await self._choice(chat, completion, portioned) for completion in output.outputs]

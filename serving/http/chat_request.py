@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
+from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.calls.request_ids import new_id
 from jengine.serving.http import parts, replies
@@ -36,7 +37,7 @@ class Chat(NamedTuple):
     form: AnswerFormat
     llm: AsyncLLM
     created: int
-    model: str
+    model: NamedModel
     template_has_tools: bool
     own: Mapping[str, Any]
     count_tokens: Callable[[str], Awaitable[int]]

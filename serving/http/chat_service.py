@@ -37,7 +37,7 @@ class ChatService(HttpService):
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
         with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:
             self._admission.stream(call)
-            chat = await self._chat(call, await self._asked(call, self._api.read, given, size))
+            chat = await self._chat(call, await self._asked(call, self._api.read, given, size), tracked)
             with self._admission.place(chat.params.n, call) as place:
                 tracked.place = place
                 if chat.body.get("stream"):
@@ -63,23 +63,23 @@ class ChatService(HttpService):
         """Validates a body, in a thread if it is long."""
         return await self._text_work.run(client_of(call), size, lambda: read(given))
 
-    async def _chat(self, call: HttpCall, asked: Asked) -> Chat:
+    async def _chat(self, call: HttpCall, asked: Asked, tracked: TrackedRequest | None = None) -> Chat:
         call.names = asked.names
-        body = self._accepted(asked.body)
+        body, model = self._accepted(asked.body, tracked)
         check_conversation(body)
         llm = self._models.llm
-        form = await self._answer_format(llm)
-        shown = shows_tools(llm.tokenizer, body.get("chat_template"))
+        tokenizer = model.tokenizer(llm)
+        form = await self._answer_format(tokenizer)
+        shown = shows_tools(tokenizer, body.get("chat_template"))
         tools = read_tools(body, form, shown)
         params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
         if form.shows_special_tokens and (tools.callable or form.channels) and tools.forced is None:
             params = params.clone(skip_special_tokens=False)
-        work, encode = partial(self._text_work.run, client_of(call)), llm.tokenizer.encode
+        work, encode = partial(self._text_work.run, client_of(call)), tokenizer.encode
 
         async def count(text: str) -> int:
             return len(await work(len(text), lambda: encode(text, False))) if text else 0
 
-        model = self._models.info.name
         return Chat(body, params, tools, form, llm, int(time.time()), model, shown, asked.own, count)
 
     async def _prompt(self, call: HttpCall, chat: Chat, size: int) -> TokensPrompt:
@@ -100,7 +100,8 @@ class ChatService(HttpService):
                 "messages"
             ), options
 
-        return await self._render(chat.llm, read, body.get("chat_template"), size, call)
+        tokenizer = chat.model.tokenizer(chat.llm)
+        return await self._render(tokenizer, read, body.get("chat_template"), size, call)
 
     async def _queue(
         self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, request_id: str, place: Place
@@ -108,7 +109,8 @@ class ChatService(HttpService):
         """Renders the prompt and queues the request."""
         prompt = await self._prompt(call, chat, size)
         chat = chat.rendered(prompt)
-        parsed = ParsedRequest(chat.params, lambda: prompt, size, **level_of(chat.body))
+        level, lora = level_of(chat.body), chat.model.lora
+        parsed = ParsedRequest(chat.params, lambda: prompt, size, **level, lora=lora)
         return await self._submit(chat.llm, parsed, kind, call, request_id, place), chat
 
     async def _whole(

@@ -92,7 +92,7 @@ class ChatStream:
         if self._usage.always:
             more = {"usage": replies.usage(self._last, self._tokens), **more}
         chunk = replies.Chunk(
-            id=self._id, object="chat.completion.chunk", created=chat.created, model=chat.model, **more
+            id=self._id, object="chat.completion.chunk", created=chat.created, model=chat.model.name, **more
         )
         await self._call.event(with_members(parts.of(chunk), {"choices": array(choices), **facts}))
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from openai.types import CompletionUsage
 
 from jengine import AsyncLLM, CompletionOutput, GenerationParams, InvalidArgument, OutputKind, RequestOutput
+from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import COMPLETION, Body
@@ -22,6 +23,7 @@ from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.service import HttpService, StreamUsage, Tracked, level_of, stop_reason, tokens_of
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest
+from jengine.serving.requests.tracking import TrackedRequest
 
 MOST_PROMPTS = 2048  # in a request
 Prompt = str | list[int]
@@ -40,12 +42,12 @@ class Task(NamedTuple):
     llm: AsyncLLM
     reply_id: str
     created: int
-    model: str
+    model: NamedModel
     hides_output: bool
 
     def reply(self, choices: Iterable[Parts], **more: Any) -> Parts:
         reply = replies.Completion(
-            id=self.reply_id, object="text_completion", created=self.created, model=self.model, **more
+            id=self.reply_id, object="text_completion", created=self.created, model=self.model.name, **more
         )
         return with_members(parts.of(reply), {"choices": array(choices)})
 
@@ -59,7 +61,7 @@ class CompletionService(HttpService):
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
-            task = self._task(call, given, first.request_id)
+            task = self._task(call, given, first)
             places = [
                 stack.enter_context(place)
                 for place in self._admission.places(len(task.prompts), task.params.n, call)
@@ -70,8 +72,8 @@ class CompletionService(HttpService):
             else:
                 await self._whole(call, task, size, tracked)
 
-    def _task(self, call: HttpCall, given: dict[str, Any], request_id: str) -> Task:
-        body = self._read(COMPLETION, given, call)
+    def _task(self, call: HttpCall, given: dict[str, Any], tracked: TrackedRequest) -> Task:
+        body, model = self._read(COMPLETION, given, call, tracked)
         llm = self._models.llm
         prompts = listed("prompt", body.get("prompt"))
         for prompt in prompts:
@@ -79,9 +81,8 @@ class CompletionService(HttpService):
                 self._check_ids("prompt", len(prompt))
         params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
-        return Task(
-            body, params, prompts, llm, f"cmpl-{request_id}", int(time.time()), self._models.info.name, hides
-        )
+        reply_id = f"cmpl-{tracked.request_id}"
+        return Task(body, params, prompts, llm, reply_id, int(time.time()), model, hides)
 
     async def _queue_all(
         self,
@@ -98,7 +99,9 @@ class CompletionService(HttpService):
         repeats = bool(task.body.get("echo") or task.body.get("return_token_ids"))
         for index, (prompt, (one, place)) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
-            parsed = ParsedRequest(task.params, read, size, **level_of(task.body), repeats=repeats)
+            parsed = ParsedRequest(
+                task.params, read, size, **level_of(task.body), repeats=repeats, lora=task.model.lora
+            )
             handle = await self._submit(task.llm, parsed, kind, call, one.request_id, place, first=not index)
             answer = stack.enter_context(Answer(handle, one, self._pace if kind == "delta" else None))
             out.append((answer, _Pieces(task, index * task.params.n, prompt, portioned)))

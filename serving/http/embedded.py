@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
 
-from jengine import AsyncLLM
+from jengine import AsyncLLM, InvalidArgument
 from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.client_calls import ClientCalls
@@ -30,7 +30,8 @@ class EmbeddedApi:
 
     Args:
         name: the model's name, unless config sets another.
-        config: limits, parsers and similar options; those for ports, TLS and keys have no effect.
+        config: limits, parsers and similar options; those for ports, TLS and keys have no effect, those for
+            adapters are rejected.
         why_not_ready: for /health; returns None if the model answers.
     """
 
@@ -43,6 +44,9 @@ class EmbeddedApi:
         why_not_ready: Callable[[], str | None] = lambda: None,
     ) -> None:
         config, metrics = config or ServerConfig(), metrics or Metrics()
+        for option in ("lora_modules", "lora_dir", "allow_lora_hub"):
+            if getattr(config, option):
+                raise InvalidArgument(option, getattr(config, option), "only `jengine serve` takes it")
         models = FixedModel(
             llm, ModelInfo(name=config.served_model_name or name, limits=llm.backend.limits, dtype="")
         )

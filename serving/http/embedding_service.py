@@ -39,7 +39,7 @@ class EmbeddingService(HttpService):
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
-            body = self._read(EMBEDDING, given, call)
+            body, model = self._read(EMBEDDING, given, call, first)
             call.names = dict.fromkeys(("prompt", "prompt_token_ids"), "input")
             llm, prompts = self._models.llm, listed("input", body.get("input"))
             for prompt in prompts:
@@ -54,7 +54,7 @@ class EmbeddingService(HttpService):
             ):
                 handle = await self._submit(
                     llm,
-                    _parsed(llm, body, prompt, size),
+                    _parsed(llm, body, prompt, size, model.lora),
                     "final",
                     call,
                     one.request_id,
@@ -62,12 +62,11 @@ class EmbeddingService(HttpService):
                     first=one is first,
                 )
                 answers.append(stack.enter_context(Answer(handle, one, None)))
-            reply = await self._reply(
-                [await answer.next() for answer in answers], body.get("encoding_format") == "base64"
-            )
+            outputs = [await answer.next() for answer in answers]
+            reply = await self._reply(model.name, outputs, body.get("encoding_format") == "base64")
         await call.answer(200, reply, id_headers(first.request_id))
 
-    async def _reply(self, outputs: list[RequestOutput], as_text: bool) -> Parts:
+    async def _reply(self, model: str, outputs: list[RequestOutput], as_text: bool) -> Parts:
         data, portioned = [], self._shared.portions.answer()
         for index, output in enumerate(outputs):
             numbers = _numbers(output)
@@ -79,11 +78,11 @@ class EmbeddingService(HttpService):
                 with_members(parts.encoded({"object": "embedding", "index": index}), {"embedding": values})
             )
         usage = replies.usage_sum([replies.usage(output, 0) for output in outputs])
-        head = Embeddings(model=self._models.info.name, object="list", usage=usage)
+        head = Embeddings(model=model, object="list", usage=usage)
         return with_members(parts.of(head), {"data": array(data)})
 
 
-def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedRequest:
+def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int, lora: str | None) -> ParsedRequest:
     special = body.get("add_special_tokens", True)
     read: Callable[[], Prompt] = (
         partial(llm.tokenizer.encode, prompt, False)
@@ -96,6 +95,7 @@ def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedReque
         bytes=size,
         **level_of(body),
         embedding={name: body.get(name) for name in ("pooling", "normalize", "dimensions")},
+        lora=lora,
     )
 
 

@@ -66,6 +66,10 @@ class Chunk(OpenAIChunk):
 
 
 class ServedModel(Model):
+    """`root`: an adapter's path as it was given. `parent`: the model that an adapter changes."""
+
+    root: str
+    parent: str | None
     max_model_len: int
 
 

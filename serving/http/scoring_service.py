@@ -72,7 +72,7 @@ class ScoringService(HttpService):
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
-            body = self._read(self._kind.form, given, call)
+            body, model = self._read(self._kind.form, given, call, first)
             asked = self._kind.read(body)
             llm, names = self._models.llm, dict(zip(("queries", "documents"), asked.names, strict=True))
             call.names = names
@@ -98,6 +98,7 @@ class ScoringService(HttpService):
                     size,
                     embedding={} if scoring.embeds else None,
                     **level_of(body),
+                    lora=model.lora,
                 )
                 handle = await self._submit(
                     llm, parsed, "final", call, one.request_id, place, first=one is first
@@ -110,9 +111,7 @@ class ScoringService(HttpService):
             work = sum(0 if output.embedding is None else output.embedding.nbytes for output in outputs)
             scores = await self._text_work.run(client_of(call), work, partial(scoring.scores, outputs))
             usage = replies.usage_sum([replies.usage(output, 0) for output in scoring.prompts(outputs)])
-            reply = self._kind.reply(
-                Scored(first.request_id, self._models.info.name, body, asked, scores, usage)
-            )
+            reply = self._kind.reply(Scored(first.request_id, model.name, body, asked, scores, usage))
         await call.answer(200, msgspec.json.encode(reply), id_headers(first.request_id))
 
     def _check_prompts(self, asked: Asked, pairs: int, instruction: str) -> None:

@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import grpc
 import msgspec
 from openai.types import CompletionUsage
 
-from jengine import AsyncLLM, CompletionOutput, InvalidArgument, RequestOutput
-from jengine.serving.calls.errors import Refusal, check_model
+from jengine import CompletionOutput, InvalidArgument, RequestOutput, Tokenizer
+from jengine.serving.calls.errors import Refusal
+from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_priority
@@ -46,7 +48,7 @@ class HttpService(Service):
     def __init__(self, shared: Shared, most_bytes: int, parsers: tuple[str, str] = ("auto", "auto")) -> None:
         super().__init__(shared)
         self._most_bytes, self._parsers = most_bytes, parsers
-        self._format: AnswerFormat | None = None
+        self._formats: WeakKeyDictionary[Tokenizer, AnswerFormat] = WeakKeyDictionary()
 
     async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
         """A request's body, and its size in bytes.
@@ -62,25 +64,33 @@ class HttpService(Service):
             client_of(call), len(raw), lambda: json_object(raw, most_bytes)
         ), len(raw)
 
-    def _read(self, form: BodyFields, given: dict[str, Any], call: HttpCall) -> Body:
+    def _read(
+        self, form: BodyFields, given: dict[str, Any], call: HttpCall, tracked: TrackedRequest | None = None
+    ) -> tuple[Body, NamedModel]:
+        """The validated body, and the model that it names."""
         body = form.read(given)
         call.names = names_of(body)
-        return self._accepted(body)
+        return self._accepted(body, tracked)
 
-    def _accepted(self, body: Body) -> Body:
-        """The body, if this server has its model and the client may ask for its priority."""
-        check_model(body.get("model", ""), self._models)
+    def _accepted(self, body: Body, tracked: TrackedRequest | None = None) -> tuple[Body, NamedModel]:
+        """The body, if the client may ask for its priority, and the model that it names."""
+        model = named_model(body.get("model", ""), self._models)
+        if tracked is not None:
+            tracked.adapter = model.lora
         check_priority(body.get("priority", 0))
         if body.get("stream_options") is not None and not body.get("stream"):
             raise InvalidArgument("stream_options", body.get("stream_options"), "needs stream=true")
-        return body
+        return body, model
 
-    async def _answer_format(self, llm: AsyncLLM) -> AnswerFormat:
-        """The model's answer format, which does not depend on the engine. The first call may import
-        transformers, in a thread."""
-        if self._format is None:
-            self._format = await asyncio.to_thread(AnswerFormat, llm.tokenizer, *self._parsers)
-        return self._format
+    async def _answer_format(self, tokenizer: Tokenizer) -> AnswerFormat:
+        """The answer format of a tokenizer's chat templates. The first call may import transformers, in a
+        thread.
+        """
+        found = self._formats.get(tokenizer)
+        if found is None:
+            found = await asyncio.to_thread(AnswerFormat, tokenizer, *self._parsers)
+            self._formats[tokenizer] = found
+        return found
 
     async def create(self, call: HttpCall) -> None:
         """Answers a request that needs the engine."""
@@ -100,7 +110,7 @@ class HttpService(Service):
         tracked = [(first, places[0])]
         for part, place in enumerate(places[1:], start=1):
             one = stack.enter_context(self._tracker.track(f"POST {self.PATH}", first.request_id, call, part))
-            one.place = place
+            one.place, one.adapter = place, first.adapter
             tracked.append((one, place))
         return tracked
 

@@ -9,7 +9,8 @@ import msgspec
 from openai.pagination import SyncPage
 
 from jengine import InvalidArgument, Tokenizer
-from jengine.serving.calls.errors import check_model
+from jengine.serving.calls.adapters import Adapter
+from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.guards.admission import client_of
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import DETOKENIZE, TOKENIZE, Body
@@ -32,9 +33,9 @@ class TextService(HttpService):
 
     async def tokenize(self, call: HttpCall) -> None:
         given, size = await self._json(call)
-        await while_connected(call, self._tokenize(call, self._read(TOKENIZE, given, call), size))
+        await while_connected(call, self._tokenize(call, *self._read(TOKENIZE, given, call), size))
 
-    async def _tokenize(self, call: HttpCall, body: Body, size: int) -> None:
+    async def _tokenize(self, call: HttpCall, body: Body, model: NamedModel, size: int) -> None:
         self._admission.stream(call)
         if ("prompt" in body.fields) == ("messages" in body.fields):
             raise InvalidArgument(
@@ -50,12 +51,11 @@ class TextService(HttpService):
                     body.get(name),
                     "is only for prompt" if "messages" in body.fields else "is only for messages",
                 )
-        llm = self._models.llm
-        tokenizer: Tokenizer = llm.tokenizer
+        tokenizer: Tokenizer = model.tokenizer(self._models.llm)
         if "messages" in body.fields:
             options = {name: body.get(name) for name in OPTIONS if name in body.fields}
             prompt = await self._render(
-                llm, lambda: (body.get("messages"), options), body.get("chat_template"), size, call
+                tokenizer, lambda: (body.get("messages"), options), body.get("chat_template"), size, call
             )
             ids = prompt["prompt_token_ids"]
         else:
@@ -72,7 +72,7 @@ class TextService(HttpService):
 
     async def detokenize(self, call: HttpCall) -> None:
         given, size = await self._json(call)
-        body = self._read(DETOKENIZE, given, call)
+        body, _ = self._read(DETOKENIZE, given, call)
         self._admission.stream(call)
         tokens = body.get("tokens")
         if tokens is None:
@@ -87,18 +87,23 @@ class TextService(HttpService):
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def models(self, call: HttpCall) -> None:
-        page = SyncPage[replies.ServedModel](data=[self._model()], object="list")
-        await call.answer(200, replies.text_of(page).encode())
+        served = [self._model(), *map(self._model, self._models.adapters)]
+        page = SyncPage[replies.ServedModel](data=served, object="list")
+        await call.answer(200, replies.text_of(page).encode("utf-8", "replace"))
 
     async def model(self, call: HttpCall) -> None:
-        check_model(call.scope["path_params"]["model"], self._models)
-        await call.answer(200, replies.text_of(self._model()).encode())
+        named = named_model(call.scope["path_params"]["model"], self._models)
+        await call.answer(200, replies.text_of(self._model(named.adapter)).encode("utf-8", "replace"))
 
-    def _model(self) -> replies.ServedModel:
+    def _model(self, adapter: Adapter | None = None) -> replies.ServedModel:
+        own = self._models.info.name
+        module = None if adapter is None else adapter.module
         return replies.ServedModel(
-            id=self._models.info.name,
-            created=STARTED,
+            id=own if module is None else module.name,
+            created=STARTED if adapter is None else adapter.created,
             object="model",
             owned_by="jengine",
+            root=own if module is None else module.path,
+            parent=None if module is None else module.base_model_name or own,
             max_model_len=self._max_model_len,
         )

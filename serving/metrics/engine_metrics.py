@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -47,6 +48,7 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
     )
     yield from _host(families, load)
     yield from _speculation(families, load)
+    yield from _adapters(families, load)
     yield families.counter("num_preemptions", "Preemptions of running requests", load.preemptions)
     kinds = [
         ((kind,), count)
@@ -138,6 +140,17 @@ def _speculation(families: Families, load: Load) -> Iterator[Metric]:
         ("position",),
         positions,
     )
+
+
+def _adapters(families: Families, load: Load) -> Iterator[Metric]:
+    """Metrics of LoRA adapters, see EngineConfig.enable_lora."""
+    if (use := load.loras) is None:
+        return
+    labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
+    now = str(use.max_loras), ",".join(use.running), ",".join(use.waiting)
+    text = "Adapters that running and waiting requests use, and the most that may run; the value is the time"
+    yield families.gauges("lora_requests_info", text, labels, [(now, time.time())])
+    yield families.gauge("lora_adapters", "LoRA adapters in host memory", use.loaded)
 
 
 def _host(families: Families, load: Load) -> Iterator[Metric]:

@@ -18,7 +18,10 @@ from jengine import (
     EngineFacts,
     GetTrace,
     Limits,
+    ListLoras,
     Load,
+    LoadLora,
+    LoraLimits,
     Operation,
     Pooled,
     PromptScores,
@@ -31,8 +34,10 @@ from jengine import (
     TokenLogprobs,
     TokenUpdate,
     Trace,
+    UnloadLora,
     Update,
 )
+from jengine.serving.processes.mock_loras import MAX_RANK, MockLoras, shift_of
 
 PROGRAMS = 41  # an arbitrary number
 LOOKED_UP = 4096  # maximum prompt tokens looked up: enough for tests, and cheap for prompts of millions
@@ -57,9 +62,14 @@ class MockEngine:
     earlier one, the common whole pages count as cached, up to LOOKED_UP tokens. An embedding contains counts
     of the prompt's token ids modulo its size.
 
+    With an adapter, each token's id is larger by `shift_of` its name. An adapter is any folder with an
+    adapter_config.json.
+
     Args:
         embedding_size: numbers in an embedding; 0: embeddings are not supported.
         reranker: in its limits. Both of its tokens are equally probable.
+        max_loras: in its limits; 0: there are no adapters.
+        max_cpu_loras: in its limits.
         seconds: duration of a step.
         fail_at: index of the step that raises an error, from 0.
     """
@@ -77,6 +87,8 @@ class MockEngine:
         fail_at: int | None = None,
         embedding_size: int = 0,
         reranker: Reranker | None = None,
+        max_loras: int = 0,
+        max_cpu_loras: int | None = None,
     ) -> None:
         room = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=pages)
         self.limits = Limits(
@@ -86,6 +98,9 @@ class MockEngine:
             eos_token_ids=eos_token_ids,
             embedder=Embedder(size=embedding_size) if embedding_size else None,
             reranker=reranker,
+            lora=LoraLimits(max_loras=max_loras, max_lora_rank=MAX_RANK, max_cpu_loras=max_cpu_loras)
+            if max_loras
+            else None,
         )
         self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
         self._waiting: deque[_Sequence] = deque()
@@ -93,6 +108,7 @@ class MockEngine:
         self._free_pages = pages
         self._prefixes = _Prefixes(page_size, pages)
         self._strategy = "throughput"
+        self._loras = MockLoras(self.limits.lora)
 
     @property
     def load(self) -> Load:
@@ -114,6 +130,10 @@ class MockEngine:
             programs=PROGRAMS,
             strategy=self._strategy,
             first_token_seconds=self.seconds * (1 + len(self._waiting)),
+            loras=self._loras.load(
+                (sequence.request for sequence in self._running.values()),
+                (sequence.request for sequence in self._waiting),
+            ),
         )
 
     @property
@@ -125,6 +145,7 @@ class MockEngine:
     def add(self, *requests: Request) -> None:
         room = self.limits.sequence
         for request in requests:
+            self._loras.check(request)
             max_len = room.max_len(request)
             self._waiting.append(_Sequence(request, max_len, room.most_pages(max_len - 1)))
 
@@ -158,6 +179,12 @@ class MockEngine:
                     room.pages,
                 )
                 return Trace.empty(facts)
+            case LoadLora():
+                return self._loras.add(operation)
+            case UnloadLora(name):
+                return self._loras.remove(name)
+            case ListLoras():
+                return self._loras.listed
             case _:
                 return operation.run(self)  # type: ignore[arg-type]
 
@@ -231,6 +258,7 @@ class MockEngine:
         prompt = request.prompt_token_ids
         allowed = params.allowed_token_ids
         token = allowed[0] if allowed else prompt[(request.sample_index + sequence.generated) % len(prompt)]
+        token = (token + shift_of(request.lora_name)) % self.limits.vocab_size
         sequence.generated += 1
         reason = stop_reason = None
         if sequence.generated > params.min_tokens:
@@ -248,6 +276,7 @@ class MockEngine:
         params, size = sequence.request.pooling, self.limits.embedder.size if self.limits.embedder else 0
         assert params is not None
         ids = np.array(sequence.request.prompt_token_ids)
+        ids += shift_of(sequence.request.lora_name)
         counts = np.bincount(ids % size, minlength=size).astype(np.float32)[: params.dimensions]
         if params.normalize:
             counts /= max(float(np.linalg.norm(counts)), 1.0)
@@ -272,7 +301,8 @@ class _Prefixes:
     def admit(self, request: Request) -> int:
         """Number of the prompt's tokens that are known, always fewer than all. From now on, all are."""
         prompt, size, found = request.prompt_token_ids[:LOOKED_UP], self._page_size, 0
-        parent: int | str | None = request.cache_salt
+        salt = request.cache_salt
+        parent: int | str | None = salt if request.lora_name is None else f"{request.lora_name}\0{salt}"
         for start in range(0, len(prompt) // size * size, size):
             page = (parent, tuple(prompt[start : start + size]))
             known = self.known.get(page)

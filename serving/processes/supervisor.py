@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jengine import AsyncLLM, EngineDead, Load, SamplingParams, StepTotals, Tokenizer
+from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import RESTART_SECONDS, ModelInfo, NotReady
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.starting import StartProgress
@@ -54,6 +55,7 @@ class Supervisor:
         make: creates an EngineProcess that is not started, and calls its argument when it ends. For example
             `lambda on_end: EngineProcess.of(config, on_end)`.
         on_state: called in the event loop with whether the model answers, when that changes.
+        adapters: loaded into each engine before it serves.
 
     Attributes:
         restarts: number of engines started after the first.
@@ -66,8 +68,10 @@ class Supervisor:
         *,
         on_state: Callable[[bool], None] = lambda serving: None,
         back_off: BackOff | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.restarts = 0
+        self.adapters = Adapters() if adapters is None else adapters
         self._name, self._make, self._on_state = name, make, on_state
         self._back_off = back_off or BackOff()
         self._tokenizer: Tokenizer | None = None
@@ -172,8 +176,8 @@ class Supervisor:
         """Starts the first engine. Cancelling this ends the engine.
 
         Raises:
-            InvalidArgument, ModelError, OutOfMemory, EngineDead: as EngineProcess.start; the server cannot
-                run.
+            InvalidArgument, ModelError, OutOfMemory, EngineDead: as EngineProcess.start, or an adapter cannot
+                be loaded; the server cannot run.
         """
         ended = await self._launch()
         self._keeper = asyncio.create_task(self._keep_running(ended), name="engine-keeper")
@@ -234,27 +238,35 @@ class Supervisor:
         engine, begun = self._make(on_end), time.monotonic()
         self._expected, self._starting = begun + self._start_seconds, engine
         try:
-            self._llm = await asyncio.to_thread(self._start, engine)
+            llm, facts = await asyncio.to_thread(self._start, engine)
+            await self._load_adapters(llm)
         except BaseException:
             await asyncio.to_thread(engine.quit)
             raise
         finally:
             self._starting = None
-        self._running = engine
+        self._running, self._llm, self._facts = engine, llm, facts
         self._since, self._expected = time.monotonic(), None
         if not engine.info.programs_compiled:  # the next start will not compile either
             self._start_seconds = self._since - begun
         self._set(True)
         return ended
 
-    def _start(self, engine: EngineProcess) -> AsyncLLM:
+    async def _load_adapters(self, llm: AsyncLLM) -> None:
+        try:
+            await (self.adapters.open(llm, self._name) if self._facts is None else self.adapters.reopen(llm))
+        except BaseException:
+            await llm.close()
+            raise
+
+    def _start(self, engine: EngineProcess) -> tuple[AsyncLLM, ModelInfo]:
         """Runs in a thread, since it takes seconds or minutes."""
         engine.start()
         info = engine.info
         if self._tokenizer is None:
             assert info.tokenizer_folder is not None
             self._tokenizer = Tokenizer.load(Path(info.tokenizer_folder), info.chat_template)
-        self._facts = ModelInfo(
+        facts = ModelInfo(
             name=self._name,
             limits=engine.limits,
             dtype=info.dtype,
@@ -263,12 +275,8 @@ class Supervisor:
             mesh=info.mesh,
             has_chat_template=bool(self._tokenizer.chat_templates),
         )
-        return AsyncLLM.over(
-            engine,
-            self._tokenizer,
-            SamplingParams(**info.sampling_defaults),
-            stream_interval=info.stream_interval,
-        )
+        defaults = SamplingParams(**info.sampling_defaults)
+        return AsyncLLM.over(engine, self._tokenizer, defaults, stream_interval=info.stream_interval), facts
 
     def _set(self, serving: bool) -> None:
         serving = serving and not self._retired

@@ -16,12 +16,14 @@ from jengine import (
     PreparedPrompt,
     RequestHandle,
     SamplingParams,
+    Tokenizer,
     TokensPrompt,
     chat_prompt,
 )
 from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import in_use
 from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.named_model import no_model
 from jengine.serving.calls.portions import Portions
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import Place, ServerAdmission, client_of
@@ -98,6 +100,7 @@ class ParsedRequest(NamedTuple):
         bytes: size of the request.
         embedding: arguments of AsyncLLM.prepare_embedding, for an embedding instead of tokens.
         repeats: whether the answer repeats the prompt, for each completion.
+        lora: the adapter's name; None: the model alone.
     """
 
     params: GenerationParams
@@ -110,6 +113,7 @@ class ParsedRequest(NamedTuple):
     tpot_ms: float | None = None
     embedding: dict[str, Any] | None = None
     repeats: bool = False
+    lora: str | None = None
 
 
 class Service:
@@ -180,33 +184,42 @@ class Service:
                 client=client[:MAX_CLIENT],
                 timeout=timeout,
                 output_kind=kind,
+                lora_request=parsed.lora,
             )
         except InvalidArgument as wrong:
+            if wrong.field == "lora_request":  # it was unloaded meanwhile
+                raise no_model(parsed.lora or "", self._models) from None
             raise wrong if wrong.field != "request_id" else in_use(request_id, wrong.limit) from None
 
     async def _render(
-        self, llm: AsyncLLM, read: Callable[[], Conversation], template: str | None, size: int, call: Call
+        self,
+        tokenizer: Tokenizer,
+        read: Callable[[], Conversation],
+        template: str | None,
+        size: int,
+        call: Call,
     ) -> TokensPrompt:
         """Renders a conversation's prompt.
 
         Args:
+            tokenizer: has the chat templates of the model or adapter.
             read: returns the conversation; called in a thread if the request, of `size` bytes, is long.
             template: the client's template, which is also among the options.
         """
         client = client_of(call)
         work = partial(self._text_work.run, client, size)
         if template is None:
-            return await work(partial(self._render_here, llm, read))
+            return await work(partial(self._render_here, tokenizer, read))
         if not self._shared.client_chat_templates:
             raise InvalidArgument(
                 "chat_template", template, "this server does not accept templates from clients"
             )
         messages, options = await work(read)
-        return {"prompt_token_ids": await self._sandbox.render(client, messages, options, llm.tokenizer)}
+        return {"prompt_token_ids": await self._sandbox.render(client, messages, options, tokenizer)}
 
-    def _render_here(self, llm: AsyncLLM, read: Callable[[], Conversation]) -> TokensPrompt:
+    def _render_here(self, tokenizer: Tokenizer, read: Callable[[], Conversation]) -> TokensPrompt:
         messages, options = read()
-        return chat_prompt(llm.tokenizer, messages, max_model_len=self._max_model_len, **options)
+        return chat_prompt(tokenizer, messages, max_model_len=self._max_model_len, **options)
 
     @property
     def _max_model_len(self) -> int:

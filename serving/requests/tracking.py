@@ -27,6 +27,7 @@ class TrackedRequest:
 
     Attributes:
         request_id: the client's id.
+        adapter: the name of the adapter that it uses, once that is known.
         place: set once it has one.
         output: the live output, set once it is queued.
     """
@@ -34,6 +35,7 @@ class TrackedRequest:
     def __init__(self, method: str, request_id: str, metrics: Metrics) -> None:
         key = current_key.get()
         self.method, self.request_id, self.key = method, request_id, "" if key is None else key.name
+        self.adapter: str | None = None
         self.place: Place | None = None
         self.output: RequestOutput | None = None
         self.began, self.arrived = time.monotonic(), datetime.now(UTC)
@@ -81,6 +83,7 @@ class TrackedRequest:
             "id": self.request_id,
             "key": self.key or None,
             "method": self.method,
+            "adapter": self.adapter,
             "status": status,
             "cause": None if refused is None else refused.cause,
             "prompt_tokens": self.prompt_tokens,

@@ -22,7 +22,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 MAKEFILE = (ROOT / "Makefile").read_text()
 PATHS = {
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/models",
-    "/metrics", "/healthz", "/readyz", "/health",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/healthz", "/readyz", "/health",
 }  # fmt: skip
 UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", "sleep", ".venv/bin/jupyter", "claude"}
 KEYWORDS = {"until", "do", "done"}

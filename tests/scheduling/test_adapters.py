@@ -75,6 +75,11 @@ class AdaptersMachine(RuleBasedStateMachine):
         for adapter in (*self.waiting, *self.running, *self.adapters):
             assert adapter.number not in self.dropped
 
+    @invariant()
+    def names_in_use_are_those_of_the_requests(self) -> None:
+        running, waiting = (tuple(sorted({one.name for one in of})) for of in (self.running, self.waiting))
+        assert self.adapters.in_use == (running, waiting)
+
     def teardown(self) -> None:
         """Once running requests end, all that wait run, in rounds."""
         for _ in range(len(self.waiting) + 1):

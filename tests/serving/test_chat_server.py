@@ -15,6 +15,7 @@ import pytest
 
 from jengine import Tokenizer, cli
 from jengine.serving.guards.security import hash_line
+from tests.serving.adapters import expected, load, options, write_adapter
 from tests.serving.certificates import Authority
 from tests.serving.conftest import MakeServer
 from tests.serving.processes import mock_process
@@ -57,6 +58,25 @@ def test_a_conversation_through_a_pipe(make_server: MakeServer, tokenizer_folder
     assert len(told) == 3, told
     assert told == ["(cut off: --max-tokens, or the model's length)"] * 2 + told[2:]
     assert told[2].startswith("jengine: error: text=") and "cannot be sent" in told[2]
+
+
+def test_a_conversation_with_an_adapter(
+    make_server: MakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its own template. A name that the server does not have ends the command."""
+    write_adapter(tmp_path / "haiku", chat_template="{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    with make_server(server=options(tmp_path), max_loras=1) as server:
+        load(server, "haiku")
+        chat = [sys.executable, "-m", "jengine.cli", "chat", f"--server={server.address}", "--max-tokens=8"]
+        done = subprocess.run(
+            [*chat, "--temperature=0", "--lora=haiku"], input=b"One?\n", capture_output=True, check=True
+        )
+        assert cli.main(["chat", f"--server={server.address}", "--lora=sql"]) != 0
+        assert "lora='sql': the server has no such adapter; it has haiku" in capsys.readouterr().err
+        server.wait_until_idle()
+        tokenizer = server.llm.tokenizer
+    ids = tokenizer.encode("[One?]", add_special_tokens=False)
+    assert done.stdout.decode() == tokenizer.decode(expected(ids, "haiku", 8)) + "\n"
 
 
 def test_the_oldest_messages_are_forgotten_when_room_is_wanting(make_server: MakeServer) -> None:

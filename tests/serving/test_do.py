@@ -37,7 +37,12 @@ def test_operations(make_server: MakeServer) -> None:
 @pytest.mark.parametrize(
     "operation, arguments, field, limit",
     [
-        ("Sleep", "", "operation", "must be one of GetTrace, ResetPrefixCache, SetStrategy"),
+        (
+            "Sleep",
+            "",
+            "operation",
+            "must be one of GetTrace, ListLoras, ResetPrefixCache, SetStrategy, UnloadLora",
+        ),
         ("", "", "operation", "must be one of"),
         # names a file
         (

@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from jengine import AsyncLLM, EngineThread, Tokenizer
+import pytest
+
+from jengine import AsyncLLM, EngineThread, InvalidArgument, Tokenizer
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.embedded import EmbeddedApi
 from jengine.serving.processes.mock_engine import MockEngine
@@ -53,6 +55,15 @@ def test_whole_answers(tokenizer_folder: Path) -> None:
         ):
             wrong = await api.post(path, body)
             assert wrong.status == status and json.loads(wrong.body)["error"]["message"]
+
+    within(tokenizer_folder, work)
+
+
+@pytest.mark.parametrize("option", [{"lora_modules": "a=b"}, {"lora_dir": "."}, {"allow_lora_hub": True}])
+def test_options_that_need_a_server(option: dict[str, Any], tokenizer_folder: Path) -> None:
+    async def work(llm: AsyncLLM, api: EmbeddedApi) -> None:
+        with pytest.raises(InvalidArgument, match=f"{next(iter(option))}=.*only `jengine serve` takes it"):
+            EmbeddedApi(llm, "mock", ServerConfig(**option))
 
     within(tokenizer_folder, work)
 

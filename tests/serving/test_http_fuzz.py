@@ -18,13 +18,16 @@ from jengine.serving.http.bodies import (
     COMPLETION,
     DETOKENIZE,
     IGNORED,
+    LOAD_LORA,
     NEUTRAL,
     RERANK,
     SCORE,
     TOKENIZE,
+    UNLOAD_LORA,
 )
 from jengine.serving.http.messages.body import COUNT, FORM
 from jengine.serving.http.responses.body import FORM as RESPONSES
+from tests.serving.adapters import options, write_adapter
 from tests.serving.conftest import MockServer, serve_mock
 from tests.serving.test_fuzz import REALS, TEXTS, WHOLE
 from tests.serving.test_http_tools import CALL, ECHO, WEATHER
@@ -40,6 +43,8 @@ FORMS = {
     "/v1/rerank": RERANK,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
+    "/v1/load_lora_adapter": LOAD_LORA,
+    "/v1/unload_lora_adapter": UNLOAD_LORA,
 }
 NEEDED = {  # fields that make a valid request
     "/v1/chat/completions": ("messages",),
@@ -51,6 +56,8 @@ NEEDED = {  # fields that make a valid request
     "/v1/rerank": ("query", "documents"),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
+    "/v1/load_lora_adapter": ("lora_name", "lora_path"),
+    "/v1/unload_lora_adapter": ("lora_name",),
 }
 # the beginnings of the last event of a stream
 LAST: dict[str, tuple[str, ...]] = {
@@ -137,7 +144,11 @@ LIKELY: dict[str, list[Any]] = {
     "query": ["The quick brown fox", ""],
     "documents": [["a", "b"], ["a", {"text": "b"}], [*"abcdefghij"]],
     "top_n": [0, 1, 3],
-    "model": ["mock", "", "gpt"],
+    "model": ["mock", "", "gpt", "sql"],
+    "lora_name": ["sql", "haiku", "mock", ""],
+    "lora_path": ["sql", "haiku", "../sql", "/etc", "a/b", "a\0", "x" * 300],
+    "lora_int_id": [1, 2, 0],
+    "load_inplace": [True, False],
     "request_id": ["a", ""],
     "timeout": [0, 0.01, 10],
 }
@@ -268,6 +279,8 @@ def fuzz(server: MockServer, seed: int, requests: int) -> Counter[tuple[str, Any
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = write(byte_level(), tmp_path_factory.mktemp("fuzz"))
+    for name in ("sql", "haiku"):
+        write_adapter(folder / "adapters" / name)
     (folder / "chat_template.jinja").write_text(ECHO)
     return folder
 
@@ -277,7 +290,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_requests_at_random(folder: Path, seed: int, requests: int, caplog: pytest.LogCaptureFixture) -> None:
     """The long ones are 10,000 together."""
-    with serve_mock(folder, server={"http_port": 0}, embedding_size=8) as server:
+    with serve_mock(folder, server=options(folder / "adapters"), embedding_size=8, max_loras=1) as server:
         fuzz(server, seed, requests)
     wrong = [
         record

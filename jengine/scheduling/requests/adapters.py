@@ -53,6 +53,7 @@ class Adapters:
         self.by_name: dict[str, Adapter] = {}
         self.dropped: list[int] = []
         self._on: list[Adapter | None] = [None] * places
+        self._used: dict[Adapter, None] = {}  # by unfinished requests
         self._writes: list[tuple[int, int]] = []
         self._numbers, self._clock = count(1), count(1)
         self._claims: dict[Adapter, Adapter] = {}  # waiting adapters, and those that leave for them
@@ -106,12 +107,14 @@ class Adapters:
         """A request that uses it was added."""
         if adapter is not None:
             adapter.users += 1
+            self._used[adapter] = None
 
     def ended(self, adapter: Adapter | None) -> None:
         """A request that uses it has ended, and does not run."""
         if adapter is not None:
             adapter.users -= 1
             if not adapter.users:
+                del self._used[adapter]
                 self._give_up(adapter)
             self._drop(adapter)
 
@@ -158,6 +161,14 @@ class Adapters:
     def running(self) -> bool:
         """Whether any running sequence uses an adapter."""
         return any(one is not None and one.running > 0 for one in self._on)
+
+    @property
+    def in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of adapters that running and waiting requests use, each sorted. Thread-safe."""
+        used = [*self._used]
+        running = {one.name for one in used if one.running}
+        waiting = {one.name for one in used if one.users > one.running}
+        return tuple(sorted(running)), tuple(sorted(waiting))
 
     def take_writes(self) -> list[tuple[int, int]]:
         """(number, place) of the adapters to write before the next step."""

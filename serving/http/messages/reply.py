@@ -99,7 +99,7 @@ class MessagesStream:
 
 
 def _head(chat: Chat, request_id: str) -> dict[str, Any]:
-    return {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": chat.model}
+    return {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": chat.model.name}
 
 
 def _opened(block: Block) -> dict[str, Any]:

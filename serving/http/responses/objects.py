@@ -55,7 +55,7 @@ def response(chat: Chat, request_id: str, **more: Any) -> dict[str, Any]:
         "id": f"resp_{request_id}",
         "object": "response",
         "created_at": chat.created,
-        "model": chat.model,
+        "model": chat.model.name,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,

@@ -354,7 +354,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids", "dtype", "quantization", "devices", "mesh", "page_size", "pages", "has_chat_template", "jengine_version")
+    __slots__ = ("name", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids", "dtype", "quantization", "devices", "mesh", "page_size", "pages", "has_chat_template", "jengine_version", "adapters")
     class MeshEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +375,7 @@ class GetModelResponse(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     JENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_model_len: int
     max_num_seqs: int
@@ -388,7 +389,16 @@ class GetModelResponse(_message.Message):
     pages: int
     has_chat_template: bool
     jengine_version: str
-    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., devices: _Optional[str] = ..., mesh: _Optional[_Mapping[str, int]] = ..., page_size: _Optional[int] = ..., pages: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., jengine_version: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., devices: _Optional[str] = ..., mesh: _Optional[_Mapping[str, int]] = ..., page_size: _Optional[int] = ..., pages: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., jengine_version: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "has_chat_template")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    has_chat_template: bool
+    def __init__(self, name: _Optional[str] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()
