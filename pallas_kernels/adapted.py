@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.devices import traced_for_cpu
 from pallas_kernels.groups import Groups
 from pallas_kernels.plain import Plain
 from pallas_kernels.products import Forms, Weight
@@ -73,17 +74,19 @@ class Adapted:
 
     def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         array = array_of(x)
-        y = self.base.product(array, dtype)
-        return y + self._added(array).astype(y.dtype)
+        wanted = jnp.dtype(dtype or array.dtype)
+        # XLA's loops on a CPU process bfloat16 numbers one by one; on a GPU, float32 would take memory
+        sums = jnp.dtype(jnp.float32) if traced_for_cpu() else wanted
+        return (self.base.product(array, sums) + self._added(array, sums)).astype(wanted)
 
-    def _added(self, x: jax.Array) -> jax.Array:
+    def _added(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         """What adapters add to the product of x [rows, in] -> [rows, outs]."""
         stack, forms = self.stack, self.forms
         parts, columns, size = stack.a.shape
         inner = Plain(stack.a.reshape(-1, size), forms).product(x).reshape(-1, parts, columns)
         inner *= self.mask[:, None]
         each = [
-            Plain(b, forms).product(inner[:, part]).reshape(len(x), *b.shape[:-1])
+            Plain(b, forms).product(inner[:, part], dtype).reshape(len(x), *b.shape[:-1])
             for part, b in zip(stack.parts, stack.b, strict=True)
         ]
         added = each[0] if len(each) == 1 else jnp.concatenate(each, axis=2)

@@ -129,3 +129,35 @@ def test_only_trunks_with_tiles_may_have_page_buckets() -> None:
     assert {key.trunk.pages for key in table.bursts()} == {0}
     assert table.trunk(3, 0, 7) == table.longest(8, 0) == TrunkKey(8, 0, 0)
     assert table.trunk(3, 1, 7) == table.longest(8, 1) == TrunkKey(8, 1, 8)
+
+
+@given(
+    build=st.sampled_from(["build", "build_batch_invariant"]),
+    rows=st.integers(1, 40),
+    tiles=st.integers(1, 8),
+    data=st.data(),
+)
+def test_trunks_with_adapters_serve_steps_without_but_not_the_reverse(
+    build: str, rows: int, tiles: int, data: st.DataObject
+) -> None:
+    """The first programs serve both. With all of them, steps without adapters have trunks without, unless a
+    token's program must always be the same.
+    """
+    how = {"max_num_seqs": rows, "tile_size": 16, "adapters": True}
+    invariant = build == "build_batch_invariant"
+    table = (
+        ProgramTable.build_batch_invariant(tiles=tiles, **how)  # type: ignore[arg-type]
+        if invariant
+        else ProgramTable.build(max_num_batched_tokens=rows + 16 * tiles, **how)  # type: ignore[arg-type]
+    )
+    first, every = ReadyPrograms(table, first_needed(table)), ReadyPrograms(table)
+    for ready in (first, every):
+        count = data.draw(st.integers(0 if invariant else 1, 1))
+        step = (count, 0) if count else (0, 1)
+        for adapted in (False, True):
+            trunk = ready.trunk(*step, adapted=adapted)
+            assert trunk.adapted or not adapted
+            if ready is every:
+                assert trunk.adapted == (adapted or invariant)
+    assert {key.adapted for key in table.trunks()} == ({True} if invariant else {False, True})
+    assert {str(key) for key in by_use(table)} == {str(key) for key in table.all_keys()}
