@@ -122,7 +122,8 @@ class ModelSource:
             named = dataclasses.replace(options, model=how.model, **changes)
             return ModelSource.find(named) if weights else ModelSource.without_weights(named)
         folder = resolve(how.model, None, HUB_FILES if weights else CONFIG_FILES)
-        own = weights and has_tensors(folder, "embed_tokens.")
+        known = weights or any(folder.glob("*.safetensors"))
+        own = known and has_tensors(folder, "embed_tokens.")
         head = of_model(eagle3_config(folder), self.config.num_layers, own)
         return ModelSource(folder, head, None)
 

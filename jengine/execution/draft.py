@@ -79,7 +79,7 @@ def make_draft(
     rows, first = key.rows, _first_place(model)
     run = _make_pass(draft, TrunkKey(rows, 0, key.pages), page_size, device, backend)
     choose = make_proposer(draft)
-    empty = _empty_batch(rows)
+    empty = empty_batch(rows)
 
     def propose(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> DraftOut:
         own_slots, counts = packed[: rows * ROW_WORDS].reshape(rows, ROW_WORDS).T
@@ -126,7 +126,7 @@ def draft_words(key: DraftKey, page_size: int) -> int:
     return key.rows * (ROW_WORDS + pages * ENTRY_WORDS)
 
 
-def _empty_batch(rows: int) -> Batch:
+def empty_batch(rows: int) -> Batch:
     """A batch of padding rows."""
 
     def zeros(*shape: int) -> jax.Array:

@@ -14,7 +14,10 @@ from benchmarks.restart import restart_scheduler
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
+from jengine.core.speculation import Speculation
+from jengine.engine.draft_model import build_draft
 from jengine.engine.engine import Engine
+from jengine.engine.model_source import ModelSource
 from jengine.engine.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.execution.memory import device_bytes
@@ -188,6 +191,8 @@ def test_what_a_head_takes(name: str, models: Any) -> None:
         assert sum(x.size for x in both.both_leaves) - sum(x.size for x in both.weights) == 2 * hidden * vocab
     assert both.slots.kept is not None and both.slots.kept.states.shape == (9, 5, hidden)
     assert both.fingerprint() != plain.fingerprint()
+    without = ModelSource.without_weights(EngineConfig.of(model, options)).draft_config
+    assert without is not None and build_draft(without, plain).params == both.draft.params
 
 
 @pytest.mark.full
@@ -238,5 +243,8 @@ def test_what_is_refused(tmp_path: Path, models: Any) -> None:
         assert says in str(refused.value)
     with pytest.raises(ModelError, match="is a head that drafts"):
         describe_engine(EngineConfig.of(head["model"], SMALL))
+    assert Speculation.of({**mtp, "method": "deepseek_mtp"}) == Speculation.of(mtp), (
+        "vLLM's name for families"
+    )
     with pytest.raises(InvalidArgument, match="must be 1 with a draft model or head"):
         EngineConfig.of(str(plain), {"num_scheduler_steps": 8, "speculative_config": mtp})
