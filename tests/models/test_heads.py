@@ -16,8 +16,12 @@ from jengine.checkpoints import eagle3_config, load, mtp_config, read_config
 from jengine.models import DRAFT_HEADS, Model, Params, build
 from jengine.models.eagle3 import Eagle3Head, of_model
 from jengine.parallel.mesh import make_mesh
+from pallas_kernels.quantized import Quantized
+from tests.checkpoints.quantized_models import LINEAR, int8, write_safetensors
+from tests.checkpoints.test_quantized_formats import compressed
 from tests.compiling import QUICK
-from tests.golden.heads import MTP, write_eagle3, write_mtp
+from tests.golden.heads import MTP, mtp_weights, write_eagle3, write_folder, write_mtp
+from tests.golden.heads import mtp_config as mtp_config_of
 from tests.golden.weights import write_model
 from tests.models.dense import DenseCausal
 
@@ -82,6 +86,38 @@ def test_logits_are_those_recorded(name: str, tmp_path: Path) -> None:
         assert np.abs(found - expected).max() < TOLERANCE
         ids = head.head(of_head)
         assert ids is not None and np.asarray(ids.ids(found.argmax(1)))[-1] == golden[f"drafts_{i}"][0]
+
+
+def test_a_quantized_checkpoints_head_is_quantized_as_its_model(tmp_path: Path) -> None:
+    """Its matrices stay in the checkpoint's eight bits; the product of both inputs is not quantized."""
+    config, tensors = mtp_config_of("mimo"), dict[str, np.ndarray]()
+    wide = mtp_weights("mimo", config)
+    for name, array in mtp_weights("mimo", config).items():
+        if name.endswith(LINEAR):
+            parts, wide[name] = int8(array)
+            tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+        else:
+            tensors[name] = array
+    write_folder(tmp_path / "wide", config, wide)
+    write_folder(tmp_path / "narrow", {**config, "quantization_config": compressed("int-quantized")}, {})
+    write_safetensors(tmp_path / "narrow" / "model.safetensors", tensors)
+    found = []
+    for folder in (tmp_path / "wide", tmp_path / "narrow"):
+        model = build(read_config(folder), "float32", LONGEST)
+        head = build(mtp_config(folder, model.config), "float32", LONGEST).sharing(model)
+        params = load(folder, model, make_mesh(1), progress=False)
+        of_head = {**load(folder, head.alone, make_mesh(1), progress=False), "embed": params["embed"]}
+        of_head["lm_head"] = params["lm_head"]
+        tokens = jnp.arange(9)
+        bound: Any = head.bind(of_head)
+        attention = DenseCausal(jnp.zeros(9), tokens)
+        hidden = bound.ahead(tokens, tokens, attention, jnp.ones((9, 64)))[0]
+        found.append((np.asarray(bound.logits(hidden)), of_head))
+    (expected, _), (logits, of_head) = found
+    layer = of_head["layers"][0]
+    kept = layer["attention"]["qkv"], layer["mlp"]["down"]
+    assert all(isinstance(weight, Quantized) and weight.values.dtype == np.int8 for weight in kept)
+    assert np.abs(logits - expected).max() < TOLERANCE
 
 
 def test_every_kind_of_head_is_compared() -> None:
