@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.engine.draft_model import build_draft
 from jengine.execution.kinds import Key, kind_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import DRAFT_HEADS, build
+from jengine.models.config import ModelConfig
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import ProgramTable
 from tests.golden.weights import VARIANTS
@@ -50,7 +52,16 @@ def make_spec(
     )
     if draft is None:
         return spec
-    if draft in DRAFT_HEADS:
-        fields = {**VARIANTS[variant], "model_type": draft}
-        return dataclasses.replace(spec, draft=build_draft(model_config(fields, "", DRAFT_HEADS), spec))
-    return dataclasses.replace(spec, draft=build_draft(model_config(VARIANTS[draft]), spec))
+    own = draft_config("mtp", VARIANTS[variant]) if draft in DRAFT_HEADS else model_config(VARIANTS[draft])
+    return dataclasses.replace(spec, draft=build_draft(own, spec))
+
+
+def draft_config(head: str | None, model: dict[str, Any]) -> ModelConfig:
+    """Of a model's head by its method, from the model's fields; None: of a draft model like it."""
+    if head is None:
+        return model_config(model)
+    if head == "mtp":
+        return model_config({**model, "model_type": f"{model['model_type']}_mtp"}, "", DRAFT_HEADS)
+    own = {"model_type": "eagle3", "num_hidden_layers": 1, "draft_vocab_size": model["vocab_size"] * 3 // 4}
+    own |= {"eagle_aux_hidden_state_layer_ids": [0, 1, model["num_hidden_layers"]]}
+    return model_config({**model, **own}, "", DRAFT_HEADS)

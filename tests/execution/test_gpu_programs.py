@@ -24,7 +24,6 @@ from jengine.engine.shapes import describe
 from jengine.execution.kernels import decode_refused, kernels_refused
 from jengine.execution.programs import UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
-from jengine.models import DRAFT_HEADS
 from jengine.models.moe import MixtureOfExperts
 from jengine.parallel.mesh import make_mesh
 from jengine.table.pages import SWAPS
@@ -34,7 +33,7 @@ from pallas_kernels.four_bits import FourBits
 from pallas_kernels.groups import GRID
 from pallas_kernels.thunks import compiled_with_thunks
 from pallas_kernels.weights import is_weight
-from tests.execution.specs import temporaries_bound
+from tests.execution.specs import draft_config, temporaries_bound
 from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
 
@@ -60,15 +59,8 @@ def described(target: str, devices: int = 1, model: dict[str, Any] = MODEL, **op
         "tensor_parallel_size": devices,
     }
     config = EngineConfig.of("MODEL", {**small, **options})
-    how, draft = Speculation.of(config.speculative_config), None
-    if how is not None and how.head == "mtp":
-        draft = model_config({**model, "model_type": f"{model['model_type']}_mtp"}, "", DRAFT_HEADS)
-    elif how is not None and how.head == "eagle3":
-        fields = {**MODEL, "model_type": "eagle3", "num_hidden_layers": 1, "draft_vocab_size": 128}
-        ids = [0, 1, model["num_hidden_layers"]]
-        draft = model_config({**fields, "eagle_aux_hidden_state_layer_ids": ids}, "", DRAFT_HEADS)
-    elif how is not None and how.model is not None:
-        draft = model_config(MODEL)
+    how = Speculation.of(config.speculative_config)
+    draft = None if how is None or not how.on_device else draft_config(how.head, model)
     spec = describe(config, model_config(model), mesh, Path(), draft)
     return dataclasses.replace(spec, num_pages=4096)
 
