@@ -171,7 +171,7 @@ def check(one: Compared, setting: str, count: int, seed: int) -> None:
     """Also asserts that everything occurred that the comparison is about."""
     found = one.check(count, seed)
     if one.method in ("mtp", "eagle3"):  # hardly ever right, with random weights
-        assert found[one.method][0] > 2 * count and found["random"][1] > count // 10, found
+        assert min(drafted for drafted, _ in found.values()) > 2 * count, found
         assert one.preempted > count // 10 or "few" not in setting
         return
     rare = {"random", "suffix"} if "states" in setting else set[str]()  # these models say little twice
