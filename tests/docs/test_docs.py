@@ -37,6 +37,7 @@ from tests.text.conftest import byte_level, write
 # What the examples' engines are, whatever options they name: these are checked, and one engine serves all
 # pages.
 ENGINE = {
+    "weight_updates": True,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 80,
     "max_model_len": 512,
