@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
+    from jengine.api.forward import Forward
     from jengine.api.llm import LLM
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
@@ -93,6 +94,7 @@ __all__ = [
     "Explanation",
     "Finding",
     "FinishReason",
+    "Forward",
     "GenerationParams",
     "GetTrace",
     "InvalidArgument",
@@ -160,6 +162,7 @@ __all__ = [
 
 _MODULES = {
     "jengine.api.llm": ("LLM",),
+    "jengine.api.forward": ("Forward",),
     "jengine.api.async_llm": ("AsyncLLM",),
     "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine", "run_operation"),
     "jengine.core.beam_params": ("BeamSearchParams",),

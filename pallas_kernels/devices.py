@@ -1,16 +1,20 @@
 """Local devices, listed without log noise if CUDA's plugin is there but no GPU is, the default device, and
-whether a CPU has kernels.
+whether kernels may be used.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import jax
 
+_DIFFERENTIABLE = ContextVar("differentiable", default=False)
 DRIVER_NODES = "/dev/nvidiactl", "/dev/dxg"  # of NVIDIA's driver; the second one is for WSL
 
 
@@ -41,7 +45,26 @@ def traced_for_cpu() -> bool:
     return bool(traced_for().platform == "cpu")
 
 
-@cache
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Functions that are traced within use XLA's forms: kernels have no derivatives."""
+    before = _DIFFERENTIABLE.set(True)
+    try:
+        yield
+    finally:
+        _DIFFERENTIABLE.reset(before)
+
+
+def kernels_refused() -> str | None:
+    """Why kernels must not be used here, whatever the device, or None."""
+    return "kernels have no derivatives" if _DIFFERENTIABLE.get() else None
+
+
 def cpu_refused() -> str | None:
     """Why CPU kernels are unavailable, or None."""
+    return kernels_refused() or _why_no_compiler()
+
+
+@cache
+def _why_no_compiler() -> str | None:
     return "llvmlite is not installed" if importlib.util.find_spec("llvmlite") is None else None

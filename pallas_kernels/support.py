@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import jax
 
+from pallas_kernels.devices import kernels_refused
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 
@@ -113,4 +114,4 @@ def kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) ->
             )
         if refused is not None:
             raise ValueError(f"impl={impl!r}: {refused}")
-    return impl != "xla" and refused is None
+    return impl != "xla" and refused is None and kernels_refused() is None

@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
-from jengine import LLM, InvalidArgument, RequestOutput, SamplingParams, TokensPrompt
+from jengine import LLM, CompletionOutput, InvalidArgument, RequestOutput, SamplingParams, TokensPrompt
 from jengine.tunix.weights import LORA, checkpoint_tensors, merged, named, state_of
 
 # fields of RolloutConfig that other engines alone have
@@ -89,8 +89,8 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **options: Any) -> RolloutOutput:
         """Completes every prompt.
 
-        A completion's tokens end with its end-of-sequence token, its text before it. The j-th of equal prompts
-        in the list gets the seed plus j. Log probabilities are those of the distribution that tokens are
+        A completion's tokens end with its end-of-sequence token, its text before it. The j-th of equal
+        prompts in the list gets the seed plus j. Log probabilities are those of the distribution that tokens are
         sampled from: after temperature, top_k and top_p.
 
         Raises:
@@ -114,14 +114,7 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
             logits=[],
             tokens=completions,
             left_padded_prompt_tokens=_left_padded(tokens, rollout_config.max_prompt_length, self.pad_id()),
-            logprobs=[
-                np.asarray(
-                    [each[token].logprob for each, token in zip(output.logprobs or (), output.token_ids)]
-                )
-                for output in outputs
-            ]
-            if rollout_config.return_logprobs
-            else None,
+            logprobs=[_logprobs(output) for output in outputs] if rollout_config.return_logprobs else None,
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
@@ -245,6 +238,11 @@ def _number(seed: Any) -> int:
         seed = jax.random.key_data(seed)
     words = np.asarray(seed).reshape(-1)
     return int(sum(int(word) << 32 * place for place, word in enumerate(words[::-1])))
+
+
+def _logprobs(output: CompletionOutput) -> np.ndarray:
+    each = zip(output.token_ids, output.logprobs or [], strict=True)
+    return np.asarray([entry[token].logprob for token, entry in each], np.float32)
 
 
 def _without_end(tokens: np.ndarray, ends: Sequence[int]) -> np.ndarray:

@@ -1,0 +1,62 @@
+"""Attention of whole sequences, without a cache: what a trainer gives a model as `attend`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.xla import Rotation, rotate
+
+
+class WholeSequences:
+    """See layers.Attend. The token axis holds `rows` sequences of equal length, one after the other.
+
+    Scores and weights are float32, and all of them are kept, so memory grows with the square of the length.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}  # keys and values, for layers that reuse them
+
+    def __call__(
+        self,
+        layer: int,
+        qkv: Qkv | QkvProduct | QueriesOnly,
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> jax.Array:
+        if isinstance(qkv, QueriesOnly):
+            q = qkv.q if rotation is None else rotate(qkv.q, rotation)
+        else:
+            q, k, v = qkv.split()
+            if rotation is not None:
+                q, k = rotate(q, rotation), rotate(k, rotation)
+            self._kept[layer] = k, v
+        k, v = (array.reshape(self._rows, -1, *array.shape[1:]) for array in self._kept[layer])
+        grouped = q.reshape(self._rows, k.shape[1], k.shape[2], -1, q.shape[-1])
+        return _attention(grouped, k, v, options).reshape(len(q), -1, v.shape[-1])
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions) -> jax.Array:
+    """q [rows, length, kv_heads, group, dim]; k, v [rows, length, kv_heads, dim] -> as q, with v's dim."""
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("rqhgd,rkhd->rhgqk", q, k, **how) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    heads = 1, *q.shape[2:4], 1, 1
+    if options.slopes is not None:
+        scores -= options.slopes.reshape(heads) * distance
+    seen = distance >= 0
+    if options.window is not None:
+        seen &= distance < options.window
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if options.sinks is not None:
+        sinks = jnp.broadcast_to(options.sinks.reshape(heads), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+    return jnp.einsum("rhgqk,rkhd->rqhgd", weights, v, **how).astype(q.dtype)
