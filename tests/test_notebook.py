@@ -172,3 +172,12 @@ def test_your_model_runs() -> None:
     assert "image/png" in shown["scatter"][0] and "of 3 answers are equal" in printed(cells["devices"])
     assert printed(cells["structured"]).startswith("Function(name=")
     assert shown["end"] == [{"text/plain": "0"}]
+
+
+@pytest.mark.full
+def test_rollouts_runs() -> None:
+    cells = run(ROOT / "notebooks" / "06_rollouts.ipynb")
+    first, last = printed(cells["learn"]).split("\n")[0].removeprefix("reward ").split(" -> ")
+    assert float(last) > 2 * float(first)
+    assert "image/png" in data_of(cells)["curve"][0] and "weights {20}" in printed(cells["after"])
+    assert data_of(cells)["end"] == [{"text/plain": "0"}]

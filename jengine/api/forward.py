@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints import read_config, resolve
-from jengine.checkpoints.in_memory import PLACE, _assembled
+from jengine.checkpoints.in_memory import PLACE, assembled
 from jengine.checkpoints.stored import Tensor, dense
 from jengine.checkpoints.weights import read
 from jengine.models import build
@@ -111,6 +111,6 @@ class Forward:
         def parameter(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...]) -> jax.Array:
             arrays = [jnp.asarray(tensors[piece.name].array) for piece in source]
             places = tuple((at, piece._replace(name="")) for at, piece in enumerate(source))
-            return _assembled(arrays, shape=target.shape, dtype=str(target.dtype), places=places)
+            return assembled(arrays, shape=target.shape, dtype=str(target.dtype), places=places)
 
         return jax.tree.map(parameter, self._model.params, self._model.sources)

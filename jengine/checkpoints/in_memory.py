@@ -115,10 +115,10 @@ def places_of(source: Sequence[Piece]) -> tuple[list[str], Places]:
 @cache
 def _assembler(sharding: NamedSharding) -> Any:
     # a program per shape and places
-    return jax.jit(_assembled, static_argnames=("shape", "dtype", "places"), out_shardings=sharding)
+    return jax.jit(assembled, static_argnames=("shape", "dtype", "places"), out_shardings=sharding)
 
 
-def _assembled(tensors: list[jax.Array], *, shape: tuple[int, ...], dtype: str, places: Places) -> jax.Array:
+def assembled(tensors: list[jax.Array], *, shape: tuple[int, ...], dtype: str, places: Places) -> jax.Array:
     out = jnp.zeros(shape, dtype)
     for at, piece in places:
         array = tensors[at].swapaxes(-1, -2) if piece.transposed and tensors[at].ndim > 1 else tensors[at]

@@ -71,6 +71,7 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         _check(rollout_config, mesh)
         options = {
             "max_model_len": rollout_config.kv_cache_size,
+            "weight_updates": True,
             **(
                 {}
                 if rollout_config.data_type is None
@@ -90,8 +91,8 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         """Completes every prompt.
 
         A completion's tokens end with its end-of-sequence token, its text before it. The j-th of equal
-        prompts in the list gets the seed plus j. Log probabilities are those of the distribution that tokens are
-        sampled from: after temperature, top_k and top_p.
+        prompts in the list gets the seed plus j. Log probabilities are those of the distribution that tokens
+        are sampled from: after temperature, top_k and top_p.
 
         Raises:
             InvalidArgument: a field of rollout_config that the engine does not have, or a prompt that is too
@@ -161,9 +162,8 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
     def eos_id(self) -> int:
         return int(self._tokenizer.eos_id())
 
-    def model(self) -> nnx.Module:
-        """The trainer's module. The engine has weights of its own."""
-        return self._actor
+    def model(self) -> None:
+        """None: the engine runs no nnx module. So Tunix knows that weights are not shared, and updates them."""
 
     def close(self) -> None:
         """Frees the engine's memory."""
