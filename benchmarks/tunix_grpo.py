@@ -22,7 +22,16 @@ from flax import nnx
 
 from benchmarks.machine import save
 
-PROMPTS = ["def f(x):", "class A:", "import os", "for i in range(9):", "x = [1, 2]", "return", "try:", "# the"]
+PROMPTS = [
+    "def f(x):",
+    "class A:",
+    "import os",
+    "for i in range(9):",
+    "x = [1, 2]",
+    "return",
+    "try:",
+    "# the",
+]
 WANTED = "aeiou"  # a reward is the share of these characters in a completion
 
 
@@ -123,7 +132,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    folder = write_folder(Path(tempfile.mkdtemp()), hidden_size=256, intermediate_size=640, num_hidden_layers=4)
+    folder = write_folder(
+        Path(tempfile.mkdtemp()), hidden_size=256, intermediate_size=640, num_hidden_layers=4
+    )
     results: dict[str, Any] = {}
     for name, engine in (
         ("jengine", partial(JengineRollout, model=folder, dtype="float32", max_num_seqs=64)),

@@ -37,11 +37,16 @@ def install_cell(path: Path) -> str:
     return "".join(cell["source"])
 
 
-def run(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Each code cell's outputs."""
+def run(path: Path, *, optimized: bool = False, timeout: int = 280) -> dict[str, list[dict[str, Any]]]:
+    """Each code cell's outputs.
+
+    Args:
+        optimized: XLA compiles with all optimizations.
+        timeout: seconds for each cell.
+    """
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(path.parent)}})
-    client.execute(env={**os.environ, **QUICK_PROCESS})
+    client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(path.parent)}})
+    client.execute(env={**os.environ, **({} if optimized else QUICK_PROCESS)})
     return {cell["id"]: cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"}
 
 
@@ -175,8 +180,9 @@ def test_your_model_runs() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_rollouts_runs() -> None:
-    cells = run(ROOT / "notebooks" / "06_rollouts.ipynb")
+    cells = run(ROOT / "notebooks" / "06_rollouts.ipynb", optimized=True, timeout=900)
     first, last = printed(cells["learn"]).split("\n")[0].removeprefix("reward ").split(" -> ")
     assert float(last) > 2 * float(first)
     assert "image/png" in data_of(cells)["curve"][0] and "weights {20}" in printed(cells["after"])

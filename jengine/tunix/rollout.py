@@ -163,7 +163,9 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         return int(self._tokenizer.eos_id())
 
     def model(self) -> None:
-        """None: the engine runs no nnx module. So Tunix knows that weights are not shared, and updates them."""
+        """None: the engine has weights of its own, so Tunix does not take them for shared, and updates
+        them.
+        """
 
     def close(self) -> None:
         """Frees the engine's memory."""
