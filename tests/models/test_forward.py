@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine import Forward, InvalidArgument, ModelError
+from jengine import LLM, Forward, InvalidArgument, ModelError, SamplingParams
+from tests.engine.on_demand import on_demand
 from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
 
 RECURRENT = ("lfm2", "minimax", "minimax_m1", "qwen3_next", "qwen3_5")
@@ -31,6 +32,25 @@ def test_logits_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
     tokens = np.concatenate([case.prompt, case.tokens])
     found = logits(params, jnp.stack([tokens, np.roll(tokens, 1)]))[0, len(case.prompt) - 1 : -1]
     np.testing.assert_allclose(found, case.logits, atol=2e-4, rtol=2e-4)
+
+
+def test_log_probabilities_are_those_of_the_engine() -> None:
+    """As it reports them while it samples."""
+    forward = Forward("demo", max_model_len=64)
+    params = forward.load()
+    work = ["def add(", "import os", "class Stack:\n    def push(self, item):"]
+    with on_demand(), LLM("demo", params=params, dtype="float32", max_model_len=64, progress=False) as llm:
+        outputs = llm.generate(work, SamplingParams(max_tokens=12, seed=3, logprobs=0), use_tqdm=False)
+    tokens = np.zeros((len(work), 40), np.int32)
+    for row, output in zip(tokens, outputs, strict=True):
+        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        row[: len(ids)] = ids
+    found = jax.jit(forward.logprobs)(params, jnp.asarray(tokens))
+    for row, output in zip(found, outputs, strict=True):
+        start, completion = len(output.prompt_token_ids) - 1, output.outputs[0]
+        each = zip(completion.token_ids, completion.logprobs or [], strict=True)
+        expected = [entry[token].logprob for token, entry in each]
+        np.testing.assert_allclose(row[start : start + len(expected)], expected, atol=2e-4)
 
 
 def test_gradients_are_differences(tmp_path: Path) -> None:
