@@ -8,6 +8,7 @@ Needs the extra `tunix`. Both start from the same weights; their random numbers 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,30 +36,8 @@ PROMPTS = [
 WANTED = "aeiou"  # a reward is the share of these characters in a completion
 
 
-def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [sum(text.count(one) for one in WANTED) / max(len(text), 1) for text in completions]
-
-
-class Timed:
-    """Counts tokens and seconds of a rollout engine's `generate`, and remembers the rewards."""
-
-    def __init__(self) -> None:
-        self.rewards: list[float] = []
-        self.tokens: list[int] = []
-        self.seconds: list[float] = []
-
-    def watch(self, rollout: Any) -> None:
-        generate = rollout.generate
-
-        def timed(*args: Any, **options: Any) -> Any:
-            start = time.perf_counter()
-            out = generate(*args, **options)
-            self.seconds.append(time.perf_counter() - start)
-            self.tokens.append(sum(len(tokens) for tokens in out.tokens))
-            self.rewards.append(float(np.mean(reward([], out.text))))
-            return out
-
-        rollout.generate = timed
+def reward(completion: str) -> float:
+    return sum(completion.count(one) for one in WANTED) / max(len(completion), 1)
 
 
 def train(
@@ -72,8 +51,8 @@ def train(
     prompts: int = 4,
     generations: int = 8,
     rate: float = 3e-3,
-) -> Timed:
-    """Trains the actor with GRPO.
+) -> list[float]:
+    """Trains the actor with GRPO. Returns the mean reward of each step.
 
     Args:
         engine: as ClusterConfig.rollout_engine.
@@ -82,9 +61,14 @@ def train(
     """
     from tunix.rl import rl_cluster as cluster
     from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-    from tunix.rl.rollout.base_rollout import RolloutConfig
 
-    timed = Timed()
+    rewards: list[float] = []
+
+    def remembered(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        each = [reward(text) for text in completions]
+        rewards.append(float(np.mean(each)))
+        return each
+
     trainer = cluster.RLCluster(
         actor=actor,
         tokenizer=tokenizer,
@@ -98,26 +82,43 @@ def train(
                 mini_batch_size=prompts,
                 train_micro_batch_size=prompts,
             ),
-            rollout_config=RolloutConfig(
-                max_tokens_to_generate=tokens,
-                max_prompt_length=16,
-                kv_cache_size=16 + tokens,
-                temperature=1.0,
-                return_logprobs=True,
-            ),
+            rollout_config=rollout_config(tokens),
         ),
     )
-    timed.watch(trainer.rollout)
     learner = GRPOLearner(
         rl_cluster=trainer,
         algo_config=GRPOConfig(num_generations=generations, beta=0.0),
-        reward_fns=reward,
+        reward_fns=remembered,
     )
     learner.train(batches(steps, prompts))
     trainer.close()
     if hasattr(trainer.rollout, "close"):
         trainer.rollout.close()
-    return timed
+    return rewards
+
+
+def rollout_config(tokens: int) -> Any:
+    from tunix.rl.rollout.base_rollout import RolloutConfig
+
+    return RolloutConfig(
+        max_tokens_to_generate=tokens,
+        max_prompt_length=16,
+        kv_cache_size=16 + tokens,
+        temperature=1.0,
+        return_logprobs=True,
+    )
+
+
+def speeds(rollouts: dict[str, Any], rounds: int, tokens: int = 32, generations: int = 8) -> dict[str, float]:
+    """Median tokens a second of each rollout engine. They take turns, after a call of each that compiles."""
+    prompts = [prompt for prompt in PROMPTS for _ in range(generations)]
+    found: dict[str, list[float]] = {name: [] for name in rollouts}
+    for _ in range(rounds + 1):
+        for name, rollout in rollouts.items():
+            start = time.perf_counter()
+            out = rollout.generate(prompts, rollout_config(tokens))
+            found[name].append(sum(map(len, out.tokens)) / (time.perf_counter() - start))
+    return {name: round(statistics.median(each[1:]), 1) for name, each in found.items()}
 
 
 def batches(steps: int, prompts: int) -> Iterator[dict[str, Any]]:
@@ -126,31 +127,38 @@ def batches(steps: int, prompts: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
+    from tunix.generate.tokenizer_adapter import TokenizerAdapter
+    from tunix.rl.rollout.base_rollout import CacheConfig
+    from tunix.rl.rollout.vanilla_rollout import VanillaRollout
+
     from jengine.tunix.rollout import JengineRollout
     from tests.on_tunix.models import actor_of, mesh, tokenizer_of, write_folder
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     folder = write_folder(
         Path(tempfile.mkdtemp()), hidden_size=256, intermediate_size=640, num_hidden_layers=4
     )
-    results: dict[str, Any] = {}
-    for name, engine in (
-        ("jengine", partial(JengineRollout, model=folder, dtype="float32", max_num_seqs=64)),
-        ("tunix", "vanilla"),
-    ):
-        timed = train(
-            engine, actor_of(folder), tokenizer_of(folder), mesh(), steps=args.steps, prompts=8, rate=1e-3
+    engine = partial(JengineRollout, model=folder, dtype="float32", max_num_seqs=64)
+    rewards = {}
+    for name, each in ("jengine", engine), ("tunix", "vanilla"):
+        start = time.perf_counter()
+        rewards[name] = train(
+            each, actor_of(folder), tokenizer_of(folder), mesh(), steps=args.steps, rate=1e-3
         )
-        results[name] = {
-            "rewards": [round(one, 4) for one in timed.rewards],
-            # the first call compiles Tunix's sampler
-            "tokens_per_second": round(sum(timed.tokens[1:]) / sum(timed.seconds[1:]), 1),
-            "first_call_seconds": round(timed.seconds[0], 2),
-        }
-        print(name, results[name], flush=True)
-    save("tunix_grpo", {"steps": args.steps, **results})
+        print(
+            name, [round(one, 3) for one in rewards[name]], f"{time.perf_counter() - start:.0f} s", flush=True
+        )
+    actor, tokenizer = actor_of(folder), TokenizerAdapter(tokenizer_of(folder))
+    ours = engine(rollout_actor=actor, tokenizer=tokenizer, mesh=mesh(), rollout_config=rollout_config(32))
+    config: Any = actor.config  # type: ignore[attr-defined]
+    cache = CacheConfig(48, config.num_layers, config.num_kv_heads, config.head_dim)
+    found = speeds({"jengine": ours, "tunix": VanillaRollout(actor, tokenizer, cache)}, args.rounds)
+    ours.close()
+    print(found)
+    save("tunix_grpo", {"mean_reward_by_step": rewards, "tokens_per_second": found})
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         options = {
             "max_model_len": rollout_config.kv_cache_size,
             "weight_updates": True,
+            "logprobs_mode": "processed_logprobs",
             **(
                 {}
                 if rollout_config.data_type is None

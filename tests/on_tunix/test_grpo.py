@@ -28,12 +28,12 @@ def test_rewards_rise(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     options = {"dtype": "float32", "max_num_seqs": 32, "page_size": 16, "tile_size": 64}
     with on_demand():
-        timed = train(
+        rewards = train(
             partial(JengineRollout, model=folder, **options),
             actor_of(folder),
             tokenizer_of(folder),
             mesh(),
             steps=20,
         )
-    assert len(timed.rewards) == 20
-    assert np.mean(timed.rewards[-5:]) > 2 * timed.rewards[0]
+    assert len(rewards) == 20
+    assert np.mean(rewards[-5:]) > 2 * rewards[0]
