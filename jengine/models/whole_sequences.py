@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -43,8 +45,8 @@ class WholeSequences:
 def _attention(q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions) -> jax.Array:
     """q [rows, length, kv_heads, group, dim]; k, v [rows, length, kv_heads, dim] -> as q, with v's dim."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    how = {"precision": precision, "preferred_element_type": jnp.float32}
-    scores = jnp.einsum("rqhgd,rkhd->rhgqk", q, k, **how) * options.scale
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    scores = product("rqhgd,rkhd->rhgqk", q, k) * options.scale
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
@@ -59,4 +61,5 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptio
         sinks = jnp.broadcast_to(options.sinks.reshape(heads), (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
-    return jnp.einsum("rhgqk,rkhd->rqhgd", weights, v, **how).astype(q.dtype)
+    out: jax.Array = product("rhgqk,rkhd->rqhgd", weights, v)
+    return out.astype(q.dtype)

@@ -228,7 +228,7 @@ def _sampling(config: RolloutConfig, ends: Sequence[int], nth: int) -> SamplingP
         top_p=1.0 if config.top_p is None else config.top_p,
         top_k=0 if config.top_k is None else config.top_k,
         seed=None if config.seed is None else (_number(config.seed) + nth) % SEEDS,
-        stop_token_ids=ends,
+        stop_token_ids=tuple(ends),
         ignore_eos=True,
         logprobs=0 if config.return_logprobs else None,
         detokenize=False,
