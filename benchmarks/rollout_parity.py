@@ -3,8 +3,8 @@
     python -m benchmarks.rollout_parity [--prompts 32] [--tokens 64]
 
 Both run one definition of the model: the trainer jengine.Forward, the engine its programs with a paged cache.
-Prompts of several lengths are sampled together; the trainer computes whole sequences at once. A scoring pass
-of the engine (prompt_logprobs) computes the same tokens once more, alone.
+Prompts of several lengths are sampled together; the trainer computes whole sequences at once. The engine
+computes the same tokens once more: as completions (`score_tokens`), and as prompts (`prompt_logprobs`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,19 @@ def sampled(outputs: list[RequestOutput]) -> np.ndarray:
 
 
 def scored(llm: LLM, outputs: list[RequestOutput]) -> np.ndarray:
-    """The same by the engine, as parts of prompts."""
+    """The same, of given completions."""
+    each = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    return np.array(llm.score_tokens(*zip(*each, strict=True)), np.float32)
+
+
+def as_prompts(llm: LLM, outputs: list[RequestOutput]) -> np.ndarray:
+    """The same, as parts of prompts."""
     rows = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     found = []
-    for output, row in zip(outputs, rows, strict=True):
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        [one] = llm.generate({"prompt_token_ids": row}, params, use_tqdm=False)
-        start = len(output.prompt_token_ids)
-        entries = (one.prompt_logprobs or [])[start:]
+    for output, row in zip(llm.generate(rows, params, use_tqdm=False), rows, strict=True):
+        start = len(row) - len(outputs[len(found)].outputs[0].token_ids)
+        entries = (output.prompt_logprobs or [])[start:]
         found.append(
             [entry[token].logprob for token, entry in zip(row[start:], entries, strict=True) if entry]
         )
@@ -90,11 +95,12 @@ def main() -> None:
             }
             with LLM("demo", params=params, dtype=dtype, batch_invariant=invariant, **options) as llm:
                 outputs = rollouts(llm, args.prompts, args.tokens)
-                engine, scores = sampled(outputs), scored(llm, outputs)
+                engine, completions, whole = sampled(outputs), scored(llm, outputs), as_prompts(llm, outputs)
             name = f"{dtype}, batch_invariant" if invariant else dtype
             results[name] = {
                 "trainer": differences(engine, trained(forward, params, outputs, length)),
-                "scoring pass": differences(engine, scores),
+                "scored as completions": differences(engine, completions),
+                "scored as prompts": differences(engine, whole),
                 "tokens": engine.size,
             }
             print(name, results[name], flush=True)
