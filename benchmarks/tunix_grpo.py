@@ -8,6 +8,7 @@ Needs the extra `tunix`. Both start from the same weights; their random numbers 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.machine import save
+from benchmarks.machine import RESULTS, save
 
 PROMPTS = [
     "def f(x):",
@@ -33,6 +34,7 @@ PROMPTS = [
     "try:",
     "# the",
 ]
+LONGEST = 96  # tokens of a completion
 WANTED = "aeiou"  # a reward is the share of these characters in a completion
 
 
@@ -97,28 +99,44 @@ def train(
     return rewards
 
 
-def rollout_config(tokens: int) -> Any:
+def rollout_config(tokens: int, **more: Any) -> Any:
     from tunix.rl.rollout.base_rollout import RolloutConfig
 
     return RolloutConfig(
         max_tokens_to_generate=tokens,
         max_prompt_length=16,
-        kv_cache_size=16 + tokens,
+        kv_cache_size=16 + LONGEST,
         temperature=1.0,
         return_logprobs=True,
+        **more,
     )
 
 
-def speeds(rollouts: dict[str, Any], rounds: int, tokens: int = 32, generations: int = 8) -> dict[str, float]:
-    """Median tokens a second of each rollout engine. They take turns, after a call of each that compiles."""
-    prompts = [prompt for prompt in PROMPTS for _ in range(generations)]
-    found: dict[str, list[float]] = {name: [] for name in rollouts}
+def speeds(rollouts: dict[str, Any], rounds: int, tokens: int, ends: list[int] | None) -> dict[str, Any]:
+    """Tokens a second of each rollout engine, and tokens in a second of processor time, which depends less on
+    what else the machine does: medians of calls in turn, after one of each that compiles.
+
+    Args:
+        ends: tokens at which completions end, by chance.
+    """
+    prompts = [prompt for prompt in PROMPTS for _ in range(8)]
+    found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in rollouts}
     for _ in range(rounds + 1):
         for name, rollout in rollouts.items():
-            start = time.perf_counter()
-            out = rollout.generate(prompts, rollout_config(tokens))
-            found[name].append(sum(map(len, out.tokens)) / (time.perf_counter() - start))
-    return {name: round(statistics.median(each[1:]), 1) for name, each in found.items()}
+            start, busy = time.perf_counter(), time.process_time()
+            out = rollout.generate(prompts, rollout_config(tokens, eos_tokens=ends))
+            took = time.perf_counter() - start, time.process_time() - busy
+            found[name].append((sum(map(len, out.tokens)), *took))
+    return {
+        name: {
+            "tokens": statistics.median(tokens for tokens, _, _ in each[1:]),
+            "per_second": round(statistics.median(tokens / wall for tokens, wall, _ in each[1:]), 1),
+            "per_processor_second": round(
+                statistics.median(tokens / busy for tokens, _, busy in each[1:]), 1
+            ),
+        }
+        for name, each in found.items()
+    }
 
 
 def batches(steps: int, prompts: int) -> Iterator[dict[str, Any]]:
@@ -135,15 +153,18 @@ def main() -> None:
     from tests.on_tunix.models import actor_of, mesh, tokenizer_of, write_folder
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--steps", type=int, default=20, help="of training; 0: keep the rewards that are saved"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     folder = write_folder(
         Path(tempfile.mkdtemp()), hidden_size=256, intermediate_size=640, num_hidden_layers=4
     )
     engine = partial(JengineRollout, model=folder, dtype="float32", max_num_seqs=64)
-    rewards = {}
-    for name, each in ("jengine", engine), ("tunix", "vanilla"):
+    saved = RESULTS / "tunix_grpo.json"
+    rewards = {} if args.steps else json.loads(saved.read_text())["mean_reward_by_step"]
+    for name, each in (("jengine", engine), ("tunix", "vanilla")) if args.steps else ():
         start = time.perf_counter()
         rewards[name] = train(
             each, actor_of(folder), tokenizer_of(folder), mesh(), steps=args.steps, rate=1e-3
@@ -152,13 +173,20 @@ def main() -> None:
             name, [round(one, 3) for one in rewards[name]], f"{time.perf_counter() - start:.0f} s", flush=True
         )
     actor, tokenizer = actor_of(folder), TokenizerAdapter(tokenizer_of(folder))
-    ours = engine(rollout_actor=actor, tokenizer=tokenizer, mesh=mesh(), rollout_config=rollout_config(32))
+    ours = engine(
+        rollout_actor=actor, tokenizer=tokenizer, mesh=mesh(), rollout_config=rollout_config(LONGEST)
+    )
     config: Any = actor.config  # type: ignore[attr-defined]
-    cache = CacheConfig(48, config.num_layers, config.num_kv_heads, config.head_dim)
-    found = speeds({"jengine": ours, "tunix": VanillaRollout(actor, tokenizer, cache)}, args.rounds)
+    cache = CacheConfig(16 + LONGEST, config.num_layers, config.num_kv_heads, config.head_dim)
+    rollouts = {"jengine": ours, "tunix": VanillaRollout(actor, tokenizer, cache)}
+    found = {
+        "32 tokens each": speeds(rollouts, args.rounds, 32, None),
+        f"up to {LONGEST} tokens": speeds(rollouts, args.rounds, LONGEST, list(range(2, 27))),
+    }
     ours.close()
-    print(found)
-    save("tunix_grpo", {"mean_reward_by_step": rewards, "tokens_per_second": found})
+    for name, each in found.items():
+        print(name, each)
+    save("tunix_grpo", {"mean_reward_by_step": rewards, "rollouts": found})
 
 
 if __name__ == "__main__":
