@@ -33,14 +33,11 @@ from pallas_kernels.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.compiling import quickly_compiled
 from tests.engine.invariance import OPTIONS, check_invariance
-from tests.engine.loras import load as load_lora
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
-from tests.engine.test_lora import LORA, check_goldens
 from tests.execution.specs import make_spec, temporaries_bound
 from tests.golden.heads import following, ruled, write_eagle3, write_folder, write_mtp
-from tests.golden.loras import SETTINGS, VARIANTS_WITH_LORA, lora
 from tests.golden.weights import VARIANTS, Golden, max_model_len, weights, write_model
 
 # Of the families, what differs between devices: kv heads (1, 2, 4), biases, norms, windows, learned
@@ -126,30 +123,6 @@ def check_samples(engine: Engine, prompt: list[int]) -> None:
         while engine.has_work:
             alone += engine.step()
         assert [update.token for update in alone if isinstance(update, TokenUpdate)] == answer.tokens
-
-
-@pytest.mark.parametrize(
-    ("variant", "devices"),
-    [
-        ("llama_gqa", 2),  # whose kv heads the devices divide; four devices repeat them
-        *(
-            pytest.param(variant, devices, marks=pytest.mark.full)
-            for variant in VARIANTS_WITH_LORA
-            for devices in (2, 4)
-        ),
-    ],
-)
-def test_adapters_are_sharded_as_the_weights_that_they_change(
-    variant: str, devices: int, tmp_path: Path
-) -> None:
-    write_model(tmp_path, variant)
-    options = {**SMALL, **LORA, "tensor_parallel_size": devices, "dtype": "float32"}
-    config = EngineConfig.of(str(tmp_path), {"max_model_len": max_model_len(variant), **options})
-    with on_demand():
-        engine, _ = start_engine(config, progress=False)
-    for name in SETTINGS:
-        load_lora(engine, name, lora(variant, name))
-    check_goldens(engine, variant)
 
 
 @pytest.mark.parametrize("devices", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (4, 8))])

@@ -34,6 +34,7 @@ def run(marker: str, timeout: int, only: str = "") -> None:
         only,
         f"--timeout={timeout}",
         "tests/parallel/many_devices.py",
+        "tests/parallel/adapters_on_devices.py",
         "tests/parallel/many_devices_weights.py",
     ]
     result = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False)
