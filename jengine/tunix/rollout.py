@@ -32,6 +32,7 @@ from jengine.tunix.weights import LORA, checkpoint_tensors, merged, named, state
 # fields of RolloutConfig that other engines alone have
 OTHERS = ("rollout_vllm_", "rollout_sglang_jax_", "rollout_mapping_config")
 ALONE = "of other rollout engines: keep its default, and pass options of jengine's engine to JengineRollout"
+OFFLOADED = "pinned_host"  # the kind of memory to which Tunix moves models
 SEEDS = 2**64  # numbers of a SamplingParams.seed
 
 
@@ -69,6 +70,10 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         self._actor, self._tokenizer, self.mesh = rollout_actor, tokenizer, mesh
         self._weights, self._lora_alpha = weights or checkpoint_tensors, lora_alpha
         _check(rollout_config, mesh)
+        state = nnx.state(rollout_actor, nnx.Param)
+        if any(array.sharding.memory_kind == OFFLOADED for array in named(state).values()):
+            limit = "must be False: the engine takes weights from the devices"
+            raise InvalidArgument("cluster_config.offload_to_cpu", True, limit)
         options = {
             "max_model_len": rollout_config.kv_cache_size,
             "weight_updates": True,
@@ -83,7 +88,7 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         self.llm = LLM(
             model,
             mesh=Mesh(mesh.devices.reshape(-1), ("tensor",)),
-            params=self._tensors(nnx.state(rollout_actor, nnx.Param)),
+            params=self._tensors(state),
             progress=False,
             **options,
         )

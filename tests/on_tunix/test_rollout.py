@@ -164,6 +164,14 @@ def test_what_the_engine_lacks_is_refused(
         rollout.generate(PROMPTS, dataclasses.replace(GREEDY, **changes))
 
 
+def test_a_model_in_host_memory_is_refused(folder: Path, tokenizer: Any) -> None:
+    actor = actor_of(folder)
+    host = jax.device_put(nnx.state(actor), jax.NamedSharding(mesh(), jax.P(), memory_kind="pinned_host"))
+    nnx.update(actor, host)
+    with pytest.raises(InvalidArgument, match=r"^cluster_config\.offload_to_cpu=True: must be False"):
+        started(folder, actor, tokenizer)
+
+
 def test_a_prompt_that_is_too_long_is_refused(rollout: JengineRollout) -> None:
     with pytest.raises(InvalidArgument, match="max_model_len"):
         rollout.generate(["def " * 60], GREEDY)
