@@ -21,7 +21,7 @@ FOLDERS = {"jengine": "jengine", "pallas_kernels": "pallas_kernels", "serving": 
 SERVING = "jengine.serving"
 GENERATED = ROOT / "serving" / "generated"
 MAX_LINES = 500
-MAX_OBJECT_LINES = 600  # of a class with its bases
+MAX_OBJECT_LINES = 450  # of a class with its bases, without docstrings
 MAX_CHAIN = 3  # classes from the most derived to the last base of ours
 # packages of packages, among which there is no circle either
 ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity")
@@ -262,6 +262,18 @@ def test_files_stay_short() -> None:
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
+def length(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.stmt]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            yield node.body[0]
+
+
 def test_objects_stay_short() -> None:
     """A class counts with its bases in this repository: splitting one object over a chain of classes does not
     make it shorter.
@@ -273,7 +285,7 @@ def test_objects_stay_short() -> None:
             if isinstance(node, ast.ClassDef):
                 generic = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
                 bases[node.name] = [base.id for base in generic if isinstance(base, ast.Name)]
-                lines[node.name] = (node.end_lineno or node.lineno) - node.lineno + 1
+                lines[node.name] = length(node) - sum(map(length, docstrings(node)))
 
     def chain(name: str) -> list[str]:
         return [

@@ -366,7 +366,7 @@ def test_attributes_of_engines() -> None:
         for name, says in (
             ("encode", "embed gives embeddings"),
             ("llm_engine", "LLM.engine is the engine"),
-            ("sleep", "close() frees"),
+            ("add_lora", "use loras.load"),
         ):
             with pytest.raises(AttributeError, match=re.escape(says)):
                 getattr(engine, name)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jengine.api.backend import Backend
 from jengine.api.embeddings import EmbeddingRequestOutput
+from jengine.api.loras import AsyncLoras
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import RequestHandle
 from jengine.core.lora import LoRARequest
@@ -25,6 +26,7 @@ class AsyncEmbeddings(ABC):
     """The part of AsyncLLM that embeds. Requests are handled as in `generate`, and end with a vector."""
 
     backend: Backend
+    loras: AsyncLoras
     tokenizer: Tokenizer
     _ids: itertools.count[int]
 
@@ -42,10 +44,6 @@ class AsyncEmbeddings(ABC):
         lora_request: Any,
     ) -> RequestHandle:
         """See AsyncLLM."""
-
-    @abstractmethod
-    async def _loaded(self, lora_request: LoRARequest | str | None) -> None:
-        """See AsyncEngineMethods."""
 
     async def embed(
         self,
@@ -73,7 +71,7 @@ class AsyncEmbeddings(ABC):
             JengineError: the request was aborted.
             EngineDead: the engine has failed, or was closed.
         """
-        await self._loaded(lora_request)
+        await self.loras.require(lora_request)
         prepare = partial(
             self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions
         )

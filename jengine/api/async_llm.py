@@ -17,6 +17,7 @@ from jengine.api.async_embeddings import LONG_TEXT, AsyncEmbeddings
 from jengine.api.backend import Backend, Done, EngineThread, Updates
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, split_options
 from jengine.api.engine_methods import AsyncEngineMethods
+from jengine.api.loras import AsyncLoras
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
@@ -113,7 +114,8 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
     ) -> None:
         self.backend, self.tokenizer, self._interval = backend, tokenizer, interval
         self._default_params = default_sampling_params
-        self._pid, self.lora_names, self._loading = os.getpid(), {}, {}
+        self._pid = os.getpid()
+        self.loras = AsyncLoras(self.do, lambda: self.backend.limits)
         self._live = LiveOutputs(tokenizer, lazy=lazy)
         self._handles: dict[str, RequestHandle] = {}  # by request id
         self._pending: set[asyncio.Future[Any]] = set()  # answers of operations
@@ -164,7 +166,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
             ModelError: the adapter cannot be loaded.
             EngineDead: the engine has failed, or was closed.
         """
-        await self._loaded(lora_request)
+        await self.loras.require(lora_request)
         work: Prompt | PreparedPrompt = prompt
         grammar = (
             not self.backend.makes_masks and getattr(sampling_params, "structured_outputs", None) is not None
@@ -307,7 +309,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         Args:
             prompt, sampling_params: as for `generate`; or, as prompt alone, the result of `prepare`.
             request_id: as for `generate`. The others: see RequestOptions.
-            lora_request: an adapter that `load_lora` or `generate` has loaded.
+            lora_request: an adapter that `loras.load` or `generate` has loaded.
 
         Raises:
             InvalidArgument: the prompt or a parameter is invalid, or too large. Nothing has been queued.
@@ -321,7 +323,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
             type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0
         ):
             raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
-        service, adapter = ServiceLevel(**level), self._known(lora_request)
+        service, adapter = ServiceLevel(**level), self.loras.name(lora_request)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidArgument("request_id", request_id, "must be text")
         self._bind()

@@ -5,24 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from jengine.api.backend import Backend, Done
-from jengine.base.errors import InvalidArgument, JengineError
-from jengine.core.lora import LoraInfo, LoRARequest
-from jengine.core.service_level import one_each
+from jengine.base.errors import JengineError
 from jengine.engine.operations import (
     GetTrace,
-    ListLoras,
-    LoadLora,
     Operation,
     ResetPrefixCache,
     SetStrategy,
-    UnloadLora,
     WriteProfile,
 )
 from jengine.insight.explanations.explain import Explanation, explain
@@ -32,10 +24,6 @@ from jengine.insight.recording.trace import Trace
 
 if TYPE_CHECKING:  # an AsyncLLM over a remote engine needs no jax
     from jengine.api.shared_engine import SharedEngine
-
-LoraRequests = (
-    LoRARequest | str | Sequence[LoRARequest | str | None] | None
-)  # one for all prompts, or one each
 
 
 class EngineMethods(ABC):
@@ -59,62 +47,6 @@ class EngineMethods(ABC):
             EngineDead: as `generate`.
         """
         self._shared.do(SetStrategy(strategy))
-
-    def load_lora(
-        self,
-        lora: LoRARequest | str,
-        *,
-        config: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, Any] | None = None,
-        load_inplace: bool = False,
-    ) -> LoraInfo:
-        """Load an adapter while other threads' requests run: into host memory, and onto the devices before
-        the first request that uses it. Nothing is compiled.
-
-        Args:
-            lora: its name and path; or only its name, with `config` and `tensors`.
-            config: the contents of adapter_config.json, such as {"r": 8, "lora_alpha": 16}.
-            tensors: numpy or JAX arrays by the names of adapter_model.safetensors. They are copied.
-            load_inplace: replace the loaded adapter of this name; running requests keep the old one.
-
-        Raises:
-            InvalidArgument: an engine without enable_lora, a name that is in use, or too many adapters.
-            ModelError: the adapter does not fit this model; the message names the module.
-            EngineDead: as `generate`.
-        """
-        return self._shared.do(load_lora(lora, config, tensors, load_inplace=load_inplace))
-
-    def unload_lora(self, name: str) -> None:
-        """Forget an adapter. Requests that use it keep it until they end; later ones are rejected.
-
-        Raises:
-            InvalidArgument: no adapter of this name is loaded.
-            EngineDead: as `generate`.
-        """
-        self._shared.do(UnloadLora(name))
-
-    def list_loras(self) -> list[LoraInfo]:
-        """The loaded adapters, in the order in which they were loaded.
-
-        Raises:
-            EngineDead: as `generate`.
-        """
-        return self._shared.do(ListLoras())
-
-    def _loaded(self, lora_request: LoraRequests, count: int) -> list[str | None]:
-        """The names of the adapters of `count` prompts. Loads those that are not loaded yet.
-
-        Raises:
-            InvalidArgument: neither one nor `count` requests, or as `load_lora`.
-        """
-        if lora_request is None:
-            return [None] * count
-        each = lora_requests(lora_request, count)
-        known = {info.name for info in self.list_loras()}
-        for lora in dict.fromkeys(each):
-            if lora is not None and lora.lora_name not in known:
-                self._shared.do(load_lora(lora, None, None, evict=True))
-        return [None if lora is None else lora.lora_name for lora in each]
 
     def costs(self) -> CostReport:
         """Report what steps cost on this machine: measured at warm-up, refined by every step, saved for the
@@ -147,15 +79,9 @@ class EngineMethods(ABC):
 
 
 class AsyncEngineMethods(ABC):
-    """AsyncLLM's.
-
-    Attributes:
-        lora_names: adapters that were loaded here, by name. Requests may name these.
-    """
+    """AsyncLLM's."""
 
     backend: Backend
-    lora_names: dict[str, LoraInfo]
-    _loading: dict[str, asyncio.Future[LoraInfo]]  # by name
 
     @abstractmethod
     async def do[T](self, operation: Operation[T]) -> T:
@@ -181,57 +107,6 @@ class AsyncEngineMethods(ABC):
             EngineDead: the engine has failed, or was closed.
         """
         self._order(SetStrategy(strategy), lambda answer, error: None)
-
-    async def load_lora(
-        self,
-        lora: LoRARequest | str,
-        *,
-        config: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, Any] | None = None,
-        load_inplace: bool = False,
-    ) -> LoraInfo:
-        """Load an adapter while requests run; see `LLM.load_lora`."""
-        info = await self.do(load_lora(lora, config, tensors, load_inplace=load_inplace))
-        self.lora_names[info.name] = info
-        return info
-
-    async def unload_lora(self, name: str) -> None:
-        """Forget an adapter; see `LLM.unload_lora`."""
-        self.lora_names.pop(name, None)  # first, since the engine would end later requests with an error
-        await self.do(UnloadLora(name))
-
-    async def list_loras(self) -> list[LoraInfo]:
-        """The loaded adapters; see `LLM.list_loras`."""
-        return await self.do(ListLoras())
-
-    async def _loaded(self, lora_request: LoRARequest | str | None) -> None:
-        """Loads the adapter of a request, unless it is loaded. Raises as `load_lora`."""
-        lora = LoRARequest(lora_request) if isinstance(lora_request, str) else lora_request
-        if lora is None or lora.lora_name in self.lora_names:
-            return
-        if lora.lora_name not in self._loading:  # several requests may name it at the same time
-            self._loading[lora.lora_name] = asyncio.ensure_future(self._load(lora))
-        try:
-            await asyncio.shield(self._loading[lora.lora_name])
-        finally:
-            if (task := self._loading.get(lora.lora_name)) is not None and task.done():
-                del self._loading[lora.lora_name]
-
-    async def _load(self, lora: LoRARequest) -> LoraInfo:
-        info = await self.do(load_lora(lora, None, None, evict=True))
-        self.lora_names = {one.name: one for one in await self.list_loras()}
-        return info
-
-    def _known(self, lora_request: LoRARequest | str | None) -> str | None:
-        """The name of a request's adapter. Raises InvalidArgument if it is not loaded."""
-        if lora_request is None:
-            return None
-        [lora] = lora_requests(lora_request, 1)
-        assert lora is not None
-        self.backend.limits.require_lora("lora_request", lora.lora_name)
-        if lora.lora_name not in self.lora_names:
-            raise InvalidArgument("lora_request", lora.lora_name, "is not loaded; load_lora loads it")
-        return lora.lora_name
 
     async def trace(self, seconds: float | None = None) -> Trace:
         """Records of the engine's last `seconds` seconds, or all that are kept; see `LLM.trace`.
@@ -268,53 +143,3 @@ class AsyncEngineMethods(ABC):
             raise JengineError("costs are not available here: the engine runs in another process")
         report: CostReport = engine.costs()
         return report
-
-
-def lora_requests(given: LoraRequests, count: int) -> list[LoRARequest | None]:
-    """One adapter, or None, for each of `count` prompts. Text is the name of a loaded one.
-
-    Raises:
-        InvalidArgument: neither one nor `count` of them, or not a LoRARequest.
-    """
-    each = [
-        LoRARequest(one) if isinstance(one, str) else one for one in one_each("lora_request", given, count)
-    ]
-    for one in each:
-        if not isinstance(one, LoRARequest | None):
-            raise InvalidArgument(
-                "lora_request", one, "must be a LoRARequest, or the name of a loaded adapter"
-            )
-    return each
-
-
-def load_lora(
-    lora: LoRARequest | str,
-    config: Mapping[str, Any] | None,
-    tensors: Mapping[str, Any] | None,
-    *,
-    load_inplace: bool = False,
-    evict: bool = False,
-) -> LoadLora:
-    """The operation for these arguments of LLM.load_lora. Raises InvalidArgument if they do not fit."""
-    [request] = lora_requests(lora, 1)
-    assert request is not None
-    if (config is None) != (tensors is None):
-        raise InvalidArgument("tensors", type(tensors).__name__, "config and tensors go together")
-    if config is None or tensors is None:
-        if not request.lora_path:
-            raise InvalidArgument("lora_request", request.lora_name, "is not loaded, and has no lora_path")
-        return LoadLora(request.lora_name, request.lora_path, load_inplace=load_inplace, evict=evict)
-    from safetensors.numpy import save  # imported here, since few callers hand arrays in
-
-    return LoadLora(
-        request.lora_name,
-        request.lora_path,
-        config=dict(config),
-        tensors=save({name: _float32(array) for name, array in tensors.items()}),
-        load_inplace=load_inplace,
-    )
-
-
-def _float32(array: Any) -> np.ndarray:
-    """Any array, such as one of JAX on a device, in host memory."""
-    return np.ascontiguousarray(np.asarray(array), np.float32)

@@ -11,10 +11,11 @@ from typing import Any, Unpack
 from jax.sharding import Mesh
 
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
-from jengine.api.engine_methods import EngineMethods, LoraRequests
+from jengine.api.engine_methods import EngineMethods
 from jengine.api.llm_beams import LLMBeams
 from jengine.api.llm_embeddings import LLMEmbeddings
 from jengine.api.llm_facts import facts_of, stats_of
+from jengine.api.loras import LoraRequests, Loras
 from jengine.api.predictions import predicted, prompts_or_lengths
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
@@ -79,6 +80,7 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress)
         self.tokenizer = self.started.require_tokenizer()
         self._shared = SharedEngine(engine, self.tokenizer)
+        self.loras = Loras(self._shared.do)
         self._default_params = self.started.default_sampling_params
         self._ids = itertools.count()
 
@@ -111,7 +113,7 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         """
         each = listed(prompts)
         params = one_each("sampling_params", sampling_params, len(each))
-        names, every = self._loaded(lora_request, len(each)), levels(len(each), level)
+        names, every = self.loras.names(lora_request, len(each)), levels(len(each), level)
         work = [
             self._requests(*one, lora_name=name)
             for *one, name in zip(each, params, every, names, strict=True)
@@ -138,7 +140,7 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
             raise InvalidArgument(
                 "prompt", prompt, "must be one prompt: text or a list of token ids; generate takes several"
             )
-        [name] = self._loaded(lora_request, 1)
+        [name] = self.loras.names(lora_request, 1)
         return self._follow(self._requests(prompt, sampling_params, lora_name=name))
 
     @accepts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jengine.api.engine_methods import LoraRequests
 from jengine.api.llm_requests import LLMRequests
+from jengine.api.loras import LoraRequests
 from jengine.api.prompts import Prompt, listed
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
@@ -47,7 +47,7 @@ class LLMBeams(LLMRequests):
             check_whole("concurrency_limit", concurrency_limit, 1, None)
         sampling = sampling_of(params, logprobs=2 * params.beam_width)
         each = listed(prompts)
-        names = self._loaded(lora_request, len(each))
+        names = self.loras.names(lora_request, len(each))
         work = [
             self._requests(prompt, sampling, beams=params, lora_name=name)
             for prompt, name in zip(each, names, strict=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
-from jengine.api.engine_methods import LoraRequests
 from jengine.api.llm_requests import LLMRequests
+from jengine.api.loras import LoraRequests
 from jengine.api.prompts import Prompt, listed
 from jengine.api.scoring import scoring_of
 from jengine.api.shared_engine import SharedEngine
@@ -55,7 +55,7 @@ class LLMEmbeddings(LLMRequests):
         params = require_embedder(self._shared.limits.embedder).params(pooling, normalize, dimensions)
         each = listed(prompts)
         each_level = levels(len(each), {"priority": priority, "client": client})
-        names = self._loaded(lora_request, len(each))
+        names = self.loras.names(lora_request, len(each))
         work = [
             self._requests(prompt, None, level, pooling=params, lora_name=name)
             for prompt, level, name in zip(each, each_level, names, strict=True)
@@ -93,7 +93,7 @@ class LLMEmbeddings(LLMRequests):
             if scoring.embeds
             else None
         )
-        [name] = self._loaded(lora_request, 1)
+        [name] = self.loras.names(lora_request, 1)
         work = [
             self._requests(task.prompt(), task.params, pooling=pooling, lora_name=name)
             for task in scoring.tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from jengine.api.engine_methods import LoraRequests
+from jengine.api.loras import Loras
 from jengine.api.prompts import Prompt
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
@@ -14,6 +14,8 @@ from jengine.core.service_level import ServiceLevel
 
 class LLMRequests(ABC):
     """See LLM."""
+
+    loras: Loras
 
     @abstractmethod
     def _requests(
@@ -27,10 +29,6 @@ class LLMRequests(ABC):
         lora_name: str | None = None,
     ) -> list[Request]:
         """Creates and validates a prompt's requests."""
-
-    @abstractmethod
-    def _loaded(self, lora_request: LoraRequests, count: int) -> list[str | None]:
-        """See EngineMethods."""
 
     @abstractmethod
     def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:

@@ -107,7 +107,7 @@ def _local(options: argparse.Namespace) -> ChatModel:
     llm = LLM(options.model, progress=not options.quiet, **engine_options)
     if lora is None or folder is None:
         return LocalModel(llm)
-    llm.load_lora(dataclasses.replace(lora, lora_path=str(folder)))
+    llm.loras.load(dataclasses.replace(lora, lora_path=str(folder)))
     return LocalModel(llm, lora_tokenizer(llm.tokenizer, folder), lora.lora_name)
 
 

@@ -104,5 +104,5 @@ class AdapterStore:
             )
         most = self.limits.max_cpu_loras
         if most is not None and len(self._infos) >= most and not (evict and self._adapters.idle()):
-            why = "all of them are in use" if evict else "unload_lora makes room"
+            why = "all of them are in use" if evict else "unload one to make room"
             raise InvalidArgument("lora_name", name, f"max_cpu_loras={most} adapters are loaded; {why}")

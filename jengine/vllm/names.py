@@ -4,7 +4,7 @@ from __future__ import annotations
 
 OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
     "apply_model": "a model's modules are not accessible",
-    "add_lora": "use load_lora",
+    "add_lora": "use loras.load",
     "add_request": "use generate, or AsyncLLM.submit",
     "check_health": "every call raises EngineDead once the engine has stopped",
     "classify": "models that classify are not supported; score compares a query with documents",
@@ -17,6 +17,7 @@ OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
         " Prometheus"
     ),
     "get_world_size": "the option tensor_parallel_size is the number of devices",
+    "list_loras": "use loras.list",
     "llm_engine": (
         "LLM.engine is the engine, for tools; most scripts need generate, chat, stream and stats only"
     ),
@@ -24,6 +25,7 @@ OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
     "model_config": "max_model_len and get_tokenizer() have what most scripts need",
     "pause_generation": "use pause",
     "preprocess_chat": "use chat_prompt",
+    "remove_lora": "use loras.unload",
     "reset_mm_cache": "only text is supported",
     "resume_generation": "use resume",
     "reward": "reward models are not supported",

@@ -82,7 +82,7 @@ class Adapters:
         async with self._changing:
             for name, adapter in [*self._loaded.items()]:
                 try:
-                    await llm.load_lora(_request(adapter))
+                    await llm.loras.load(_request(adapter))
                 except EngineDead:
                     raise
                 except JengineError as wrong:
@@ -126,7 +126,7 @@ class Adapters:
                 tokenizer=tokenizer,
                 created=int(time.time()),
             )
-            await llm.load_lora(_request(adapter), load_inplace=known is not None)
+            await llm.loras.load(_request(adapter), load_inplace=known is not None)
             self._loaded[module.name] = adapter
             return adapter
 
@@ -140,7 +140,7 @@ class Adapters:
         async with self._changing:
             if self._loaded.pop(name, None) is None:
                 raise InvalidArgument("lora_name", name, "no adapter of this name is loaded")
-            await llm.unload_lora(name)
+            await llm.loras.unload(name)
 
 
 def _request(adapter: Adapter) -> LoRARequest:

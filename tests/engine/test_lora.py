@@ -178,14 +178,14 @@ def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
         request, params = LoRARequest("sql", 1, path), SamplingParams(temperature=0.0, max_tokens=6)
         ids = [prompts(1, 9)[0]] * 2
         with_adapter, without = llm.generate(ids, params, use_tqdm=False, lora_request=[request, None])
-        assert [info.name for info in llm.list_loras()] == ["sql"]
+        assert [info.name for info in llm.loras.list()] == ["sql"]
         assert with_adapter.outputs[0].token_ids != without.outputs[0].token_ids
         again = list(llm.stream(ids[0], params, lora_request="sql"))[-1]
         assert again.outputs[0].token_ids == with_adapter.outputs[0].token_ids
-        llm.load_lora("memory", config=arrays.config, tensors=arrays.tensors)
+        llm.loras.load("memory", config=arrays.config, tensors=arrays.tensors)
         [trained] = llm.generate(ids[0], params, use_tqdm=False, lora_request="memory")
         assert trained.outputs[0].token_ids == with_adapter.outputs[0].token_ids
-        llm.unload_lora("sql")
+        llm.loras.unload("sql")
         with pytest.raises(InvalidArgument, match="lora_request='sql': is not loaded"):
             llm.generate(ids[0], params, use_tqdm=False, lora_request="sql")
 
@@ -212,12 +212,12 @@ def test_async_llm_and_adapters(tmp_path: Path) -> None:
             assert first.outputs[0].token_ids == again.outputs[0].token_ids != base.outputs[0].token_ids
             for request in requests[1:]:
                 assert (await outputs(llm, request)).outputs[0].token_ids == first.outputs[0].token_ids
-            assert [*llm.lora_names] == ["a1", "a2"], "the one that was used least recently made way"
+            assert [*llm.loras.by_name] == ["a1", "a2"], "the one that was used least recently made way"
             with pytest.raises(InvalidArgument, match="max_cpu_loras=2 adapters are loaded"):
-                await llm.load_lora(requests[0])
+                await llm.loras.load(requests[0])
             with pytest.raises(InvalidArgument, match="lora_request='a0': is not loaded"):
                 llm.submit([5], params, lora_request="a0")
-            unloading = asyncio.ensure_future(llm.unload_lora("a1"))
+            unloading = asyncio.ensure_future(llm.loras.unload("a1"))
             await asyncio.sleep(0)
             async with llm.submit([5, 6], params, lora_request="a1") as handle:
                 last = [one async for one in handle][-1]

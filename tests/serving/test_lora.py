@@ -286,7 +286,7 @@ def test_a_request_whose_adapter_goes_while_it_is_prepared(
         prepare = server.llm.prepare
 
         def unloading(*arguments: Any) -> Any:
-            server.llm.lora_names.clear()  # as an operation that arrives now
+            server.llm.loras.by_name.clear()  # as an operation that arrives now
             return prepare(*arguments)
 
         monkeypatch.setattr(server.llm, "prepare", unloading)

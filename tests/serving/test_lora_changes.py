@@ -88,7 +88,7 @@ def test_loading_and_unloading(server: MockServer, folder: Path) -> None:
             f"Success: LoRA adapter '{name}' removed successfully.",
         )
     assert change(server, "unload", lora_int_id=2).status_code == 404
-    assert not server.llm.lora_names
+    assert not server.llm.loras.by_name
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_paths_that_cannot_be_loaded(server: MockServer, path: str, status: int,
     found, field, message = wrong(answer)
     assert found == status and says in message, message
     assert field == "lora_path" or status == 404
-    assert server.llm.lora_names == {} and change(server, "unload", lora_name="x").status_code == 404
+    assert server.llm.loras.by_name == {} and change(server, "unload", lora_name="x").status_code == 404
 
 
 @pytest.mark.parametrize(

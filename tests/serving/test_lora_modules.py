@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jengine import AsyncLLM, InvalidArgument, JengineError
+from jengine import InvalidArgument, JengineError
+from jengine.api.loras import AsyncLoras
 from jengine.serving.config import ServerConfig, resolve_config
 from jengine.serving.guards.lora_folder import check_folder
 from jengine.serving.lora_modules import LoraModule, read_modules
@@ -154,9 +155,9 @@ def test_requests_of_an_adapter_wait_until_the_next_engine_has_it(
     async def main() -> None:
         await supervisor.start()
         await supervisor.adapters.load(supervisor.llm, LoraModule("sql", str(folder)), "mock")
-        loads, load = [], AsyncLLM.load_lora
+        loads, load = [], AsyncLoras.load
 
-        async def dying(llm: AsyncLLM, *arguments: Any, **options: Any) -> Any:
+        async def dying(llm: AsyncLoras, *arguments: Any, **options: Any) -> Any:
             loads.append(supervisor.serving)
             with pytest.raises(JengineError):
                 assert supervisor.llm is None  # it raises NotReady
@@ -164,12 +165,12 @@ def test_requests_of_an_adapter_wait_until_the_next_engine_has_it(
                 watched.kill()
             return await load(llm, *arguments, **options)
 
-        monkeypatch.setattr(AsyncLLM, "load_lora", dying)
+        monkeypatch.setattr(AsyncLoras, "load", dying)
         watched.kill()
         await watched.until_state(False)
         await watched.until_state(True)
         assert loads == [False, False] and len(watched.engines) == 3
-        assert supervisor.llm.lora_names.keys() == {"sql"}
+        assert supervisor.llm.loras.by_name.keys() == {"sql"}
         await supervisor.close()
 
     with caplog.at_level(logging.ERROR):

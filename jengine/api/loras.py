@@ -1,0 +1,206 @@
+"""The LoRA adapters of LLM and AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jengine.base.errors import InvalidArgument
+from jengine.core.lora import LoraInfo, LoRARequest
+from jengine.core.service_level import one_each
+from jengine.engine.limits import Limits
+from jengine.engine.operations import ListLoras, LoadLora, Operation, UnloadLora
+
+# one for all prompts, or one each
+LoraRequests = LoRARequest | str | Sequence[LoRARequest | str | None] | None
+
+
+class Loras:
+    """The adapters of an LLM: `llm.loras`.
+
+    Args:
+        do: has the engine do an operation.
+    """
+
+    def __init__(self, do: Callable[[Operation[Any]], Any]) -> None:
+        self._do = do
+
+    def load(
+        self,
+        lora: LoRARequest | str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Any] | None = None,
+        load_inplace: bool = False,
+    ) -> LoraInfo:
+        """Load an adapter while other threads' requests run: into host memory, and onto the devices before
+        the first request that uses it. Nothing is compiled.
+
+        Args:
+            lora: its name and path; or only its name, with `config` and `tensors`.
+            config: the contents of adapter_config.json, such as {"r": 8, "lora_alpha": 16}.
+            tensors: numpy or JAX arrays by the names of adapter_model.safetensors. They are copied.
+            load_inplace: replace the loaded adapter of this name; running requests keep the old one.
+
+        Raises:
+            InvalidArgument: an engine without enable_lora, a name that is in use, or too many adapters.
+            ModelError: the adapter does not fit this model; the message names the module.
+            EngineDead: as `LLM.generate`.
+        """
+        info: LoraInfo = self._do(_load(lora, config, tensors, load_inplace=load_inplace))
+        return info
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Requests that use it keep it until they end; later ones are rejected.
+
+        Raises:
+            InvalidArgument: no adapter of this name is loaded.
+            EngineDead: as `LLM.generate`.
+        """
+        self._do(UnloadLora(name))
+
+    def list(self) -> Sequence[LoraInfo]:
+        """The loaded adapters, in the order in which they were loaded.
+
+        Raises:
+            EngineDead: as `LLM.generate`.
+        """
+        infos: Sequence[LoraInfo] = self._do(ListLoras())
+        return infos
+
+    def names(self, lora_request: LoraRequests, count: int) -> Sequence[str | None]:
+        """The names of the adapters of `count` prompts. Loads those that are not loaded yet.
+
+        Raises:
+            InvalidArgument: neither one nor `count` requests, or as `load`.
+        """
+        if lora_request is None:
+            return [None] * count
+        each = _requests(lora_request, count)
+        known = {info.name for info in self.list()}
+        for lora in dict.fromkeys(each):
+            if lora is not None and lora.lora_name not in known:
+                self._do(_load(lora, None, None, evict=True))
+        return [None if lora is None else lora.lora_name for lora in each]
+
+
+class AsyncLoras:
+    """The adapters of an AsyncLLM: `llm.loras`.
+
+    Args:
+        do: has the engine do an operation.
+        limits: the engine's.
+
+    Attributes:
+        by_name: adapters that were loaded here. Requests may name these.
+    """
+
+    def __init__(self, do: Callable[[Operation[Any]], Awaitable[Any]], limits: Callable[[], Limits]) -> None:
+        self._do, self._limits = do, limits
+        self.by_name: dict[str, LoraInfo] = {}
+        self._loading: dict[str, asyncio.Future[LoraInfo]] = {}
+
+    async def load(
+        self,
+        lora: LoRARequest | str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, Any] | None = None,
+        load_inplace: bool = False,
+    ) -> LoraInfo:
+        """Load an adapter while requests run; see `Loras.load`."""
+        info: LoraInfo = await self._do(_load(lora, config, tensors, load_inplace=load_inplace))
+        self.by_name[info.name] = info
+        return info
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter; see `Loras.unload`."""
+        self.by_name.pop(name, None)  # first, since the engine would end later requests with an error
+        await self._do(UnloadLora(name))
+
+    async def list(self) -> Sequence[LoraInfo]:
+        """The loaded adapters; see `Loras.list`."""
+        infos: Sequence[LoraInfo] = await self._do(ListLoras())
+        return infos
+
+    async def require(self, lora_request: LoRARequest | str | None) -> None:
+        """Loads the adapter of a request, unless it is loaded. Raises as `load`."""
+        lora = LoRARequest(lora_request) if isinstance(lora_request, str) else lora_request
+        if lora is None or lora.lora_name in self.by_name:
+            return
+        if lora.lora_name not in self._loading:  # several requests may name it at the same time
+            self._loading[lora.lora_name] = asyncio.ensure_future(self._load(lora))
+        try:
+            await asyncio.shield(self._loading[lora.lora_name])
+        finally:
+            if (task := self._loading.get(lora.lora_name)) is not None and task.done():
+                del self._loading[lora.lora_name]
+
+    async def _load(self, lora: LoRARequest) -> LoraInfo:
+        info: LoraInfo = await self._do(_load(lora, None, None, evict=True))
+        self.by_name = {one.name: one for one in await self.list()}
+        return info
+
+    def name(self, lora_request: LoRARequest | str | None) -> str | None:
+        """The name of a request's adapter. Raises InvalidArgument if it is not loaded."""
+        if lora_request is None:
+            return None
+        [lora] = _requests(lora_request, 1)
+        assert lora is not None
+        self._limits().require_lora("lora_request", lora.lora_name)
+        if lora.lora_name not in self.by_name:
+            raise InvalidArgument("lora_request", lora.lora_name, "is not loaded; loras.load loads it")
+        return lora.lora_name
+
+
+def _requests(given: LoraRequests, count: int) -> list[LoRARequest | None]:
+    """One adapter, or None, for each of `count` prompts. Text is the name of a loaded one.
+
+    Raises:
+        InvalidArgument: neither one nor `count` of them, or not a LoRARequest.
+    """
+    each = [
+        LoRARequest(one) if isinstance(one, str) else one for one in one_each("lora_request", given, count)
+    ]
+    for one in each:
+        if not isinstance(one, LoRARequest | None):
+            raise InvalidArgument(
+                "lora_request", one, "must be a LoRARequest, or the name of a loaded adapter"
+            )
+    return each
+
+
+def _load(
+    lora: LoRARequest | str,
+    config: Mapping[str, Any] | None,
+    tensors: Mapping[str, Any] | None,
+    *,
+    load_inplace: bool = False,
+    evict: bool = False,
+) -> LoadLora:
+    """The operation for these arguments of Loras.load. Raises InvalidArgument if they do not fit."""
+    [request] = _requests(lora, 1)
+    assert request is not None
+    if (config is None) != (tensors is None):
+        raise InvalidArgument("tensors", type(tensors).__name__, "config and tensors go together")
+    if config is None or tensors is None:
+        if not request.lora_path:
+            raise InvalidArgument("lora_request", request.lora_name, "is not loaded, and has no lora_path")
+        return LoadLora(request.lora_name, request.lora_path, load_inplace=load_inplace, evict=evict)
+    from safetensors.numpy import save  # imported here, since few callers hand arrays in
+
+    return LoadLora(
+        request.lora_name,
+        request.lora_path,
+        config=dict(config),
+        tensors=save({name: _float32(array) for name, array in tensors.items()}),
+        load_inplace=load_inplace,
+    )
+
+
+def _float32(array: Any) -> np.ndarray:
+    """Any array, such as one of JAX on a device, in host memory."""
+    return np.ascontiguousarray(np.asarray(array), np.float32)
