@@ -40,7 +40,7 @@ from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
 from tests.engine.test_lora import LORA, check_goldens
 from tests.execution.specs import make_spec, temporaries_bound
-from tests.golden.heads import following, ruled, write_eagle3, write_folder, write_mtp
+from tests.golden.heads import following, write_followers
 from tests.golden.loras import SETTINGS, VARIANTS_WITH_LORA, lora
 from tests.golden.weights import VARIANTS, Golden, max_model_len, weights, write_model
 
@@ -191,15 +191,7 @@ def test_a_draft_model(devices: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
 def test_a_head(method: str, devices: int, tmp_path: Path) -> None:
     """A head that follows the model's rule is always right, also with parts of its heads and vocabulary."""
-    how: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
-    if method == "mtp":
-        write_mtp(tmp_path, "mimo", follows=True, vocab_size=64)
-    else:
-        config = {**VARIANTS["llama_gqa"], "vocab_size": 64}
-        write_folder(tmp_path, config, ruled(weights("llama_gqa", config), config))
-        changes = {"vocab_size": 64, "norm_before_residual": True}
-        write_eagle3(tmp_path / "head", "llama_gqa", follows=True, **changes)
-        how["model"] = str(tmp_path / "head")
+    how = write_followers(tmp_path, method)
     options = {**SMALL, "tensor_parallel_size": devices, "dtype": "float32", "max_model_len": 192}
     with on_demand():
         config = {**options, "speculative_config": how}
