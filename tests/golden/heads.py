@@ -178,6 +178,17 @@ def ruled_eagle3(found: dict[str, np.ndarray], config: dict[str, Any]) -> dict[s
     return found
 
 
+def write_followers(folder: Path, method: str) -> dict[str, Any]:
+    """A model and a head of this method that follow the rule. Returns the option that names the head."""
+    if method == "mtp":
+        write_mtp(folder, "mimo", follows=True, vocab_size=64)
+        return {"method": "mtp", "num_speculative_tokens": 3}
+    config = {**VARIANTS["llama_gqa"], "vocab_size": 64}
+    write_folder(folder, config, ruled(weights("llama_gqa", config), config))
+    write_eagle3(folder / "head", "llama_gqa", follows=True, vocab_size=64, norm_before_residual=True)
+    return {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": 3}
+
+
 def _matrix(after: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Maps the unit vector of each token to that of the token after it."""
     return (after[None] == ids[:, None]).astype(np.float32)

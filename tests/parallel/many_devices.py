@@ -37,8 +37,8 @@ from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
 from tests.execution.specs import make_spec, temporaries_bound
-from tests.golden.heads import following, ruled, write_eagle3, write_folder, write_mtp
-from tests.golden.weights import VARIANTS, Golden, max_model_len, weights, write_model
+from tests.golden.heads import following, write_followers
+from tests.golden.weights import Golden, max_model_len, write_model
 
 # Of the families, what differs between devices: kv heads (1, 2, 4), biases, norms, windows, learned
 # positions, projections, experts.
@@ -163,27 +163,16 @@ def test_a_draft_model(devices: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
 def test_a_head(method: str, devices: int, tmp_path: Path) -> None:
     """A head that follows the model's rule is always right, also with parts of its heads and vocabulary."""
-    how: dict[str, object] = {"method": method, "num_speculative_tokens": 3}
-    if method == "mtp":
-        write_mtp(tmp_path, "mimo", follows=True, vocab_size=64)
-    else:
-        config = {**VARIANTS["llama_gqa"], "vocab_size": 64}
-        write_folder(tmp_path, config, ruled(weights("llama_gqa", config), config))
-        changes = {"vocab_size": 64, "norm_before_residual": True}
-        write_eagle3(tmp_path / "head", "llama_gqa", follows=True, **changes)
-        how["model"] = str(tmp_path / "head")
-    options = {**SMALL, "tensor_parallel_size": devices, "dtype": "float32", "max_model_len": 192}
+    options = {**SMALL, "dtype": "float32", "speculative_config": write_followers(tmp_path, method)}
     with on_demand():
-        config = {**options, "speculative_config": how}
-        engine, _ = start_engine(EngineConfig.of(str(tmp_path), config), progress=False)
+        every = {**options, "tensor_parallel_size": devices}
+        engine, _ = start_engine(EngineConfig.of(str(tmp_path), every), progress=False)
     restart_scheduler(engine, how_many_drafts=all_of_them)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    found = run(engine, [([*range(start, 60)], params) for start in (3, 40, 59)])
-    after = following(64)
-    for answer in found:
-        assert answer.tokens == [int(after[token]) for token in [59, *answer.tokens[:-1]]]
-    speculation = engine.scheduler.speculation
-    assert sum(speculation.accepted) == speculation.tokens > 40 and engine.compiles_since_start == 0
+    for answer in run(engine, [([*range(start, 60)], params) for start in (3, 40, 59)]):
+        assert answer.tokens == following(64)[[59, *answer.tokens[:-1]]].tolist()
+    right, drafted = engine.scheduler.speculation.right, engine.scheduler.speculation.tokens
+    assert right == drafted > 40 and engine.compiles_since_start == 0
 
 
 @pytest.mark.full
