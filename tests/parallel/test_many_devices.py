@@ -1,4 +1,4 @@
-"""Runs many_devices.py and many_devices_weights.py on eight devices of a CPU."""
+"""Runs many_devices.py and weights_on_devices.py on eight devices of a CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(marker: str, timeout: int, only: str = "") -> None:
         f"--timeout={timeout}",
         "tests/parallel/many_devices.py",
         "tests/parallel/adapters_on_devices.py",
-        "tests/parallel/many_devices_weights.py",
+        "tests/parallel/weights_on_devices.py",
     ]
     result = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Tests of weights on several of eight devices; see many_devices.py."""
+"""Weights on several devices. test_many_devices.py runs this as it runs many_devices.py."""
 
 from __future__ import annotations
 
