@@ -78,7 +78,7 @@ test-quick: $(STAMP) ## check style, run the tests that compile little (the ones
 test-lowest: $(LOWEST) # beside mypy, which has one thread
 	$(TEST_LOWEST)
 
-test-full: $(TESTED) ## run the long tests that `make test` leaves out (hours; PART=3/9 or PART=models runs one part)
+test-full: $(TESTED) ## run the long tests that `make test` leaves out (hours; PART=3/11 or PART=models runs one part)
 	$(PYTHON) tools/full_tests.py $(PART) $(DISTRIBUTED) --timeout 3600
 
 lint: setup | $(if $(filter test%,$(MAKECMDGOALS)),$(TESTED)) ## ruff and mypy

@@ -2,7 +2,7 @@
 
     python tools/full_tests.py [PART] [options of pytest ...]
 
-PART is a name, or a place such as 3/9; without one, all parts run, one after another. A part has the tests
+PART is a name, or a place such as 3/11; without one, all parts run, one after another. A part has the tests
 with the marker `full`, and Hypothesis's tests again, with more examples; `make test` runs the others. A run
 is recorded if it came to its end and nothing but the record was uncommitted.
 """
@@ -70,6 +70,16 @@ PARTS = {  # each should take less than an hour on two cores
         ("tests/engine/test_sharing.py", "tests/engine/test_poison.py", "tests/engine/test_host_tier.py"),
         ENGINE,
     ),
+    "speculation": Part(
+        (
+            "tests/engine/test_speculation_equality.py",
+            "tests/engine/test_speculation.py",
+            "tests/engine/test_draft_model.py",
+            "tests/engine/test_heads.py",
+        ),
+        ENGINE,
+    ),
+    "weights": Part(("tests/engine/test_lora.py", "tests/engine/test_many_updates.py"), ENGINE),  # that change
     "engine": Part(("tests/engine", "tests/scheduling", "tests/execution"), ENGINE),
     "devices": Part(("tests/parallel",), ("jengine/parallel", "jengine/execution", "jengine/models")),
     "service": Part(("tests",), ("serving", "jengine/api", "jengine/ray", "jengine/commands")),
