@@ -65,13 +65,17 @@ def write_text_model(folder: Path, variant: str, head: str | None = None) -> Pat
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt's requests. abort_after: tokens of the first completion, after which the caller aborts."""
+    """A prompt's requests.
+
+    abort_after: tokens of the first completion, after which the caller aborts. lora: the adapter's name.
+    """
 
     prompt: list[int]
     params: SamplingParams
     salt: str | None
     priority: int
     abort_after: int | None
+    lora: str | None = None
 
 
 def random_jobs(count: int, *, vocab: int, seed: int) -> list[Job]:
@@ -154,9 +158,9 @@ def serve(
             job = jobs[number]
             prompt: Any = {"prompt_token_ids": job.prompt, "cache_salt": job.salt}
             requests = make_requests(tokenizer, prompt, job.params, str(number))
-            engine.limits.validate(requests[0])
             for request in requests:
-                request.priority = job.priority
+                request.priority, request.lora_name = job.priority, job.lora
+            engine.limits.validate(requests[0])
             outputs[number] = live.open(requests)
             engine.add(*requests)
         for output in live.take(engine.step()):

@@ -87,23 +87,35 @@ FULL |= dict.fromkeys(HEADS, 1)
 COUNT = 250  # requests; 5,000 in float32 together
 
 
+def method_of(setting: str) -> str | None:
+    """What drafts on the device in a setting of this name."""
+    return next((ON_DEVICE[name] for name in ON_DEVICE if setting.startswith(name)), None)
+
+
+def text_model(root: Path, variant: str, method: str | None) -> Path:
+    """The folder of a model with what drafts for it, written if it is not there."""
+    folder = root / (variant if method is None else f"{variant}-{method}")
+    return folder if folder.exists() else write_text_model(folder, variant, method)
+
+
 class Compared:
     """An engine over a tiny model.
+
+    Args:
+        folder: of `text_model`.
+        pages: of its cache that are used.
+        method: what drafts on the device, if anything does.
 
     Attributes:
         preempted, fetched: sequences preempted and pages that came back from the host, in the last check.
         excused: completions that differ since rounding decided, in the last check.
     """
 
-    def __init__(self, folder: Path, setting: str) -> None:
-        variant, options, self.pages = SETTINGS[setting]
-        self.method = next((ON_DEVICE[name] for name in ON_DEVICE if setting.startswith(name)), None)
-        folder = folder / (variant if self.method is None else f"{variant}-{self.method}")
-        if not folder.exists():
-            write_text_model(folder, variant, self.method)
-        if self.method is not None:
-            how = {"method": self.method, "num_speculative_tokens": 3}
-            named = {"draft_model": folder, "eagle3": folder / HEAD}.get(self.method)
+    def __init__(self, folder: Path, options: dict[str, Any], pages: int, method: str | None) -> None:
+        self.pages, self.method = pages, method
+        if method is not None:
+            how = {"method": method, "num_speculative_tokens": 3}
+            named = {"draft_model": folder, "eagle3": folder / HEAD}.get(method)
             options = {**options, "speculative_config": how | ({"model": str(named)} if named else {})}
         config = EngineConfig.of(str(folder), {**OPTIONS, **options})
         with on_demand(optimized=True):
@@ -164,7 +176,12 @@ class Compared:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compared]:
     root: Path = tmp_path_factory.mktemp("models")
-    return cache(lambda setting: Compared(root, setting))
+
+    def make(setting: str) -> Compared:
+        (variant, options, pages), method = SETTINGS[setting], method_of(setting)
+        return Compared(text_model(root, variant, method), options, pages, method)
+
+    return cache(make)
 
 
 def check(one: Compared, setting: str, count: int, seed: int) -> None:

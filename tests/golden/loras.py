@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,31 @@ def lora(variant: str, name: str, seed: str = "", config: dict[str, Any] | None 
             0.15 * uniform(f"{key}/B", outs * r).reshape(outs, r)
         ).astype(np.float32)
     return Lora(config, tensors)
+
+
+def merged(tensors: dict[str, np.ndarray], adapter: Lora) -> dict[str, np.ndarray]:
+    """A model's tensors, with an adapter of `lora` added to them."""
+    config, found = adapter.config, dict(tensors)
+    for name, a in adapter.tensors.items():
+        if not name.endswith(".lora_A.weight"):
+            continue
+        b, rank = adapter.tensors[name.replace("lora_A", "lora_B")], len(a)
+        scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        change = scale * b.astype(np.float64) @ a
+        weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+        change = change.T if config["fan_in_fan_out"] else change
+        found[weight] = (found[weight] + change).astype(np.float32)
+    return found
+
+
+def write_merged(folder: Path, base: Path, adapter: Lora) -> Path:
+    """Writes the model of another folder with an adapter added to its weights."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(base, folder)
+    tensors = merged(load_file(base / "model.safetensors"), adapter)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def write_lora(folder: Path, adapter: Lora) -> Path:
