@@ -64,7 +64,7 @@ class AdapterStore:
             if (
                 self.limits.max_cpu_loras is not None
                 and idle
-                and len(self._infos) > self.limits.max_cpu_loras
+                and len(self._infos) - len(adapters.dropped) > self.limits.max_cpu_loras
             ):
                 adapters.unload(idle.name)
         if adapters.dropped:
@@ -98,11 +98,14 @@ class AdapterStore:
 
     def _check(self, name: str, load_inplace: bool, evict: bool) -> None:
         coming = {self._infos[number].name for number in [*self._read]}
-        if (name in self._adapters.by_name or name in coming) and not load_inplace:
+        loaded = self._adapters.by_name.get(name)
+        if (loaded or name in coming) and not load_inplace:
             raise InvalidArgument(
                 "lora_name", name, "an adapter of this name is loaded; load_inplace replaces it"
             )
         most = self.limits.max_cpu_loras
-        if most is not None and len(self._infos) >= most and not (evict and self._adapters.idle()):
-            why = "all of them are in use" if evict else "unload one to make room"
+        makes_room = (evict and self._adapters.idle()) or (loaded and not loaded.users)
+        if most is not None and len(self._infos) >= most and not makes_room:
+            why = "that of this name is in use" if loaded else "unload one to make room"
+            why = "all of them are in use" if evict else why
             raise InvalidArgument("lora_name", name, f"max_cpu_loras={most} adapters are loaded; {why}")

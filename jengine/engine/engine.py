@@ -49,6 +49,7 @@ from jengine.insight.recording.trace import Trace
 from jengine.models.config import ModelConfig
 from jengine.scheduling.forecasts.expectations import FirstTokenOutlook
 from jengine.scheduling.promises.acceptance import REJECTED
+from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step.collected import Collected
@@ -99,7 +100,7 @@ class Engine:
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self._embedder, self._reranker = embedder, reranker
-        self.weights, self.gate = weights or FixedWeights(), Gate()
+        self.weights, self.gate = weights or FixedWeights(), Gate(scheduler.registry.adapters)
         self._early: list[Update] = []  # of steps that were read between two calls of `step`
         self.adapters = adapters
         if adapters is not None:
@@ -186,23 +187,24 @@ class Engine:
             self.scheduler.registry.check_id(request.request_id)
         if self.adapters is not None:
             self.adapters.settle()
-        self.scheduler.registry.adapters.get(requests[0].lora_name)
+        adapter = self.scheduler.registry.adapters.get(requests[0].lora_name)
         if self.gate.mode is not None:
-            self.gate.hold(requests)
+            self.gate.hold(requests, adapter)
             return []
-        self._outlook.came(len(requests[0].prompt_token_ids))
+        return self.queue(requests, adapter)
+
+    def queue(self, requests: List[Request], adapter: Adapter | None) -> list[Sequence]:
+        """Queues a prompt's requests, which `add` has accepted."""
         first = requests[0]
+        self._outlook.came(len(first.prompt_token_ids))
         seed = (
             self._seeds.getrandbits(64)
             if first.params.seed is None
             else prompt_seed(first.params.seed, first.prompt_token_ids)
         )
-        add, eos = self.scheduler.add, self.model.eos_token_ids
-        sequence = add(first, seed=seed, eos_token_ids=eos)
-        return [
-            sequence,
-            *[add(request, seed=seed, eos_token_ids=eos, family=sequence.number) for request in requests[1:]],
-        ]
+        add = partial(self.scheduler.add, seed=seed, eos_token_ids=self.model.eos_token_ids, adapter=adapter)
+        sequence = add(first)
+        return [sequence, *[add(request, family=sequence.number) for request in requests[1:]]]
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """Ends a request at the caller's wish (stop string, abort). Returns False if it has already ended."""

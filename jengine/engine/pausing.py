@@ -30,11 +30,7 @@ def resume(engine: Running) -> None:
     if not engine.weights.there:
         raise InvalidArgument("weights", None, "the engine has none: call update_weights first")
     if gate.mode is not None:
-        for together in gate.open():
-            try:
-                engine.add(*together)
-            except InvalidArgument as error:  # its adapter was unloaded meanwhile
-                engine.end_early([request.request_id for request in together], "error", str(error))
+        gate.open(engine.queue)
 
 
 def go_on(engine: Running) -> None:

@@ -10,6 +10,7 @@ from jengine.core.weights import Version
 from jengine.engine.gate import Gate
 from jengine.engine.limits import Limits
 from jengine.insight.recording.trace import Trace
+from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # operations are used in processes without jax, too
@@ -39,4 +40,4 @@ class Running(Protocol):
 
     def end_early(self, request_ids: Sequence[str], reason: FinishReason, why: str) -> None: ...
 
-    def add(self, *requests: Request) -> object: ...
+    def queue(self, requests: Sequence[Request], adapter: Adapter | None) -> object: ...

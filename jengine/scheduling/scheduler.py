@@ -22,6 +22,7 @@ from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.promises.acceptance import Acceptance, expect, note_first
 from jengine.scheduling.prompts.prefix_lookup import PrefixLookup
 from jengine.scheduling.prompts.prompt_cutter import PromptCutter
+from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.composition import BatchInvariant, Composition
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
@@ -195,7 +196,13 @@ class Scheduler:
         return bool(self.registry.by_id)
 
     def add(
-        self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...], family: int | None = None
+        self,
+        request: Request,
+        *,
+        seed: int,
+        eos_token_ids: tuple[int, ...],
+        family: int | None = None,
+        adapter: Adapter | None = None,
     ) -> Sequence:
         """Queues a request that has passed SequenceLimits.validate.
 
@@ -203,6 +210,7 @@ class Scheduler:
 
         Args:
             family: number of the prompt's first sample; None for the first one.
+            adapter: the request's; None: the loaded one of its name, if it names one.
 
         Raises:
             InvalidArgument: an unfinished request has its id, or its adapter is not loaded. Nothing is queued
@@ -210,7 +218,12 @@ class Scheduler:
         """
         max_len = self.limits.max_len(request)
         sequence = self.registry.add(
-            request, seed=seed, max_len=max_len, eos_token_ids=eos_token_ids, family=family
+            request,
+            seed=seed,
+            max_len=max_len,
+            eos_token_ids=eos_token_ids,
+            family=family,
+            adapter=adapter or self.registry.adapters.get(request.lora_name),
         )
         self.acceptance.set_targets(sequence, self.clock())
         self.admission.queue(sequence)

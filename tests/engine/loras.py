@@ -19,11 +19,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs
 Work = tuple[list[int], SamplingParams, str | None]  # a prompt, and the name of its adapter
 
 
-def load(engine: Engine, name: str, adapter: Lora, *, load_inplace: bool = False) -> LoraInfo:
-    """Loads an adapter from memory."""
-    operation = LoadLora(
-        name, config=adapter.config, tensors=save(adapter.tensors), load_inplace=load_inplace
-    )
+def load(engine: Engine, name: str, adapter: Lora, **how: bool) -> LoraInfo:
+    """Loads an adapter from memory. how: load_inplace, evict."""
+    operation = LoadLora(name, config=adapter.config, tensors=save(adapter.tensors), **how)
     operation.check(engine.limits)
     return engine.do(operation)
 

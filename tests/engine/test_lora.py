@@ -217,13 +217,18 @@ def test_async_llm_and_adapters(tmp_path: Path) -> None:
                 await llm.loras.load(requests[0])
             with pytest.raises(InvalidArgument, match="lora_request='a0': is not loaded"):
                 llm.submit([5], params, lora_request="a0")
-            unloading = asyncio.ensure_future(llm.loras.unload("a1"))
+            unloading = asyncio.ensure_future(llm.do(UnloadLora("a1")))  # behind the back of llm.loras
             await asyncio.sleep(0)
             async with llm.submit([5, 6], params, lora_request="a1") as handle:
                 last = [one async for one in handle][-1]
             await unloading
             assert last.outputs[0].finish_reason == "error"
-            assert (await outputs(llm, "a2")).outputs[0].token_ids == first.outputs[0].token_ids
+            unloading = asyncio.ensure_future(llm.loras.unload("a2"))
+            await asyncio.sleep(0)
+            with pytest.raises(InvalidArgument, match="lora_request='a2': is not loaded"):
+                llm.submit([5], params, lora_request="a2")
+            await unloading
+            assert (await outputs(llm, requests[2])).outputs[0].token_ids == first.outputs[0].token_ids
 
     asyncio.run(check())
 

@@ -10,7 +10,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.pages.blocks import BlockManager
-from jengine.scheduling.requests.adapters import Adapters
+from jengine.scheduling.requests.adapters import Adapter, Adapters
 from jengine.scheduling.requests.batching import Batches
 from jengine.scheduling.requests.beams import Beams
 from jengine.scheduling.requests.composition import Composition
@@ -112,12 +112,19 @@ class Registry:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
 
     def add(
-        self, request: Request, *, seed: int, max_len: int, eos_token_ids: tuple[int, ...], family: int | None
+        self,
+        request: Request,
+        *,
+        seed: int,
+        max_len: int,
+        eos_token_ids: tuple[int, ...],
+        family: int | None,
+        adapter: Adapter | None,
     ) -> Sequence:
         """Adds a sequence, which waits but is not queued yet. Arguments as in Scheduler.add.
 
         Raises:
-            InvalidArgument: see `check_id`; or its adapter is not loaded. Nothing is added in this case.
+            InvalidArgument: see `check_id`. Nothing is added in this case.
         """
         self.check_id(request.request_id)
         params, number = request.params, self._arrivals
@@ -132,9 +139,9 @@ class Registry:
             stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
             suppressed_token_ids=suppressed,
             tokens=list(request.prompt_token_ids),
-            adapter=self.adapters.get(request.lora_name),
+            adapter=adapter,
         )
-        self.adapters.came(sequence.adapter)
+        self.adapters.came(adapter)
         self._arrivals += 1
         self.stop_ids.update(sequence.stop_token_ids)
         self.by_id[request.request_id] = self.by_number[number] = sequence
