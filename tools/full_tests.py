@@ -79,7 +79,14 @@ PARTS = {  # each should take less than an hour on two cores
         ),
         ENGINE,
     ),
-    "weights": Part(("tests/engine/test_lora.py", "tests/engine/test_many_updates.py"), ENGINE),  # that change
+    "weights": Part(  # that change
+        (
+            "tests/engine/test_lora.py",
+            "tests/engine/test_lora_equality.py",
+            "tests/engine/test_many_updates.py",
+        ),
+        ENGINE,
+    ),
     "engine": Part(("tests/engine", "tests/scheduling", "tests/execution"), ENGINE),
     "devices": Part(("tests/parallel",), ("jengine/parallel", "jengine/execution", "jengine/models")),
     "service": Part(("tests",), ("serving", "jengine/api", "jengine/ray", "jengine/commands")),
