@@ -65,11 +65,13 @@ class Adapted:
             self.alone[name] = Compared(merged, options, pages, method)
 
     def jobs(self, count: int, seed: int) -> list[Job]:
-        """A quarter of them for each adapter, and for none."""
+        """A quarter of them for each adapter, and for none. Each prompt comes twice, perhaps with another
+        adapter.
+        """
         draw, names = random.Random(seed), [*self.alone] * -(-count // len(self.alone))
         draw.shuffle(names)
-        jobs = random_jobs(count, vocab=self.one.vocab, seed=seed)
-        return [replace(job, lora=name) for job, name in zip(jobs, names, strict=False)]
+        jobs = random_jobs(-(-count // 2), vocab=self.one.vocab, seed=seed)
+        return [replace(job, lora=name) for job, name in zip([*jobs, *jobs][:count], names, strict=False)]
 
     def expected(self, name: str | None, jobs: list[Job]) -> list[RequestOutput]:
         """What the requests of one adapter answer, without drafts."""
