@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.golden.loras import Lora, lora, write_lora
 of_extra("skyrl", "skyrl")
 
 from skyrl.tinker import types  # noqa: E402
+from skyrl.utils.storage import pack_and_upload  # noqa: E402
 
 from jengine.skyrl.sampler import JengineSampler, _answer  # noqa: E402
 
@@ -53,8 +53,8 @@ def adapter(name: str) -> Lora:
 def archive(folder: Path, name: str) -> str:
     """A file as SkyRL's save_sampler_checkpoint writes it."""
     path = folder / f"{name}.tar.gz"
-    with tarfile.open(path, "w:gz") as tar:
-        tar.add(write_lora(folder / name, adapter(name)), arcname="")
+    with pack_and_upload(path) as content:
+        write_lora(content, adapter(name))
     return str(path)
 
 
