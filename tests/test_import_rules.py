@@ -26,7 +26,7 @@ MAX_CHAIN = 3  # classes from the most derived to the last base of ours
 # packages of packages, among which there is no circle either
 ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity")
 # users of the library, as others are, that come with it
-COMMANDS = ("jengine.cli", "jengine.commands", "jengine.ray", "jengine.tunix")
+COMMANDS = ("jengine.cli", "jengine.commands", "jengine.ray", "jengine.skyrl", "jengine.tunix")
 SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these of the network
 BATCH = "jengine.commands.batch_openai"  # answers requests as the service does
 FLAGS = "jengine.commands.flags"  # takes the engine's options from where the server's come from

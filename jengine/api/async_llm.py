@@ -23,6 +23,7 @@ from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
 from jengine.api.rollout_methods import AsyncRolloutMethods
 from jengine.api.vllm_methods import AsyncVllmMethods
+from jengine.base.checks import check_number
 from jengine.base.errors import EngineDead, InvalidArgument, JengineError
 from jengine.base.process import check_process
 from jengine.core.beam_outputs import GenerationParams, split
@@ -319,18 +320,15 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         output_kind = output_kind or getattr(sampling_params, "output_kind", None) or "cumulative"
         if output_kind not in OUTPUT_KINDS:
             raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
-        if timeout is not None and not (
-            type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0
-        ):
-            raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
+        if timeout is not None:
+            check_number("timeout", timeout, 0.0, math.inf, "a finite number of seconds, at least 0")
         service, adapter = ServiceLevel(**level), self.loras.name(lora_request)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidArgument("request_id", request_id, "must be text")
         self._bind()
         self._check_id(request_id)
         prepared = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, sampling_params)
-        requests = prepared.requests
-        key = requests[0].request_id
+        requests, key = prepared.requests, prepared.requests[0].request_id
         if request_id is None:
             self._check_id(request_id := key)
         service.apply(requests)

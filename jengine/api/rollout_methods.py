@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine.api.llm_requests import LLMRequests
-from jengine.api.token_scores import TokenIds, given_requests, logprobs_of
+from jengine.api.token_scores import Scorer, TokenLists, given_requests, logprobs_of, scores
 from jengine.core.weights import TAGS, PauseMode, Tag, Version
 from jengine.engine.operations import (
     GetPauseState,
@@ -79,7 +79,7 @@ class RolloutMethods(LLMRequests):
         return self._shared.do(_update(weights)(weights, version, check_finite, keep_cache))
 
     def score_tokens(
-        self, prompts: Sequence[TokenIds], completions: Sequence[TokenIds], *, use_tqdm: bool = False
+        self, prompts: TokenLists, completions: TokenLists, *, use_tqdm: bool = False
     ) -> list[list[float]]:
         """Log probabilities of given completions, from the raw logits, computed as `generate` computes those
         of its own: with batch_invariant=True, they equal a rollout's to the last bit. Scoring with
@@ -88,6 +88,7 @@ class RolloutMethods(LLMRequests):
         Raises:
             InvalidArgument: a prompt or completion is empty, invalid or too long; or logprobs_mode is not
                 raw_logprobs. Nothing has been run.
+            JengineError: `pause` or `sleep` has aborted it.
         """
         limits, mode = self._shared.limits, self.started.logprobs_mode
         work = given_requests(prompts, completions, limits, mode, self._requests)
@@ -144,7 +145,9 @@ class RolloutMethods(LLMRequests):
 
 
 class AsyncRolloutMethods(ABC):
-    """AsyncLLM's; see LLM, also for errors. An engine in another process takes weights from a folder only."""
+    """AsyncLLM's; see LLM, also for errors. An engine in another process takes weights from a folder only,
+    and does not score tokens.
+    """
 
     @abstractmethod
     async def do[T](self, operation: Operation[T]) -> T:
@@ -153,6 +156,10 @@ class AsyncRolloutMethods(ABC):
     async def update_weights(self, weights: Any, version: Version | None = None, **how: bool) -> Version:
         """Replace the weights. how: check_finite, keep_cache."""
         return await self.do(_update(weights)(weights, version, **how))
+
+    async def score_tokens(self: Scorer, prompts: TokenLists, completions: TokenLists) -> list[list[float]]:
+        """Log probabilities of given completions. Cancelling this aborts the requests."""
+        return await scores(self, prompts, completions)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Stop working on requests until `resume`."""

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
 
+from jengine.api.backend import Backend
+from jengine.api.prompts import PreparedPrompt
+from jengine.api.request_handle import RequestHandle
 from jengine.base.checks import check_whole
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.engine.limits import Limits
+from jengine.text.stop_strings import StopAutomaton
+
+if TYPE_CHECKING:  # an AsyncLLM over a remote engine needs no jax
+    from jengine.engine.start import Started
 
 TokenIds = Sequence[int]
+TokenLists = Sequence[TokenIds]
+
+
+class Scorer(Protocol):
+    """What scoring needs of an AsyncLLM."""
+
+    backend: Backend
+    started: Started
+
+    def prepare(self, prompt: Any, sampling_params: Any = None) -> PreparedPrompt: ...
+    def submit(self, prompt: Any, /, *, output_kind: Any) -> RequestHandle: ...
 
 
 def given_requests(
-    prompts: Sequence[TokenIds],
-    completions: Sequence[TokenIds],
+    prompts: TokenLists,
+    completions: TokenLists,
     limits: Limits,
     mode: str,
     make: Callable[[list[int], SamplingParams], list[Request]],
 ) -> list[list[Request]]:
-    """The requests of LLM.score_tokens.
+    """The requests of score_tokens.
 
     Args:
         mode: the engine's logprobs_mode.
@@ -55,7 +75,33 @@ def given_requests(
 
 
 def logprobs_of(completion: TokenIds, output: RequestOutput) -> list[float]:
-    """Each token's log probability."""
-    found = output.outputs[0].logprobs
+    """Each token's log probability.
+
+    Raises:
+        JengineError: the request was aborted.
+    """
+    [one] = output.outputs
+    if one.finish_reason != "length":
+        raise JengineError(f"scoring has ended with {one.finish_reason}: {one.stop_reason}")
+    found = one.logprobs
     assert found is not None
     return [entry[token].logprob for token, entry in zip(completion, found, strict=True)]
+
+
+async def scores(llm: Scorer, prompts: TokenLists, completions: TokenLists) -> list[list[float]]:
+    """AsyncLLM.score_tokens.
+
+    Raises:
+        InvalidArgument, JengineError, EngineDead: see LLM.score_tokens.
+    """
+    if llm.backend.makes_masks:  # which cannot be sent
+        raise InvalidArgument("engine", "in another process", "does not score tokens")
+    limits, mode = llm.backend.limits, llm.started.logprobs_mode
+    work = given_requests(prompts, completions, limits, mode, lambda *one: llm.prepare(*one).requests)
+    with ExitStack() as stack:
+        handles = []
+        for requests in work:
+            handles.append(llm.submit(PreparedPrompt(requests, StopAutomaton(())), output_kind="final"))
+            stack.callback(handles[-1].close)
+        outputs = [await anext(handle) for handle in handles]
+    return [*map(logprobs_of, completions, outputs)]

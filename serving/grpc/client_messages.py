@@ -233,6 +233,10 @@ class OutputReader:
             completion.cumulative_logprob = (
                 ending.cumulative_logprob if ending.HasField("cumulative_logprob") else None
             )
+            completion.weights_versions = [
+                (one.first_token, one.name if one.HasField("name") else one.number)
+                for one in ending.weights_versions
+            ]
         return output
 
 

@@ -275,6 +275,9 @@ def ending(completion: CompletionOutput) -> pb.Ending:
         end.stop_token_id = completion.stop_reason
     if completion.cumulative_logprob is not None:
         end.cumulative_logprob = completion.cumulative_logprob
+    for first, version in completion.weights_versions:
+        kind = "name" if isinstance(version, str) else "number"
+        end.weights_versions.add(first_token=first, **{kind: version})
     return end
 
 

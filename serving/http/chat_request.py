@@ -91,8 +91,13 @@ class Chat(NamedTuple):
         }
 
     def ids(self, completion: CompletionOutput) -> dict[str, Parts]:
-        """Token ids for a choice's fields."""
-        return {"token_ids": parts.encoded(completion.token_ids)} if self.body.get("return_token_ids") else {}
+        """Token ids for a choice's fields, and which weights made them."""
+        if not self.body.get("return_token_ids"):
+            return {}
+        return {
+            "token_ids": parts.encoded(completion.token_ids),
+            "weights_versions": parts.encoded(completion.weights_versions),
+        }
 
     async def prompt_facts(self, output: RequestOutput, portioned: Portioned) -> dict[str, Parts]:
         """Facts about the prompt for a response's fields."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jengine import LLM, InvalidArgument, SamplingParams
+from jengine import LLM, AsyncLLM, InvalidArgument, JengineError, SamplingParams
 from jengine.text.masks import GivenTokens
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
@@ -66,6 +68,39 @@ def test_what_cannot_be_scored_is_named(llm: LLM) -> None:
     ):
         with pytest.raises(InvalidArgument, match=message):
             llm.score_tokens([[1]], completions)
+
+
+def test_an_async_engine_scores_too(text_model: Path) -> None:
+    async def main() -> None:
+        async with AsyncLLM(text_model, progress=False, dtype="float32", **OPTIONS) as llm:
+            params = SamplingParams(temperature=1.5, seed=5, max_tokens=12, logprobs=0, ignore_eos=True)
+            prompts, completions, logprobs = [[1], [5, 6, 7, 8]], [], []
+            for prompt in prompts:
+                one = [output async for output in llm.generate(prompt, params)][-1].outputs[0]
+                assert one.logprobs is not None
+                pairs = zip(one.token_ids, one.logprobs, strict=True)
+                completions.append(one.token_ids)
+                logprobs.append([entry[token].logprob for token, entry in pairs])
+            assert await llm.score_tokens(prompts, completions) == logprobs
+            with pytest.raises(InvalidArgument, match="completions='1 completions': must be 2"):
+                await llm.score_tokens(prompts, completions[:1])
+
+            await llm.pause("keep")
+            scoring = asyncio.create_task(llm.score_tokens(prompts, completions))
+            await asyncio.sleep(0)  # it has queued its requests
+            await llm.close()
+            with pytest.raises(JengineError, match="scoring has ended with abort: shutdown"):
+                await scoring
+
+    with on_demand(optimized=True):
+        asyncio.run(main())
+
+
+def test_an_engine_in_another_process_does_not_score() -> None:
+    llm = AsyncLLM.__new__(AsyncLLM)
+    llm.backend = SimpleNamespace(makes_masks=True)  # type: ignore[assignment]
+    with pytest.raises(InvalidArgument, match="engine='in another process'"):
+        asyncio.run(llm.score_tokens([[1]], [[2]]))
 
 
 def test_given_tokens_are_the_only_ones_allowed() -> None:

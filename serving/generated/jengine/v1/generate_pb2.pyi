@@ -254,18 +254,30 @@ class Finished(_message.Message):
     def __init__(self, endings: _Optional[_Iterable[_Union[Ending, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Ending(_message.Message):
-    __slots__ = ("index", "finish_reason", "stop_text", "stop_token_id", "cumulative_logprob")
+    __slots__ = ("index", "finish_reason", "stop_text", "stop_token_id", "cumulative_logprob", "weights_versions")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     index: int
     finish_reason: FinishReason
     stop_text: str
     stop_token_id: int
     cumulative_logprob: float
-    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
+    weights_versions: _containers.RepeatedCompositeFieldContainer[WeightsVersion]
+    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_text: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ..., weights_versions: _Optional[_Iterable[_Union[WeightsVersion, _Mapping]]] = ...) -> None: ...
+
+class WeightsVersion(_message.Message):
+    __slots__ = ("first_token", "number", "name")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    first_token: int
+    number: int
+    name: str
+    def __init__(self, first_token: _Optional[int] = ..., number: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens")

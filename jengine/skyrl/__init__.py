@@ -1,0 +1,1 @@
+"""jengine as the sampler of SkyRL's Tinker backends (the extra `skyrl`)."""
