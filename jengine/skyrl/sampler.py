@@ -165,11 +165,12 @@ class JengineSampler:
             return None
         if not checkpoint:
             raise InvalidArgument("checkpoint_id", checkpoint, f"must name a checkpoint of {model}")
-        if used.setdefault(model, checkpoint) != checkpoint:
+        if used.get(model, checkpoint) != checkpoint:
             limit = f"must be {used[model]}: a batch uses one checkpoint of a model"
             raise InvalidArgument("checkpoint_id", checkpoint, limit)
         if self._held.get(model) != checkpoint:
             self._read(model, checkpoint, path)
+        used[model] = checkpoint
         return model
 
     def _read(self, model: str, checkpoint: str, path: str) -> None:

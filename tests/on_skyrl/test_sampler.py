@@ -199,6 +199,9 @@ def test_checkpoints_are_read_from_their_files(sampler: JengineSampler, llm: LLM
     both = sampler.sample(batch(new=request(LONG, **new), old=request(LONG, **asked)))
     assert "checkpoint_id='1': must be 2: a batch uses one checkpoint of a model" in error(both, "old")
     assert answer(both, "new").sequences[0].tokens == two.tokens
+    lost = sampler.sample(batch(old=request(LONG, **asked), new=request(LONG, **new)))
+    assert "first.tar.gz: cannot be read" in error(lost, "old")
+    assert answer(lost, "new").sequences[0].tokens == two.tokens
     sampler.unload("m")
     sampler.unload("m")
     assert [info.name for info in llm.loras.list()] == ["same"]
