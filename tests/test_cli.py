@@ -34,7 +34,7 @@ from jengine.core.request import CompletionOutput, RequestOutput
 
 class Endless:
     def __init__(self, model, **options): pass
-    def stream(self, prompt, params):
+    def stream(self, prompt, params, *, lora_request):
         completion = CompletionOutput()
         for token in itertools.count():
             completion.text += "word "
@@ -56,7 +56,7 @@ class StandIn:
         self.model, self.options = model, options
         self.stats = {"programs_compiled": 3, "programs_loaded": 4, "programs_ready": 7, "programs": 9}
 
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(self, prompt: str, params: SamplingParams, *, lora_request: object) -> Iterator[RequestOutput]:
         if prompt == "bad":
             raise InvalidArgument("prompt", prompt, "must be good")
         self.made.append((self.model, self.options, params))
@@ -114,6 +114,8 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         "chat_template": "chat.jinja", "dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 4,
         "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB",
         "gpu_memory_utilization": 0.5,
+        "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4,
+        "weight_updates": True, "logprobs_mode": "processed_logprobs",
         "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
         "policy": "priority", "priority_ageing": 5.0, "strategy": "memory", "ttft_ms": 500.0, "tpot_ms": 40.0,
         "on_late": "reject",

@@ -330,7 +330,8 @@ def test_text_models_leave_other_parts_and_say_so(
     with caplog.at_level("WARNING", "jengine"):
         params = loaded(tmp_path / "all")
     assert [record.getMessage() for record in caplog.records] == [
-        f"{other_parts} tensors of vision_tower, multi_modal_projector are not loaded: only text is supported"
+        f"{other_parts} tensors of vision_tower, multi_modal_projector are not loaded with the model:"
+        " only text is supported"
     ]
     text = read_config(tmp_path / "all")
     layer = next(

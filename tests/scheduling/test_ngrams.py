@@ -101,7 +101,10 @@ def test_options() -> None:
     [
         ("ngram", "speculative_config='ngram': must be auto, none or a JSON object"),
         (3, "must be auto, none or an object"),
-        ({"method": "eagle3"}, "speculative_config.method='eagle3': must be ngram or suffix or draft_model"),
+        (
+            {"method": "eagle"},
+            "speculative_config.method='eagle': must be ngram or suffix or draft_model or mtp or eagle3",
+        ),
         ({"method": "ngram"}, "speculative_config.num_speculative_tokens=None: must be set"),
         ({"method": "ngram", "num_speculative_tokens": 16}, "at most 15"),
         (

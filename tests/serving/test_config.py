@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.config import ServerConfig, resolve_config
+from jengine.serving.lora_modules import LoraModule
 
 OTHER: dict[str, Any] = {
     "host": "::1", "port": 1, "metrics_port": 2, "metrics_prefix": "vllm",
@@ -33,6 +34,8 @@ OTHER: dict[str, Any] = {
     "calibration_data": "text.txt", "kv_cache_dtype": "fp8",
     "attention_backend": "mosaic", "embeddings": True, "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB",
+    "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4,
+    "lora_modules": ("sql=adapters/sql",), "lora_dir": "adapters", "allow_lora_hub": True,
     "gpu_memory_utilization": 0.5, "weight_updates": True, "logprobs_mode": "processed_logprobs",
     "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
     "policy": "priority", "priority_ageing": 5.5, "strategy": "memory", "ttft_ms": 300.5, "tpot_ms": 40.5,
@@ -102,7 +105,8 @@ def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> No
     file.write_text(toml(OTHER))
     flags = {"flags": OTHER, "environment": {}, "file": {"config": str(file)}}[source]
     server, engine = resolve_config(flags, environment(OTHER) if source == "environment" else {})
-    assert dataclasses.asdict(server) | dataclasses.asdict(engine) == OTHER
+    read = {"lora_modules": (LoraModule("sql", "adapters/sql"),)}
+    assert dataclasses.asdict(server) | dataclasses.asdict(engine) == OTHER | read
     assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig(policy="fair"))
 
 
@@ -144,8 +148,8 @@ def test_flag_before_variable_before_file_before_default(
         ({}, {}, "prot = 1", "prot=1: there is no such option ({file})"),
         ({}, {"JENGINE_BLOK_SIZE": "1"}, "",
             "unset this environment variable; did you mean JENGINE_BLOCK_SIZE?"),
-        ({}, {"JENGINE_ENABLE_SLEEP_MODE": "true"}, "",
-            "enable_sleep_mode=True: an engine does not sleep"),
+        ({}, {"JENGINE_ENABLE_PROMPT_EMBEDS": "true"}, "",
+            "enable_prompt_embeds=True: prompts are text or token ids"),
         ({}, {}, "pipeline_parallel_size = 2",
             "pipeline_parallel_size=2: must be 1: layers are not spread over devices"),
         ({"config": "vllm.yaml"}, {}, "", "config='vllm.yaml': must be TOML"),
