@@ -131,8 +131,8 @@ class MockEngine:
             strategy=self._strategy,
             first_token_seconds=self.seconds * (1 + len(self._waiting)),
             loras=self._loras.load(
-                (sequence.request for sequence in self._running.values()),
-                (sequence.request for sequence in self._waiting),
+                [sequence.request for sequence in [*self._running.values()]],
+                [sequence.request for sequence in [*self._waiting]],  # its thread may change them meanwhile
             ),
         )
 

@@ -22,9 +22,9 @@ from tests.serving.processes import ServerProcess, process
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 66,
-    "max_model_len": 512,
+    "max_model_len": 4096,
     "page_size": 16,
-    "num_pages": 70,
+    "num_pages": 300,
     "dtype": "float32",
     "warm_up": "all",
     "batch_invariant": True,  # fewer programs
@@ -37,6 +37,7 @@ FLAGS = [
 OWN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 IDS = [70, 71, 72, 73]
 ATTEMPTS = 20
+LONG = 4000  # tokens of a stream beside which adapters are loaded and unloaded
 
 
 class Tokens(dict[str | None, list[int]]):
@@ -48,7 +49,7 @@ def folder(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, and the folder `adapters` with sql and haiku; haiku has a chat template."""
     root: Path = tmp_path_factory.mktemp("served")
     shutil.copytree(text_model, root / "model")
-    config = json.loads((text_model / "config.json").read_text()) | {"max_position_embeddings": 512}
+    config = json.loads((text_model / "config.json").read_text()) | {"max_position_embeddings": 4096}
     (root / "model" / "config.json").write_text(json.dumps(config))
     for name in ("sql", "haiku"):
         write_lora(root / "adapters" / name, lora("llama_tied", "plain", name, config))
@@ -107,14 +108,14 @@ def test_adapters_come_and_go_while_a_stream_runs(server: ServerProcess, expecte
     texts: list[str] = []
 
     def stream() -> None:
-        how = {"temperature": 0, "ignore_eos": True, "max_tokens": 500, "stream": True}
+        how = {"temperature": 0, "ignore_eos": True, "max_tokens": LONG, "stream": True}
         with httpx.stream(
             "POST", f"{server.http}/completions", json={"model": "sql", "prompt": IDS, **how}, timeout=100
         ) as answer:
             texts.append(answer.read().decode())
 
     with httpx.Client(base_url=server.http, timeout=100) as client:
-        alone = ask(client, "sql", 500)
+        alone = ask(client, "sql", LONG)
 
         def change(how: str, name: str) -> None:
             path = {"lora_path": name} if how == "load" else {}
