@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.composition import BatchInvariant
+from jengine.scheduling.requests.sequence import State
 from jengine.scheduling.work import Work
 from jengine.table.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms, by_use, first_needed
@@ -166,6 +167,21 @@ def test_a_resumed_sequence_repeats_its_own_tokens_in_rows(ahead, prefix_caching
     assert one.exhausted and generated > 3
     assert one.device.repeated >= generated, "the last of them gives the next token"
     assert one.device.prefilled - before == 21 - 16 * prefix_caching, "its prompt alone is computed in tiles"
+
+
+def test_sequences_that_exchange_their_slots_keep_their_answers():
+    """Between the steps of rows before and after are steps of tiles alone."""
+    one = loop(num_pages=1 + 40)
+    both = [one.add([i] * 21, max_tokens=30, **NO_END) for i in (1, 2)]
+    while len(both[1].tokens) < 30:
+        one.step(ahead=0)
+    slots = [sequence.slot for sequence in both]
+    one.scheduler.preempt_all()
+    while both[1].state is not State.DECODING:
+        one.step(ahead=0)
+    assert [sequence.slot for sequence in both] == slots[::-1]
+    one.drain(ahead=0)
+    assert [len(sequence.tokens) for sequence in both] == [51, 51]
 
 
 def test_what_was_generated_is_not_taken_from_prompts_that_hold_it():

@@ -16,12 +16,12 @@ from jengine.scheduling.work import Work, rows_work
 class Rows:
     """
     Attributes:
-        last: sequences with a row in the last step that had rows.
+        last: sequences with a row in the last step that had rows; None if one of them gave up its slot.
     """
 
     def __init__(self, registry: Registry, limits: SequenceLimits) -> None:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
-        self.last: list[Sequence] = []
+        self.last: list[Sequence] | None = []
         # of these rows, as are the lists; a loop over a thousand sequences waits for memory
         self._rank, self._paced, self._adapted = 0, False, False
         self._numbers: list[int] = []
@@ -32,6 +32,7 @@ class Rows:
 
     def forget(self, sequence: Sequence) -> None:
         """See Rememberer."""
+        self.last = None
         self._sharing.pop(sequence, None)
         self._forked.pop(sequence, None)
 
@@ -68,7 +69,7 @@ class Rows:
     def add(self, plan: PlanBuilder) -> None:
         """Adds a row for every decoding sequence to an empty plan."""
         rows, positions = self._with_pages(plan)
-        # most steps keep the rows; a sequence that changes its slot misses a step in between
+        # most steps keep the rows
         if rows != self.last:
             self.last, self._rank = rows, max([s.variant_rank for s in rows], default=0)
             self._paced = any(s.tpot < math.inf for s in rows)
@@ -119,7 +120,10 @@ class Rows:
         return rows, positions
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a sequence that does not run is remembered."""
+        """Raises AssertionError if a sequence that does not run is remembered, or another slot of one."""
+        assert self.last is None or self._slots == [sequence.slot for sequence in self.last], (
+            "a row of another slot"
+        )
         assert {*self._sharing, *self._forked} <= {*self._registry.running}, (
             "a sequence that does not run shares a page"
         )
