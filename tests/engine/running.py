@@ -53,7 +53,10 @@ def limit_pages(engine: Engine, num_pages: int, num_states: int | None = None) -
         assert isinstance(runner, Runner)
         jax.block_until_ready(runner.moving)
         runner.swapped()  # what the old tier had under way
-    changes = {} if num_states is None else {"num_states": num_states}
+    states = scheduler.blocks.states
+    changes = {}
+    if num_states is not None and states is not None:  # drafts keep theirs
+        changes["num_states"] = num_states + len(states.spare)
     restart_scheduler(engine, num_pages=num_pages, **changes)
 
 

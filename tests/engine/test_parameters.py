@@ -157,7 +157,7 @@ def test_combinations_with_few_pages(folder: Path, replay: Replay) -> None:
         tight = LLM(folder, progress=False, **SMALL, max_model_len=LENGTH)
     limit_pages(tight.engine, 13)
     check_combinations(tight, replay, examples=200)
-    assert tight.stats["preemptions"] > 10
+    assert tight.stats["preemptions"] > 3
 
 
 # Alone, at an ordinary value.
