@@ -57,7 +57,7 @@ $(STAMP)-aot: $(STAMP)
 	@touch $@
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(PLAIN)) ## stream text from the embedded model
-	@$(VENV)/bin/jengine generate demo "def fibonacci(n):" --echo --max-tokens 200
+	@$(VENV)/bin/jengine generate demo "class Stack:" --echo --temperature 0
 
 serve-demo: $(if $(wildcard $(STAMP)),$(STAMP),$(PLAIN)) ## serve the embedded model over gRPC; `jengine chat --server 127.0.0.1:50051` talks to it
 	@$(VENV)/bin/jengine serve demo

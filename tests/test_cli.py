@@ -55,6 +55,7 @@ class StandIn:
     def __init__(self, model: str, **options: Any) -> None:
         self.model, self.options = model, options
         self.stats = {"programs_compiled": 3, "programs_loaded": 4, "programs_ready": 7, "programs": 9}
+        self.stats["start_seconds"] = {"programs": 1.25}
 
     def stream(self, prompt: str, params: SamplingParams, *, lora_request: object) -> Iterator[RequestOutput]:
         if prompt == "bad":
@@ -86,7 +87,8 @@ def test_streams_text_to_stdout_and_statistics_to_stderr(
     out, err = capsys.readouterr()
     assert out == "<été>\n"
     assert err.startswith("5 tokens, ") and err.endswith(
-        " s after process start, programs: 3 compiled, 4 loaded, 7 of 9 ready by now\n"
+        " s after process start, programs: 3 compiled, 4 loaded in 1.2 s, 7 of 9 ready by now\n"
+        "The compiled programs are saved: the next start loads them.\n"
     )
     model, options, params = made[0]
     assert (model, options) == ("demo", {"progress": True})
