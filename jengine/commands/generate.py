@@ -148,14 +148,12 @@ def _print_stats(stats: dict[str, Any], tokens: int, times: list[float]) -> None
     if len(times) > 1:
         parts.append(f"{(tokens - 1) / (times[-1] - times[0]):.1f} tokens/s")
     parts.append(f"first token {times[0] - _process_start():.2f} s after process start")
-    seconds = stats["start_seconds"]["programs"]
-    parts.append(
-        f"programs: {stats['programs_compiled']} compiled, {stats['programs_loaded']} loaded in {seconds:.1f} s"
-    )
+    compiled, seconds = stats["programs_compiled"], stats["start_seconds"]["programs"]
+    parts.append(f"programs: {compiled} compiled, {stats['programs_loaded']} loaded in {seconds:.1f} s")
     if stats["programs_ready"] < stats["programs"]:
         parts[-1] += f", {stats['programs_ready']} of {stats['programs']} ready by now"
     note(", ".join(parts))
-    if stats["programs_compiled"]:
+    if compiled:
         note("The compiled programs are saved: the next start loads them.")
 
 
