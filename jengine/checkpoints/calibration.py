@@ -170,7 +170,8 @@ class Calibrated:
     def result(self) -> Int4:
         """The quantized weight."""
         if self.made is None:
-            self.made = fitted(self.weight, self.target)
+            with jax.ensure_compile_time_eval():  # a loop over experts may ask for it while it is traced
+                self.made = fitted(self.weight, self.target)
         assert self.made is not None
         return self.made
 
