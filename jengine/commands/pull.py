@@ -21,8 +21,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="download a model from the Hugging Face hub",
         description=(
             "Download a model from the Hugging Face hub into its cache, which jengine and other programs"
-            " read. Says before what the\ndownload and an engine need, and refuses what fits neither this disk nor"
-            " this machine's or GPU's memory."
+            " read. Says before what the\ndownload and an engine need, and refuses what fits neither this"
+            " disk nor\nthis machine's or GPU's memory."
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -72,6 +72,21 @@ def is_cached(name: HubName, revision: str | None = None) -> bool:
     )
 
 
+def bytes_on_disk(model: str, revision: str | None = None) -> int:
+    """Bytes of a model's files, of a folder, a GGUF file, or a model in the cache; 0 if it is not there."""
+    path = Path(model).expanduser()
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            return path.stat().st_size
+        if path.is_dir():
+            return sum(
+                file.stat().st_size for file in path.iterdir() if file.name.endswith((SUFFIX, *WEIGHTS))
+            )
+        if (name := HubName.of(model)) is not None:
+            return max((found.bytes for found in matching(name, revision or "main")), default=0)
+    return 0
+
+
 def remove(models: list[CachedModel]) -> int:
     """Deletes models from the cache. Files that others share stay. Returns the bytes that are free now.
 

@@ -11,7 +11,7 @@ from jengine import ModelError
 from jengine.serving.calls.adapters import Adapter
 from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import Refusal
-from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.calls.named_model import no_model
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import client_of
@@ -29,7 +29,7 @@ class LoraChanges:
         InvalidArgument: lora_dir is no folder.
     """
 
-    def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
+    def __init__(self, config: ServerConfig, models: ServedModels) -> None:
         check_folder(config)
         self._config, self._models = config, models
 
