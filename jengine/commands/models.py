@@ -9,8 +9,6 @@ from typing import Any
 
 from jengine import JengineError
 from jengine.base.display import counted
-from jengine.checkpoints import read_config
-from jengine.checkpoints.folder import read_json
 from jengine.commands.terminal import ago, agreed, note, size_text, table, write
 from jengine.execution.cache_folders import cache_root, saved_folders
 from jengine.hub.cached import CachedModel, cached_models, matching, remove
@@ -53,6 +51,8 @@ def _list(_: argparse.Namespace) -> None:
 
 
 def _row(model: CachedModel, compiled: list[dict[str, Any]]) -> tuple[str, ...]:
+    from jengine.checkpoints import read_config  # imports jax
+
     try:
         facts = _plain(read_config(model.path).plain())
         programs = "compiled" if facts in compiled else "none"
@@ -72,6 +72,8 @@ def _quantization(model: CachedModel) -> str:
     """The format of the weights."""
     if model.name.quantization is not None:
         return model.name.quantization
+    from jengine.checkpoints.folder import read_json
+
     try:
         fields = read_json(model.path / "config.json")
     except JengineError:
