@@ -127,6 +127,7 @@ class ServerApp:
                         model.make,
                         on_state=self._changed,
                         adapters=Adapters() if i else adapters,
+                        on_demand=i > 0,
                     ),
                     MemoryNeed(model.gpu_share, model.weights + BESIDE),
                 )
@@ -177,11 +178,10 @@ class ServerApp:
                 stack.push_async_callback(exporter.close)
             await self._built.server.start()
             if config.log_stats:
-                stack.callback(
-                    asyncio.create_task(
-                        write_status(self._models.default.supervisor), name="status-log"
-                    ).cancel
-                )
+                several = len([*self._models]) > 1
+                for model in self._models:
+                    status = write_status(model.supervisor, name=model.name if several else "")
+                    stack.callback(asyncio.create_task(status, name="status-log").cancel)
             await self._serve(exporter)
 
     async def _http(self, metrics: Metrics, access: Access) -> HttpFront | None:
@@ -288,7 +288,7 @@ class ServerApp:
         if self._config.metrics_port is None:
             return Metrics()
         (_, *default), *others = (_watched(model) for model in self._models)
-        metrics = PrometheusMetrics(self._name, *default, self._config.metrics_prefix)
+        metrics = PrometheusMetrics(self._name, *default, prefix=self._config.metrics_prefix)
         for other in others:
             metrics.add_model(*other)
         return metrics

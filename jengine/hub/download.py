@@ -32,7 +32,7 @@ def download(
                 revision=revision,
                 allow_patterns=[*files],
                 ignore_patterns=[*ignored, *OTHERS],
-                **({"tqdm_class": _silent()} if quiet or not is_seen() else {}),
+                tqdm_class=_silent() if quiet or not is_seen() else None,
             )
         )
     except Exception as error:  # errors of the network and the hub have no common base class
@@ -71,7 +71,7 @@ def _first_line(error: BaseException) -> str:
 def _silent() -> type:
     from tqdm import tqdm
 
-    class Silent(tqdm):  # type: ignore[type-arg]
+    class Silent(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 

@@ -107,7 +107,11 @@ class Repository:
 
     def _beginning(self, file: str, count: int) -> bytes:
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            get_session,
+            hf_raise_for_status,
+        )
 
         url = hf_hub_url(self.name.repo, file, revision=self.commit)
         headers = {**build_hf_headers(), "Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}

@@ -51,7 +51,8 @@ def resolve_models(
         flags = {**flags, "model": tables[0].model}
     server, engine = resolve_config(flags, environ, print_note)
     default = ModelEntry(server.served_model_name or engine.model, engine)
-    shared = dataclasses.replace(engine, **dict.fromkeys(OWN))
+    apart: dict[str, Any] = dict.fromkeys(OWN)
+    shared = dataclasses.replace(engine, **apart)
     others = [_entry(table, shared) for table in (*(Table(name, name, {}) for name in more), *tables)]
     if alone:
         own = _entry(tables[0], engine)

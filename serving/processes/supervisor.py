@@ -20,6 +20,7 @@ from jengine.serving.processes.starting import StartProgress
 
 logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]
+NOT_LOADED = "the model is not loaded; a request that names it loads it"
 SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
 COUNTERS = (  # counters of a Load, since its engine's start
     "preemptions", "compiles_since_start", "report_faults", "prefix_queries", "prefix_hits", "evictions",
@@ -56,6 +57,7 @@ class Supervisor:
             `lambda on_end: EngineProcess.of(config, on_end)`.
         on_state: called in the event loop with whether the model answers, when that changes.
         adapters: loaded into each engine before it serves.
+        on_demand: whether it starts only when a request names the model.
 
     Attributes:
         restarts: number of engines started after the first.
@@ -69,10 +71,11 @@ class Supervisor:
         on_state: Callable[[bool], None] = lambda serving: None,
         back_off: BackOff | None = None,
         adapters: Adapters | None = None,
+        on_demand: bool = False,
     ) -> None:
         self.restarts = 0
         self.adapters = Adapters() if adapters is None else adapters
-        self._name, self._make, self._on_state = name, make, on_state
+        self._name, self._make, self._on_state, self._unasked = name, make, on_state, on_demand
         self._back_off = back_off or BackOff()
         self._tokenizer: Tokenizer | None = None
         self._facts: ModelInfo | None = None
@@ -143,8 +146,8 @@ class Supervisor:
         """Why no engine is running, such as "starting: compiling, 12 of 41 programs, about 20 s left"."""
         if self._facts is not None and self._keeper is not None:
             return "the engine has ended and is being restarted"
-        if self._facts is not None and self._starting is None:
-            return "the model is not loaded; a request that names it loads it"
+        if self._starting is None and (self._facts is not None or self._unasked):
+            return NOT_LOADED
         return f"starting: {self._progress or StartProgress()}"
 
     @property

@@ -19,7 +19,8 @@ from jengine.serving.calls.request_ids import MAX_REQUEST_ID, check_request_id, 
 from jengine.serving.guards.admission import Place
 from jengine.serving.guards.security import current_key
 from jengine.serving.logs.request_log import RequestLog
-from jengine.serving.metrics.server_metrics import Metrics, RequestWatch
+from jengine.serving.metrics.model_metrics import RequestWatch
+from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.spans import Spans
 
 
