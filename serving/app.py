@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, Load, StepTotals
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.grpc.descriptors import allow_descriptors
@@ -99,7 +99,9 @@ def _needing_http(option: str, value: object) -> Iterator[None]:
         raise InvalidArgument.needs_extra(option, value, "http", missing) from None
 
 
-def _watched(model: PooledModel) -> tuple[Any, ...]:
+def _watched(
+    model: PooledModel,
+) -> tuple[str, Callable[[], Load], Callable[[], int], Callable[[], StepTotals]]:
     """For PrometheusMetrics: the name, the load, restarts and totals."""
     of = model.supervisor
     return model.name, lambda: of.load, lambda: of.restarts, lambda: of.totals
@@ -287,10 +289,10 @@ class ServerApp:
     def _metrics(self) -> Metrics:
         if self._config.metrics_port is None:
             return Metrics()
-        (_, *default), *others = (_watched(model) for model in self._models)
-        metrics = PrometheusMetrics(self._name, *default, prefix=self._config.metrics_prefix)
+        default, *others = self._models
+        metrics = PrometheusMetrics(*_watched(default), self._config.metrics_prefix)
         for other in others:
-            metrics.add_model(*other)
+            metrics.add_model(*_watched(other))
         return metrics
 
     def _changed(self, serving: bool) -> None:

@@ -32,7 +32,7 @@ def download(
                 revision=revision,
                 allow_patterns=[*files],
                 ignore_patterns=[*ignored, *OTHERS],
-                tqdm_class=_silent() if quiet or not is_seen() else None,
+                tqdm_class=_bar(model, quiet or not is_seen()),
             )
         )
     except Exception as error:  # errors of the network and the hub have no common base class
@@ -68,11 +68,20 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _silent() -> type:
+def _bar(model: str, quiet: bool) -> type:
+    """The class of huggingface_hub's progress bars: of several, only the one of bytes that are on disk."""
     from tqdm import tqdm
 
-    class Silent(tqdm):  # type: ignore[misc]
+    class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})
+            options.pop("name", None)  # of huggingface_hub's own class
+            hidden = quiet or options.get("unit") != "B" or options.get("desc") == "Downloading bytes"
+            shown = {"desc": model, "bar_format": None, "leave": False}
+            super().__init__(*args, **{**options, "disable": True} if hidden else {**options, **shown})
 
-    return Silent
+        def set_description(self, *_: Any, **__: Any) -> None:
+            """The description stays the model's name."""
+
+        set_description_str = set_description
+
+    return Bar
