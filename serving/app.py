@@ -117,7 +117,7 @@ class ServerApp:
     def __init__(self, config: ServerConfig, models: Sequence[Served]) -> None:
         self._config, self._name = config, models[0].name
         self.reloads: list[Callable[[], None]] = []
-        self._begun, self._ready, self._stopping = time.monotonic(), False, False
+        self._begun, self._stopping = time.monotonic(), False
         self._built: BuiltServer
         adapters = Adapters(read_modules(config.lora_modules))  # the default model's
         self._models = ModelPool(
@@ -298,8 +298,6 @@ class ServerApp:
     def _changed(self, serving: bool) -> None:
         """Called when a model starts or stops answering."""
         self._background(self._show_health())
-        if serving and self._ready:
-            log.info("the model answers again")
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -319,7 +317,6 @@ class ServerApp:
 
     def _print_ready(self, exporter: MetricsServer | HttpFront | None) -> None:
         """Prints the only line on stdout."""
-        self._ready = True
         supervisor = self._models.default.supervisor
         config, info, engine = self._config, supervisor.info, supervisor.engine.info
         limits = info.limits

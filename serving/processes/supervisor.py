@@ -240,6 +240,7 @@ class Supervisor:
             self._set(False)
             await self._forget()
             ended = await self._restart(error, loop.time() - since)
+            logger.info("%s: the model answers again", self._name)
             self.restarts += 1
 
     async def _forget(self) -> None:
