@@ -110,21 +110,21 @@ def test_a_model_is_pulled_listed_run_and_removed(hub: Hub, run: Run, tmp_path: 
 
 def test_a_gguf_file_by_its_quantization(hub: Hub, run: Run, tmp_path: Path) -> None:
     code = "from jengine.checkpoints import resolve; import sys; print(resolve(sys.argv[1]).name)"
-    planned, pulled, default, wrong, removed, listed = run(
+    planned, pulled, other, wrong, removed, listed = run(
         ["plan", "some/ggufs:Q8_0", "--target", "l4", "--quiet"],
         ["pull", "some/ggufs:q8_0"],
-        ["pull", "some/ggufs"],
+        ["pull", "some/ggufs:Q4_K_M"],
         ["pull", "some/ggufs:Q2_K"],
         ["rm", "some/ggufs:Q8_0", "--yes"],
         ["list"],
     )
     assert planned[0].endswith("= 0\n"), planned
-    assert pulled[0] == default[0] == "= 0\n", (pulled, default)
+    assert pulled[0] == other[0] == "= 0\n", (pulled, other)
     size = (hub.folders["some/ggufs"] / "tiny-q8_0.gguf").stat().st_size
     assert size <= hub.sent["tiny-q8_0.gguf"] <= 3 * size, "headers before, and the file once"
     assert wrong[0] == "= 2\n" and "it has some/ggufs:Q4_K_M, some/ggufs:Q8_0" in wrong[1]
     assert "1 model deleted" in removed[1]
-    assert "some/ggufs:Q4_K_M" in listed[0] and "Q8_0" not in listed[0]
+    assert "some/ggufs:Q4_K_M  01234567 (main)" in listed[0] and "Q8_0" not in listed[0]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     for name in ("some/ggufs", "some/ggufs:Q4_K_M"):
         found = subprocess.run(
@@ -179,6 +179,7 @@ def test_which_files_a_model_needs() -> None:
     assert model_files(HubName("a/b"), bins) == [*config[:2], "pytorch_model.bin", config[2]]
     both = [*bins, "model.safetensors", "consolidated.safetensors"]
     assert model_files(HubName("a/b"), both) == [*config[:2], "model.safetensors", config[2]]
+    assert model_files(HubName("a/b"), ["m-Q8_0.gguf", "m-q4_k_m.gguf"]) == ["m-q4_k_m.gguf"]
     parts = ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "m-F16.gguf", "n-F16.gguf"]
     for quantization, message in (
         ("Q8_0", "in 2 files"),

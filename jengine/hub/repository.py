@@ -23,12 +23,14 @@ class Repository:
     """A model's files on the hub.
 
     Attributes:
-        commit: the revision that a branch or tag points to.
+        revision: a branch, tag or commit; None: the main branch.
+        commit: that it points to.
         sizes: bytes of every file of the model.
         cached: those that are in the cache.
     """
 
     name: HubName
+    revision: str | None
     commit: str
     sizes: dict[str, int]
     cached: frozenset[str]
@@ -55,7 +57,7 @@ class Repository:
             for file in sizes
             if isinstance(try_to_load_from_cache(name.repo, file, revision=commit), str)
         ]
-        return cls(name, commit, sizes, frozenset(cached))
+        return cls(name, revision, commit, sizes, frozenset(cached))
 
     @property
     def to_download(self) -> int:
@@ -77,8 +79,9 @@ class Repository:
             ModelError: see `download`.
         """
         _remove_abandoned(self.name.repo)
-        revision = self.commit
-        return download(self.name.repo, revision, [*map(_literal, self.sizes)], quiet=quiet)
+        files = [*map(_literal, self.sizes)]
+        # by its branch, so that the cache knows where that points to
+        return download(self.name.repo, self.revision, files, quiet=quiet)
 
     def header(self) -> Path:
         """A GGUF file with its header and its size, but without weights.
