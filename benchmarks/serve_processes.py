@@ -24,7 +24,8 @@ from jengine.serving import app
 from jengine.serving.config import ServerConfig
 from jengine.serving.processes.engine_process import EngineProcess
 server, engine, options, profile = json.loads(sys.argv[1])
-run = lambda: app.run(ServerConfig(**server), "model", lambda on_end: EngineProcess(engine, options, on_end))
+make = lambda on_end: EngineProcess(engine, options, on_end)
+run = lambda: app.run(ServerConfig(**server), [app.Served("model", make)])
 if profile:
     watch = cProfile.Profile()
     watch.runcall(run)

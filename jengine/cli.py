@@ -20,8 +20,11 @@ from jengine.commands import (
     convert,
     explain,
     generate,
+    models,
     plan,
     profile,
+    pull,
+    run,
     serve,
     simulate,
     trace,
@@ -81,9 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=lambda _: parser.print_help())  # without a command
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(metavar="COMMAND")
     for command in (
+        run,
         generate,
         chat,
         serve,
+        pull,
+        models,
         explain,
         trace,
         profile,

@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, Load, StepTotals
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.grpc.descriptors import allow_descriptors
@@ -26,6 +26,8 @@ from jengine.serving.logs.status_log import write_status
 from jengine.serving.lora_modules import read_modules
 from jengine.serving.metrics.metrics_server import MetricsServer, pages_of
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.models.memory import BESIDE, MemoryNeed
+from jengine.serving.models.pool import ModelPool, PooledModel
 from jengine.serving.processes.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
 from jengine.serving.processes.signals import stop_signal
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
@@ -47,13 +49,29 @@ def longest_stop(config: ServerConfig) -> float:
     return lame_duck + config.drain_seconds + QUIT_SECONDS + 2 * EXIT_SECONDS + FLUSH_SECONDS
 
 
-def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
+class Served(NamedTuple):
+    """A model to serve.
+
+    Attributes:
+        name: as clients name it.
+        make: makes its engine, see Supervisor.
+        gpu_share: of a GPU's memory that its engine reserves.
+        weights: bytes of its weights' files, as far as they are known.
+    """
+
+    name: str
+    make: Callable[[OnEnd], EngineProcess]
+    gpu_share: float = 0.0
+    weights: int = 0
+
+
+def run(config: ServerConfig, models: Sequence[Served]) -> None:
     """Serves until SIGTERM or SIGINT, then drains. A second SIGINT exits immediately with code 130. SIGHUP
     reloads.
 
     Args:
-        model: the model's name, unless config sets another.
-        make_engine: see Supervisor.
+        models: the first one is the default, and is loaded before the server is ready. Its name is the one
+            that config sets, if it does.
 
     Raises:
         InvalidArgument: a file is invalid, an address is not available, or the model or device does not
@@ -68,7 +86,8 @@ def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineP
             "these variables are Kubernetes' service links, not options, and are ignored: %s",
             ", ".join(links),
         )
-    asyncio.run(ServerApp(config, config.served_model_name or model, make_engine).live())
+    default = models[0]._replace(name=config.served_model_name or models[0].name)
+    asyncio.run(ServerApp(config, [default, *models[1:]]).live())
 
 
 @contextlib.contextmanager
@@ -80,6 +99,14 @@ def _needing_http(option: str, value: object) -> Iterator[None]:
         raise InvalidArgument.needs_extra(option, value, "http", missing) from None
 
 
+def _watched(
+    model: PooledModel,
+) -> tuple[str, Callable[[], Load], Callable[[], int], Callable[[], StepTotals]]:
+    """For PrometheusMetrics: the name, the load, restarts and totals."""
+    of = model.supervisor
+    return model.name, lambda: of.load, lambda: of.restarts, lambda: of.totals
+
+
 class ServerApp:
     """A server. The arguments are those of `run`.
 
@@ -87,16 +114,29 @@ class ServerApp:
         reloads: functions called in order on SIGHUP.
     """
 
-    def __init__(
-        self, config: ServerConfig, name: str, make_engine: Callable[[OnEnd], EngineProcess]
-    ) -> None:
-        self._config, self._name, self._make_engine = config, name, make_engine
+    def __init__(self, config: ServerConfig, models: Sequence[Served]) -> None:
+        self._config, self._name = config, models[0].name
         self.reloads: list[Callable[[], None]] = []
-        self._begun, self._ready, self._stopping = time.monotonic(), False, False
-        self._engine: EngineProcess
+        self._begun, self._stopping = time.monotonic(), False
         self._built: BuiltServer
-        self._supervisor = Supervisor(
-            name, self._make, on_state=self._changed, adapters=Adapters(read_modules(config.lora_modules))
+        adapters = Adapters(read_modules(config.lora_modules))  # the default model's
+        self._models = ModelPool(
+            [
+                PooledModel(
+                    model.name,
+                    Supervisor(
+                        model.name,
+                        model.make,
+                        on_state=self._changed,
+                        adapters=Adapters() if i else adapters,
+                        on_demand=i > 0,
+                    ),
+                    MemoryNeed(model.gpu_share, model.weights + BESIDE),
+                )
+                for i, model in enumerate(models)
+            ],
+            max_loaded=config.max_loaded_models,
+            unload_after=config.unload_after,
         )
         self._front: HttpFront | None = None
         self._showing: set[asyncio.Task[None]] = set()
@@ -118,7 +158,7 @@ class ServerApp:
         )
         self._built = await build_server(
             config,
-            self._supervisor,
+            self._models,
             metrics=metrics,
             request_log=request_log,
             spans=spans,
@@ -140,7 +180,10 @@ class ServerApp:
                 stack.push_async_callback(exporter.close)
             await self._built.server.start()
             if config.log_stats:
-                stack.callback(asyncio.create_task(write_status(self._supervisor), name="status-log").cancel)
+                several = len([*self._models]) > 1
+                for model in self._models:
+                    status = write_status(model.supervisor, name=model.name if several else "")
+                    stack.callback(asyncio.create_task(status, name="status-log").cancel)
             await self._serve(exporter)
 
     async def _http(self, metrics: Metrics, access: Access) -> HttpFront | None:
@@ -159,7 +202,7 @@ class ServerApp:
         if not isinstance(metrics, PrometheusMetrics):
             return None
         assert config.metrics_port is not None
-        pages = pages_of(metrics, self._why_not_ready, lambda: self._supervisor.retry_seconds)
+        pages = pages_of(metrics, self._why_not_ready, lambda: self._models.retry_seconds)
         if not config.page:
             exporter = MetricsServer(pages)
             await exporter.start(config.host, config.metrics_port)
@@ -194,7 +237,7 @@ class ServerApp:
     async def _serve(self, exporter: MetricsServer | HttpFront | None) -> None:
         """Serves until a signal arrives and everything has ended."""
         stop = stop_signal(self._reload)
-        starting = asyncio.create_task(self._supervisor.start())
+        starting = asyncio.create_task(self._models.start())
         either: list[asyncio.Future[Any]] = [starting, stop]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -212,9 +255,9 @@ class ServerApp:
     async def _lame_duck(self) -> None:
         """Health reports NOT_SERVING, but requests are still answered, so that load balancers can notice."""
         seconds = self._config.lame_duck_seconds
-        if self._supervisor.serving and self._config.drain_seconds and seconds:
+        if self._models.serving and self._config.drain_seconds and seconds:
             log.info("stopping: not serving, but accepting requests for %g s more", seconds)
-            self._supervisor.retire()
+            self._models.retire()
             await asyncio.sleep(seconds)
 
     def _reload(self) -> None:
@@ -232,7 +275,7 @@ class ServerApp:
         stopping = asyncio.create_task(self._built.server.stop(seconds + 2 * FLUSH_SECONDS))
         if self._front is not None:
             self._front.drain()
-        await self._supervisor.close(seconds)
+        await self._models.close(seconds)
         ending: list[asyncio.Future[Any]] = [stopping]
         if self._front is not None:
             ending.append(asyncio.create_task(self._front.close(FLUSH_SECONDS)))
@@ -246,24 +289,15 @@ class ServerApp:
     def _metrics(self) -> Metrics:
         if self._config.metrics_port is None:
             return Metrics()
-        supervisor = self._supervisor
-        return PrometheusMetrics(
-            self._name,
-            lambda: supervisor.load,
-            lambda: supervisor.restarts,
-            lambda: supervisor.totals,
-            self._config.metrics_prefix,
-        )
-
-    def _make(self, on_end: OnEnd) -> EngineProcess:
-        self._engine = self._make_engine(on_end)
-        return self._engine
+        default, *others = self._models
+        metrics = PrometheusMetrics(*_watched(default), self._config.metrics_prefix)
+        for other in others:
+            metrics.add_model(*_watched(other))
+        return metrics
 
     def _changed(self, serving: bool) -> None:
-        """Called when the model starts or stops answering."""
+        """Called when a model starts or stops answering."""
         self._background(self._show_health())
-        if serving and self._ready:
-            log.info("the model answers again")
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -271,7 +305,7 @@ class ServerApp:
         task.add_done_callback(self._showing.discard)
 
     async def _show_health(self) -> None:
-        status = HealthCheckResponse.SERVING if self._supervisor.serving else HealthCheckResponse.NOT_SERVING
+        status = HealthCheckResponse.SERVING if self._models.serving else HealthCheckResponse.NOT_SERVING
         for service in ("", *SERVICES):
             await self._built.health.set(service, status)
 
@@ -279,14 +313,12 @@ class ServerApp:
         """The reason shown by /readyz; None if the model answers."""
         if self._stopping:
             return "stopping: new requests should go elsewhere"
-        if self._supervisor.serving:
-            return None
-        return self._supervisor.why_not_ready
+        return None if self._models.serving else self._models.default.supervisor.why_not_ready
 
     def _print_ready(self, exporter: MetricsServer | HttpFront | None) -> None:
         """Prints the only line on stdout."""
-        self._ready = True
-        config, info, engine = self._config, self._supervisor.info, self._engine.info
+        supervisor = self._models.default.supervisor
+        config, info, engine = self._config, supervisor.info, supervisor.engine.info
         limits = info.limits
         host = f"[{config.host}]" if ":" in config.host else config.host
         seconds = time.monotonic() - self._begun
@@ -297,7 +329,7 @@ class ServerApp:
                 f" {engine.programs_loaded} loaded"
             ),
         ]
-        load = self._supervisor.load
+        load = supervisor.load
         if load.programs_ready < load.programs:
             parts[-1] += f", {load.programs - load.programs_ready} to follow"
         scheme = "http" if config.tls_cert is None else "https"
@@ -308,6 +340,8 @@ class ServerApp:
             parts.append(f"metrics on {address}/metrics")
             if config.page:
                 parts.append(f"page on {address}/")
+        if others := [model.name for model in self._models][1:]:
+            log.info("loaded when a request names them: %s", ", ".join(others))
         if not sys.stderr.isatty():
             log.info("ready in %.1f s", seconds)
         print(f"jengine: serving {info.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)

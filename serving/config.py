@@ -52,9 +52,17 @@ class ServerConfig:
         reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for
             tool_call_parser.
         served_model_name: the name that clients see and may ask for. By default the model's.
-        lora_modules: LoRA adapters that are loaded before the server is ready, as NAME=PATH or
-            {"name": NAME, "path": PATH, "base_model_name": NAME}; paths are folders or hub ids. Clients name
-            an adapter as the model. Needs enable_lora.
+        model_config: a TOML file of models to serve. Each is a table [models.NAME] with `model`, and options
+            of its own for its engine; it has the server's for the rest. A request names it as NAME. The first
+            model, or the one given as MODEL, is the default: it is loaded at the start, the others when a
+            request names them.
+        max_loaded_models: the most models that are loaded at once. By default as many as memory allows: on a
+            GPU, where the sum of their gpu_memory_utilization is at most 1. If there is no room, the model
+            that is expected to be used least is unloaded, but never one with requests.
+        unload_after: seconds without a request after which a model is unloaded. By default it stays.
+        lora_modules: LoRA adapters of the default model that are loaded before the server is ready, as
+            NAME=PATH or {"name": NAME, "path": PATH, "base_model_name": NAME}; paths are folders or hub ids.
+            Clients name an adapter as the model. Needs enable_lora.
         lora_dir: a folder from which administrators may load adapters while the server runs, with
             /v1/load_lora_adapter. By default none can be loaded or unloaded.
         allow_lora_hub: let administrators also load adapters from the hub, by their ids.
@@ -122,6 +130,9 @@ class ServerConfig:
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
     served_model_name: str | None = None
+    model_config: str | Path | None = None
+    max_loaded_models: int | None = None
+    unload_after: float | None = None
     lora_modules: list[str] | tuple[str | LoraModule, ...] | str | None = None
     lora_dir: str | Path | None = None
     allow_lora_hub: bool = False
@@ -164,8 +175,9 @@ class ServerConfig:
         _whole("max_connections", self.max_connections, 1, 2**31 - 1)
         _whole("max_connections_per_client", self.max_connections_per_client, 1, None)
         _whole("max_answer_logprobs", self.max_answer_logprobs, 1, None)
-        if self.max_tokens_limit is not None:
-            _whole("max_tokens_limit", self.max_tokens_limit, 1, None)
+        for name in ("max_tokens_limit", "max_loaded_models"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
         for name in ("client_chat_templates", "page", "log_stats", "allow_lora_hub"):
             if not isinstance(getattr(self, name), bool):
@@ -187,12 +199,13 @@ class ServerConfig:
         for name, above in (
             ("write_timeout", True),
             ("max_request_seconds", True),
+            ("unload_after", True),
             ("lame_duck_seconds", False),
             ("drain_seconds", False),
             ("watchdog_seconds", False),
         ):
             value = getattr(self, name)
-            if value is None and name == "max_request_seconds":
+            if value is None and name in ("max_request_seconds", "unload_after"):
                 continue
             if (
                 type(value) not in (int, float)
@@ -207,7 +220,15 @@ class ServerConfig:
             raise InvalidArgument("host", self.host, "must be an address or a name")
         if not isinstance(self.served_model_name, str | None) or self.served_model_name == "":
             raise InvalidArgument("served_model_name", self.served_model_name, "must be text")
-        for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log", "lora_dir"):
+        for name in (
+            "tls_cert",
+            "tls_key",
+            "tls_client_ca",
+            "api_keys",
+            "request_log",
+            "lora_dir",
+            "model_config",
+        ):
             if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
                 kind = "folder" if name == "lora_dir" else "file"
                 raise InvalidArgument(name, getattr(self, name), f"must be a {kind}'s path")

@@ -51,7 +51,7 @@ LONGEST = (
     "tests/kernels/test_cpu_attention.py", "tests/engine/test_costs.py", "tests/docs/test_docs.py",
     "tests/execution/test_prebuilt_programs.py", "tests/kernels/test_masked.py",
     "tests/kernels/test_attention_prefill.py", "tests/serving/test_serve_demo.py", "tests/test_notebook.py",
-    "tests/test_paged_attention.py", "tests/serving/test_lora_model.py",
+    "tests/test_paged_attention.py", "tests/serving/test_lora_model.py", "tests/test_hub.py",
 )  # fmt: skip
 # What `make test-quick` leaves out besides: folders whose tests compile most.
 COMPILING = tuple(

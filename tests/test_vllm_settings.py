@@ -165,9 +165,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
 
         def quit(self) -> None: ...
 
-    def run(server: ServerConfig, model: str, make: Any) -> None:
+    def run(server: ServerConfig, models: Any) -> None:
         Access(server, Metrics()) if server.tls_cert is None else None  # reads the keys
-        found.append((server, make(None).engine))
+        found.append((server, models[0].make(None).engine))
 
     monkeypatch.setattr(engine_process, "EngineProcess", Taken)
     monkeypatch.setattr(app, "run", run)

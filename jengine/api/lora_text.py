@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine.base.errors import ModelError
-from jengine.base.hub import download
+from jengine.hub.download import download
 from jengine.text.tokenizer import Tokenizer, special_tokens_of
 
 if TYPE_CHECKING:

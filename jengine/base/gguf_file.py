@@ -79,7 +79,8 @@ class GgufTensor:
 class GgufFile:
     """An open file.
 
-    Attributes: path; tensors: by name; architecture: llama.cpp's name of the family.
+    Attributes: path; tensors: by name; architecture: llama.cpp's name of the family; start: the place of the
+    first tensor's data.
 
     Raises:
         ModelError: it is truncated or not a GGUF file.
@@ -90,7 +91,7 @@ class GgufFile:
         try:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._fields, self.tensors = _Reader(mapped).contents()
+            self._fields, self.tensors, self.start = _Reader(mapped).contents()
         except (ValueError, OSError, struct.error, UnicodeDecodeError) as wrong:
             raise ModelError(f"is not a complete GGUF file: {wrong}", file=path) from None
         self.architecture = str(self["general.architecture"])
@@ -148,8 +149,8 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
 
-    def contents(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-        """All fields by name, and all tensors by name.
+    def contents(self) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
+        """All fields by name, all tensors by name, and the place of the first tensor's data.
 
         Raises:
             ValueError, struct.error, UnicodeDecodeError: this is not a GGUF file, or a part of one.
@@ -170,7 +171,8 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment={alignment!r} must be a power of two")
         start = -(-self._at // alignment) * alignment
-        return found, {name: self._tensor(name, start, *about) for name, about in described.items()}
+        tensors_by_name = {name: self._tensor(name, start, *about) for name, about in described.items()}
+        return found, tensors_by_name, start
 
     def _number(self, code: str) -> Any:
         [value] = struct.unpack_from(f"<{code}", self._data, self._at)

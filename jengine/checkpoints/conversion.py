@@ -22,10 +22,11 @@ from jengine.base.progress import progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.calibration import check_stateless, check_unconverted, load_calibrated, read_text
 from jengine.checkpoints.converted import PARAMS, REVISION, has_orbax, is_converted, write_config
-from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
+from jengine.checkpoints.folder import read_config, resolve
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, load, parts_by_name, read
 from jengine.core.config import DTYPES, Dtype, EngineConfig, Quantization
+from jengine.hub.files import IN_FOLDERS
 from jengine.models import Model, build
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import Converted

@@ -9,22 +9,27 @@ from typing import Any, get_args
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import SUFFIX, is_gguf
-from jengine.base.hub import download
 from jengine.checkpoints import converted
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import CheckpointFormat
 from jengine.core.request import SamplingParams
+from jengine.hub.download import download
+from jengine.hub.files import (
+    BIN_FILES,
+    DEFAULT_QUANTIZATION,
+    HUB_FILES,
+    IN_FOLDERS,
+    WITHOUT_WEIGHTS,
+    HubName,
+)
+from jengine.hub.repository import find_gguf
 from jengine.models.config import ModelConfig
 
 DEMO = Path(__file__).parent.parent / "demo"
-HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
-WITHOUT_WEIGHTS = HUB_FILES[1:]
 SAMPLING_DEFAULTS = {  # names in generation_config.json; the ones that vLLM applies
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-BIN_FILES = ["pytorch_model*.bin"]  # if the hub has no safetensors
-IN_FOLDERS = ["additional_chat_templates/*.jinja", "*_Pooling/config.json", "*_LogitScore/config.json"]
 CONFIG_FILES = [
     "config.json",
     "generation_config.json",
@@ -36,7 +41,8 @@ CONFIG_FILES = [
 
 def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILES) -> Path:
     """Locates a model: `demo`, a local folder, or a hub id, whose files are downloaded unless they are
-    cached.
+    cached. `owner/name:Q4_K_M` is the GGUF file of this quantization; so is `owner/name` if the repository
+    has GGUF files only.
 
     For a GGUF file, or a folder with one and without config.json, returns the file's path; for a config.json,
     its folder.
@@ -55,15 +61,23 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
         return path.parent
     if path.exists():
         raise ModelError("is a file; a model is a GGUF file or a folder in Hugging Face's layout", file=path)
-    if model.startswith(("/", "./", "../", "~")) or model.count("/") != 1:
+    local = model.startswith(("/", "./", "../", "~"))
+    name = HubName.of(model)
+    if local or name is None:
         kind = "file" if model.endswith(SUFFIX) else "folder"
         hint = (
             ""
-            if model.startswith(("/", "./", "../", "~"))
-            else "; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"
+            if local
+            else "; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B, or owner/name:Q4_K_M for a"
+            " GGUF file"
         )
         raise ModelError(f"there is no such {kind}{hint}", file=path)
-    return _download(model, revision, files)
+    if name.quantization is not None:
+        return find_gguf(name, revision, weights=files is HUB_FILES)
+    folder = _download(model, revision, files)
+    if (folder / "config.json").exists() or converted.is_converted(folder):
+        return folder
+    return find_gguf(HubName(model, DEFAULT_QUANTIZATION), revision, weights=files is HUB_FILES)
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -78,7 +92,7 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def _download(model: str, revision: str | None, files: list[str]) -> Path:
-    folder = download(model, revision, files, "*/*")
+    folder = download(model, revision, files, "*/*", quiet=files is CONFIG_FILES)
     if files in (HUB_FILES, WITHOUT_WEIGHTS):
         download(model, revision, IN_FOLDERS)  # patterns cannot exclude a single folder
     if files is HUB_FILES and not any(folder.glob("*.safetensors")):

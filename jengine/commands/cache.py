@@ -6,14 +6,13 @@ import argparse
 import contextlib
 import math
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from jengine import InvalidArgument
 from jengine.base.display import counted
-from jengine.commands.terminal import note, write
+from jengine.commands.terminal import ago, agreed, note, size_text, table, write
 from jengine.execution.cache_folders import (
     DAY,
     SavedFolder,
@@ -26,8 +25,6 @@ from jengine.execution.cache_folders import (
     saved_folders,
 )
 
-UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-TIMES = ((DAY, "day"), (3600.0, "hour"), (60.0, "minute"))
 COLUMNS = "fingerprint", "model", "programs", "size", "device", "jengine", "last used"
 
 
@@ -64,11 +61,9 @@ def _add_root(parser: argparse.ArgumentParser, default: Any) -> None:
 def _show(options: argparse.Namespace) -> None:
     root = cache_root(options.cache_dir)
     folders = saved_folders(root)[::-1]
-    write(f"{root}: {_summary(folders)} of at most {_size(cache_limit())}\n")
+    write(f"{root}: {_summary(folders)} of at most {size_text(cache_limit())}\n")
     if folders:
-        rows = [COLUMNS, *map(_row, folders)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        write("\n" + "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows))
+        write("\n" + table([COLUMNS, *map(_row, folders)]))
 
 
 def _clear(options: argparse.Namespace) -> None:
@@ -84,7 +79,7 @@ def _clear(options: argparse.Namespace) -> None:
     if not folders and not measured and not kernels:
         note(f"{root}: nothing to delete")
         return
-    if not options.yes and not _agreed(f"Delete {_summary(folders)} from {root}?"):
+    if not options.yes and not agreed(f"Delete {_summary(folders)} from {root}?"):
         return
     gone = [folder for folder in folders if remove(folder.path)]
     for file in measured:
@@ -97,22 +92,18 @@ def _clear(options: argparse.Namespace) -> None:
         note(f"{counted(len(folders) - len(gone), 'folder')} could not be deleted: in use, or another user's")
 
 
-def _agreed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise InvalidArgument("yes", False, "give --yes: there is no terminal to ask at")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-
-
 def _summary(folders: list[SavedFolder]) -> str:
     """The number of folders and their total size."""
-    return f"{counted(len(folders), 'folder')} of programs, {_size(sum(folder.bytes for folder in folders))}"
+    return (
+        f"{counted(len(folders), 'folder')} of programs, {size_text(sum(folder.bytes for folder in folders))}"
+    )
 
 
 def _row(folder: SavedFolder) -> tuple[str, ...]:
     manifest = folder.manifest()
-    used = _ago(time.time() - folder.used)
+    used = ago(time.time() - folder.used)
     if manifest is None:
-        return folder.path.name[:8], "?", "0", _size(folder.bytes), "?", "?", used
+        return folder.path.name[:8], "?", "0", size_text(folder.bytes), "?", "?", used
     identity = manifest.identity
     devices = math.prod(identity.get("mesh", {}).values())
     device = f"{devices} x {identity.get('device')}" if devices > 1 else str(identity.get("device"))
@@ -121,7 +112,7 @@ def _row(folder: SavedFolder) -> tuple[str, ...]:
         folder.path.name[:8],
         _model(identity),
         str(len(manifest.programs)),
-        _size(folder.bytes),
+        size_text(folder.bytes),
         device,
         version,
         used,
@@ -138,13 +129,3 @@ def _model(identity: dict[str, Any]) -> str:
         str(identity.get("dtype")),
     ]
     return ", ".join([*parts, identity["quantization"]] if identity.get("quantization") else parts)
-
-
-def _size(number: int) -> str:
-    unit, name = next((unit for unit in UNITS if number >= unit[0]), (1, "bytes"))
-    return f"{number / unit:.1f} {name}" if unit > 1 else f"{number} {name}"
-
-
-def _ago(seconds: float) -> str:
-    unit, name = next((unit for unit in TIMES if seconds >= unit[0]), (0.0, ""))
-    return f"{counted(int(seconds // unit), name)} ago" if unit else "now"

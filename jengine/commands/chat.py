@@ -78,7 +78,11 @@ def _chat(options: argparse.Namespace) -> None:
         raise JengineError("give either a MODEL or --server HOST:PORT")
     if options.model is not None and follows(options):
         return
-    model = _local(options) if options.server is None else _served(options)
+    chat_with(_local(options) if options.server is None else _served(options), params, options)
+
+
+def chat_with(model: ChatModel, params: SamplingParams, options: argparse.Namespace) -> None:
+    """A conversation until the keyboard's end. The options are `system` and `quiet`."""
     keyboard = Keyboard()
     chat = Conversation(model, params, options.system, keyboard)
     if not options.quiet:
@@ -98,6 +102,11 @@ def _local(options: argparse.Namespace) -> ChatModel:
     useless = [name for name in CONNECTION if getattr(options, name)]
     if useless:
         raise InvalidArgument(useless[0], getattr(options, useless[0]), "can only be used with --server")
+    return local_model(options)
+
+
+def local_model(options: argparse.Namespace) -> LocalModel:
+    """The model that the options name, in an engine of this process."""
     engine_options = engine_fields(options)
 
     from jengine import LLM, find_lora, lora_tokenizer
@@ -298,9 +307,9 @@ class Conversation:
             )
         return True
 
-    def send(self, text: str) -> None:
-        """Sends a message and prints the answer as it arrives. If it fails, prints the error and forgets the
-        message.
+    def send(self, text: str) -> bool:
+        """Sends a message and prints the answer as it arrives. If it fails, prints the error, forgets the
+        message, and returns False.
         """
         self.messages.append({"role": "user", "content": text})
         answer, reason = "", None
@@ -320,7 +329,7 @@ class Conversation:
             write("\n" if answer else "")
             print(f"jengine: error: {error}", file=sys.stderr)
             self.messages.pop()
-            return
+            return False
         finally:
             self.keyboard.raises = False
         write("\n")
@@ -329,6 +338,7 @@ class Conversation:
             note("(stopped)")
         elif reason == "length":
             note("(cut off: --max-tokens, or the model's length)")
+        return True
 
     def _make_room(self) -> None:
         """Forgets the oldest messages if there is not enough room for an answer."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jengine import EngineConfig, EngineDead, JengineError
 from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.flags import add_fields
 from jengine.commands.terminal import note
 from jengine.vllm.translate import SERVE_SETTINGS
+
+OnEnd = Callable[[EngineDead | None], None]
 
 EPILOG = """\
 Each option may also be given as an environment variable (JENGINE_PORT=8000) or in a TOML file (port = 8000),
@@ -46,6 +48,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default=argparse.SUPPRESS,
         help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id",
     )
+    parser.add_argument(
+        "more_models",
+        metavar="MODEL",
+        nargs="*",
+        default=argparse.SUPPRESS,
+        help="others, which are loaded when a request names them",
+    )
     parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="a TOML file of options")
     add_fields(parser.add_argument_group("server"), ServerConfig)
@@ -55,10 +64,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from jengine.serving.config import resolve_config
+    from jengine.serving.models.model_config import resolve_models
 
     given = {name: value for name, value in vars(options).items() if name != "run"}
-    server, engine = resolve_config(given)
+    server, (default, *others) = resolve_models(given, given.pop("more_models", []))
+    engine = default.engine
     if given.get("port") and server.http_port is None:
         note(
             f"--port {server.port} serves gRPC; OpenAI's API over HTTP is served with --http-port"
@@ -73,23 +83,39 @@ def _serve(options: argparse.Namespace) -> None:
 
     from jengine.serving.processes.engine_process import EngineProcess
 
+    def maker(engine: EngineConfig) -> Callable[[OnEnd], EngineProcess]:
+        return lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds)
+
     first = EngineProcess.of(engine, watchdog_seconds=server.watchdog_seconds)
     first.spawn()  # before the server is imported, since both imports take seconds
     waiting = [first]
 
-    def make(on_end: Callable[[EngineDead | None], None]) -> EngineProcess:
+    def make(on_end: OnEnd) -> EngineProcess:
         if not waiting:
-            return EngineProcess.of(engine, on_end, server.watchdog_seconds)
+            return maker(engine)(on_end)
         first.on_end = on_end
         return waiting.pop()
 
     try:
         from jengine.serving import app
 
-        app.run(server, engine.model, make)
+        served = [app.Served(default.name, make, *_need(engine, others))]
+        served += [app.Served(one.name, maker(one.engine), *_need(one.engine, others)) for one in others]
+        app.run(server, served)
     except JengineError as error:
         # caused by the environment rather than the options: the port is in use, the model cannot be read
         print(f"jengine: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
         first.quit()
+
+
+def _need(engine: EngineConfig, others: Sequence[object]) -> tuple[float, int]:
+    """What is known of an engine's memory before it starts, if it has to share that with others: its share of
+    a GPU, and the bytes of its weights' files.
+    """
+    if not others:
+        return 0.0, 0
+    from jengine.hub.cached import bytes_on_disk  # scans the cache of the hub
+
+    return engine.gpu_memory_utilization, bytes_on_disk(engine.model, engine.revision)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+from jengine import InvalidArgument
+from jengine.base.display import counted
+
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+TIMES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 
 def write(text: str) -> None:
@@ -17,6 +23,35 @@ def write(text: str) -> None:
 def note(text: str) -> None:
     """Writes a line to stderr, dimmed on terminals with styles."""
     print(f"\033[2m{text}\033[0m" if _styled() else text, file=sys.stderr, flush=True)
+
+
+def agreed(question: str) -> bool:
+    """Asks at the terminal.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
+    if not sys.stdin.isatty():
+        raise InvalidArgument("yes", False, "give --yes: there is no terminal to ask at")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines, with columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
+
+
+def size_text(number: int) -> str:
+    """Such as 1.5 GiB."""
+    unit, name = next((unit for unit in UNITS if number >= unit[0]), (1, "bytes"))
+    return f"{number / unit:.1f} {name}" if unit > 1 else f"{number} {name}"
+
+
+def ago(seconds: float) -> str:
+    """Such as 3 hours ago."""
+    unit, name = next((unit for unit in TIMES if seconds >= unit[0]), (0.0, ""))
+    return f"{counted(int(seconds // unit), name)} ago" if unit else "now"
 
 
 @contextmanager

@@ -27,12 +27,13 @@ from jengine.checkpoints import (
     resolve,
 )
 from jengine.checkpoints.converted import is_converted
-from jengine.checkpoints.folder import CONFIG_FILES, HUB_FILES, WITHOUT_WEIGHTS
+from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.checkpoints.in_memory import Tensors, in_memory
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder
 from jengine.core.speculation import NAME, Speculation
 from jengine.execution.spec import ExecutionSpec
+from jengine.hub.files import HUB_FILES, WITHOUT_WEIGHTS
 from jengine.models import Params
 from jengine.models.config import ModelConfig
 from jengine.models.eagle3 import of_model

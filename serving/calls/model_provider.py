@@ -1,15 +1,16 @@
-"""Provides services with the model."""
+"""Provides services with the models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jengine import AsyncLLM, EngineDead, Limits
 from jengine.serving.calls.adapters import Adapters
 
 RESTART_SECONDS = 2.0  # initial estimate for a start from saved programs
+Status = Literal["loaded", "loading", "unloaded", "failed"]
 
 
 class NotReady(EngineDead):
@@ -40,7 +41,7 @@ class ModelInfo:
 
 
 class ModelProvider(Protocol):
-    """The model, its adapters, and the AsyncLLM that currently serves them."""
+    """A model, its adapters, and the AsyncLLM that currently serves them."""
 
     @property
     def adapters(self) -> Adapters: ...
@@ -58,11 +59,67 @@ class ModelProvider(Protocol):
         """Seconds after which a request that found no engine should be retried."""
 
 
+class User(Protocol):
+    """What uses a model: a call, or a part of one."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Registers a function to call when it no longer uses the model."""
+
+
+class ListedModel(NamedTuple):
+    """A model that a server offers.
+
+    Attributes:
+        info: None until it was loaded once.
+        why: the reason if it failed to load.
+    """
+
+    name: str
+    status: Status
+    info: ModelInfo | None = None
+    why: str | None = None
+
+
+class ServedModels(ModelProvider, Protocol):
+    """All models of a server. As a ModelProvider, it is the default model."""
+
+    async def use(self, name: str, user: User) -> ModelProvider | None:
+        """The model of this name, loaded if necessary, until its user is done; an empty name is the default
+        model. None: there is no such model.
+
+        Raises:
+            NotReady: it cannot be loaded.
+        """
+
+    def listed(self) -> Sequence[ListedModel]:
+        """All models, the default one first. Raises NotReady until the first engine runs."""
+
+    def running(self) -> Sequence[AsyncLLM]:
+        """Those of all running engines. Raises NotReady if there are none."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most sequences that run at once, in all engines."""
+
+
 @dataclass(frozen=True, slots=True)
 class FixedModel:
-    """A ModelProvider whose AsyncLLM is never replaced."""
+    """The ServedModels of a server with one model, whose AsyncLLM is never replaced."""
 
     llm: AsyncLLM
     info: ModelInfo
     retry_seconds: float = RESTART_SECONDS
     adapters: Adapters = field(default_factory=Adapters)
+
+    async def use(self, name: str, user: User) -> ModelProvider | None:
+        return self if name in ("", self.info.name) else None
+
+    def listed(self) -> Sequence[ListedModel]:
+        return (ListedModel(self.info.name, "loaded", self.info),)
+
+    def running(self) -> Sequence[AsyncLLM]:
+        return (self.llm,)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.info.limits.max_num_seqs

@@ -1,48 +1,104 @@
-"""The model that a request names: the server's own, or an adapter."""
+"""The model that a request names: one of the server's, or an adapter."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from jengine import AsyncLLM, Tokenizer
 from jengine.serving.calls.adapters import Adapter
 from jengine.serving.calls.errors import Refusal, not_found
-from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.model_provider import ListedModel, ModelProvider, ServedModels, User
 
 
 class NamedModel(NamedTuple):
-    """A model that clients may name.
+    """A model that a request has named, and may use until it is done.
 
     Attributes:
         name: for answers.
-        adapter: None: the server's own model.
+        provider: the model itself, or the one that the adapter changes.
+        adapter: None: the model alone.
     """
 
     name: str
+    provider: ModelProvider
     adapter: Adapter | None = None
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises NotReady while no engine is running."""
+        return self.provider.llm
+
+    @property
+    def max_model_len(self) -> int:
+        return self.provider.info.limits.sequence.max_model_len
 
     @property
     def lora(self) -> str | None:
         """The adapter's name, for the engine."""
         return None if self.adapter is None else self.name
 
-    def tokenizer(self, llm: AsyncLLM) -> Tokenizer:
+    @property
+    def tokenizer(self) -> Tokenizer:
         """For conversations: it has the chat templates."""
-        return llm.tokenizer if self.adapter is None else self.adapter.tokenizer
+        return self.llm.tokenizer if self.adapter is None else self.adapter.tokenizer
 
 
-def named_model(name: str, models: ModelProvider) -> NamedModel:
-    """The model of this name; an empty one is the server's own. Raises Refusal if there is none."""
-    served = models.info.name
-    if name in ("", served):
-        return NamedModel(served)
+class Using:
+    """A user of models until it is done."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def done(self) -> None:
+        for callback in self._callbacks:
+            callback(self)
+
+    @classmethod
+    @contextmanager
+    def context(cls) -> Iterator[Using]:
+        user = cls()
+        try:
+            yield user
+        finally:
+            user.done()
+
+
+async def named_model(name: str, models: ServedModels, user: User) -> NamedModel:
+    """The model of this name, loaded if necessary; an empty name is the default model.
+
+    Raises:
+        Refusal: there is none.
+        NotReady: it cannot be loaded.
+    """
+    if (provider := await models.use(name, user)) is not None:
+        return NamedModel(provider.info.name, provider)
     if (adapter := models.adapters.get(name)) is None:
         raise no_model(name, models)
-    return NamedModel(name, adapter)
+    provider = await models.use("", user)
+    assert provider is not None
+    return NamedModel(name, provider, adapter)
 
 
-def no_model(name: str, models: ModelProvider) -> Refusal:
+def listed_model(name: str, models: ServedModels) -> ListedModel | Adapter:
+    """The model of this name, loaded or not; an empty name is the default model. Raises Refusal if there is
+    none.
+    """
+    listed = models.listed()
+    found = next((model for model in listed if name in ("", model.name)), models.adapters.get(name))
+    if found is None:
+        raise no_model(name, models)
+    return found
+
+
+def no_model(name: str, models: ServedModels) -> Refusal:
     """The error for a name that no model has."""
-    served = models.info.name
-    others = f" and {len(models.adapters)} adapters; /v1/models lists them" if len(models.adapters) else ""
-    return not_found("model", name, f"this server has one model: {served}{others}")
+    names = [model.name for model in models.listed()]
+    count = len(models.adapters)
+    others = f" and {count} adapters; /v1/models lists them" if count else ""
+    has = f"one model: {names[0]}" if len(names) == 1 else f"{len(names)} models: {', '.join(names)}"
+    return not_found("model", name, f"this server has {has}{others}")

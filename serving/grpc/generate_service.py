@@ -14,7 +14,6 @@ import grpc
 import msgspec
 
 from jengine import (
-    AsyncLLM,
     GenerationParams,
     OutputKind,
     ProfileOptions,
@@ -38,7 +37,7 @@ from jengine.serving.guards.bounds import check_admin, check_priority, sees_all_
 from jengine.serving.guards.security import scoped
 from jengine.serving.requests.answers import Answer, PatientWriter, abandon
 from jengine.serving.requests.lora_changes import LoraChanges
-from jengine.serving.requests.service import Conversation, ParsedRequest, Service, Shared
+from jengine.serving.requests.service import Conversation, ParsedRequest, Service, Shared, check_ids
 from jengine.serving.requests.tracking import TrackedRequest
 
 log = logging.getLogger("jengine.serving")
@@ -68,10 +67,10 @@ class GenerateService(Service, GenerateServiceServicer):
     async def _whole(
         self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
     ) -> pb.GenerateResponse:
-        llm, params, model = self._admit(request, context, tracked)
+        params, model = await self._admit(request, context, tracked)
         with self._admission.place(params.n, context) as place:
             tracked.place = place
-            asked = llm, request, params, model
+            asked = request, params, model
             handle = await self._queue(*asked, "final", context, tracked.request_id, place)
             with Answer(handle, tracked) as answer:
                 return await conversions.response(
@@ -81,10 +80,10 @@ class GenerateService(Service, GenerateServiceServicer):
     async def _streamed(
         self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
     ) -> None:
-        llm, params, model = self._admit(request, context, tracked)
+        params, model = await self._admit(request, context, tracked)
         with self._admission.place(params.n, context) as place:
             tracked.place = place
-            asked = llm, request, params, model
+            asked = request, params, model
             handle = await self._queue(*asked, "delta", context, tracked.request_id, place)
             with Answer(handle, tracked, self._pace) as answer:
                 write = PatientWriter(
@@ -109,24 +108,20 @@ class GenerateService(Service, GenerateServiceServicer):
 
     Chat, ChatStream = Generate, GenerateStream
 
-    def _admit(
+    async def _admit(
         self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
-    ) -> tuple[AsyncLLM, GenerationParams, NamedModel]:
+    ) -> tuple[GenerationParams, NamedModel]:
         self._admission.stream(context)
-        model = named_model(request.model, self._models)
-        tracked.adapter = model.lora
         if isinstance(request, pb.ChatRequest):
             conversions.check_messages(request.messages)
-        llm = self._models.llm
-        params = self._bounds.params(
-            conversions.to_params(request.sampling_params, llm.get_default_sampling_params())
-        )
         check_priority(request.priority)
-        return llm, params, model
+        model = await named_model(request.model, self._models, context)
+        tracked.uses(model)
+        defaults = model.llm.get_default_sampling_params()
+        return self._bounds.params(conversions.to_params(request.sampling_params, defaults)), model
 
     async def _queue(
         self,
-        llm: AsyncLLM,
         request: Prompted,
         params: GenerationParams,
         model: NamedModel,
@@ -136,11 +131,11 @@ class GenerateService(Service, GenerateServiceServicer):
         place: Place,
     ) -> RequestHandle:
         """Validates and queues a request."""
-        prompt: Callable[[], str | list[int] | TokensPrompt] = partial(self._prompt_of, request)
+        prompt: Callable[[], str | list[int] | TokensPrompt] = partial(_prompt_of, request, model)
         if isinstance(request, pb.ChatRequest):
             template = request.options.chat_template if request.options.HasField("chat_template") else None
             rendered = await self._render(
-                model.tokenizer(llm),
+                model,
                 partial(_conversation_of, request),
                 template,
                 request.ByteSize(),
@@ -156,30 +151,25 @@ class GenerateService(Service, GenerateServiceServicer):
             request.timeout_seconds if request.HasField("timeout_seconds") else None,
             request.ttft_ms if request.HasField("ttft_ms") else None,
             request.tpot_ms if request.HasField("tpot_ms") else None,
-            lora=model.lora,
         )
-        return await self._submit(llm, parsed, kind, context, request_id, place)
-
-    def _prompt_of(self, request: pb.GenerateRequest) -> str | list[int]:
-        if request.WhichOneof("prompt") != "token_ids":
-            return str(request.text)
-        self._check_ids("prompt_token_ids", len(request.token_ids.ids))
-        return list(request.token_ids.ids)
+        return await self._submit(model, parsed, kind, context, request_id, place)
 
     # --- the rest ---------------------------------------------------------------------------------
 
     @reported
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        return pb.AbortResponse(found=await self._models.llm.abort(scoped(request.request_id)))
+        request_id = scoped(request.request_id)
+        found = [await llm.abort(request_id) for llm in self._models.running()]
+        return pb.AbortResponse(found=any(found))
 
     @reported
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
         self._admission.stream(context)
-        named_model(request.model, self._models)
+        model = await named_model(request.model, self._models, context)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        tokenizer = self._models.llm.tokenizer
+        tokenizer = model.llm.tokenizer
 
         def tokenize() -> pb.TokenizeResponse:
             return pb.TokenizeResponse(token_ids=tokenizer.encode(request.text, special))
@@ -194,10 +184,10 @@ class GenerateService(Service, GenerateServiceServicer):
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         self._admission.stream(context)
-        named_model(request.model, self._models)
+        model = await named_model(request.model, self._models, context)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        self._check_ids("token_ids", len(request.token_ids))
-        tokenizer = self._models.llm.tokenizer
+        check_ids("token_ids", len(request.token_ids), model)
+        tokenizer = model.llm.tokenizer
 
         def detokenize() -> pb.DetokenizeResponse:
             return pb.DetokenizeResponse(text=tokenizer.decode_unlocked(list(request.token_ids), skip))
@@ -315,6 +305,13 @@ class GenerateService(Service, GenerateServiceServicer):
 def _method(request: Prompted, stream: str) -> str:
     """The RPC's name: Chat and Generate share a handler."""
     return ("Chat" if isinstance(request, pb.ChatRequest) else "Generate") + stream
+
+
+def _prompt_of(request: pb.GenerateRequest, model: NamedModel) -> str | list[int]:
+    if request.WhichOneof("prompt") != "token_ids":
+        return str(request.text)
+    check_ids("prompt_token_ids", len(request.token_ids.ids), model)
+    return list(request.token_ids.ids)
 
 
 def _conversation_of(request: pb.ChatRequest) -> Conversation:

@@ -14,9 +14,10 @@ import grpc
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
+from jengine import JengineError, OutputKind, RequestHandle, RequestOutput, __version__
 from jengine.serving.calls.errors import Refusal, checked, not_found, refusal, reported
-from jengine.serving.calls.named_model import NamedModel, named_model
+from jengine.serving.calls.model_provider import ListedModel, User
+from jengine.serving.calls.named_model import NamedModel, Using, listed_model, named_model
 from jengine.serving.calls.overload import Busy, SlowReader
 from jengine.serving.calls.request_ids import MAX_REQUEST_ID, new_id
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
@@ -59,8 +60,8 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelReadyResponse:
         ready = await self._ready(context)
-        known = request.name in ("", self._models.info.name) or self._models.adapters.get(request.name)
-        return pb.ModelReadyResponse(ready=ready and bool(known) and request.version in ("", VERSION))
+        known = request.version in ("", VERSION) and self._can_answer(request.name)
+        return pb.ModelReadyResponse(ready=ready and known)
 
     @reported
     async def ServerMetadata(
@@ -72,10 +73,11 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelMetadataResponse:
-        model = self._named(request.name, request.version)
+        _check_version(request.version)
+        found = listed_model(request.name, self._models)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
-            name=model.name,
+            name=found.name if isinstance(found, ListedModel) else found.module.name,
             versions=[VERSION],
             platform="jengine",
             inputs=[tensor(name="text_input", datatype="BYTES", shape=[1])],
@@ -90,10 +92,9 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     ) -> pb.ModelInferResponse:
         with self._tracker.track("ModelInfer", request.id, context) as tracked:
             self._admission.stream(context)
-            parsed, model = self._read(request, tracked)
-            llm = self._models.llm
+            parsed, model = await self._read(request, tracked, context)
             with self._admission.place(parsed.params.n, context) as tracked.place:
-                handle = await self._queue(llm, parsed, model, "final", context, tracked.place)
+                handle = await self._queue(parsed, model, "final", context, tracked.place)
                 with Answer(handle, tracked) as answer:
                     output = await answer.next()
                     tokens = sum(len(completion.token_ids) for completion in output.outputs)
@@ -119,8 +120,11 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         """Request errors are reported in the stream, which continues."""
         shown_id = "" if isinstance(request, bytes) else request.id
         try:
-            with self._tracker.track("ModelStreamInfer", shown_id, context) as tracked:
-                await self._stream_one(stream, request, context, tracked)
+            with (
+                self._tracker.track("ModelStreamInfer", shown_id, context) as tracked,
+                Using.context() as user,  # the call may go on for long
+            ):
+                await self._stream_one(stream, request, context, tracked, user)
         except (JengineError, Refusal, Busy, SlowReader) as error:
             if stream.stalled:
                 raise
@@ -137,10 +141,11 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         request: pb.ModelInferRequest,
         context: grpc.aio.ServicerContext,
         tracked: TrackedRequest,
+        user: User,
     ) -> None:
-        (parsed, model), llm = self._read(request, tracked), self._models.llm
+        parsed, model = await self._read(request, tracked, user)
         with self._admission.place(parsed.params.n, context) as tracked.place:
-            handle = await self._queue(llm, parsed, model, "delta", context, tracked.place)
+            handle = await self._queue(parsed, model, "delta", context, tracked.place)
             with (
                 Answer(handle, tracked, self._pace) as answer,
                 stream.freeing(handle.request_id, partial(abandon, handle, tracked.place)),
@@ -157,7 +162,6 @@ class KserveService(Service, GRPCInferenceServiceServicer):
 
     async def _queue(
         self,
-        llm: AsyncLLM,
         read: tensors.TensorRequest,
         model: NamedModel,
         kind: OutputKind,
@@ -166,16 +170,17 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     ) -> RequestHandle:
         """Validates and queues a request."""
         more = read.cache_salt, read.priority, read.timeout, read.ttft_ms, read.tpot_ms
-        parsed = ParsedRequest(read.params, lambda: read.text, read.bytes, *more, lora=model.lora)
-        return await self._submit(llm, parsed, kind, context, new_id(), place)
+        parsed = ParsedRequest(read.params, lambda: read.text, read.bytes, *more)
+        return await self._submit(model, parsed, kind, context, new_id(), place)
 
-    def _read(
-        self, request: pb.ModelInferRequest, tracked: TrackedRequest
+    async def _read(
+        self, request: pb.ModelInferRequest, tracked: TrackedRequest, user: User
     ) -> tuple[tensors.TensorRequest, NamedModel]:
         checked(request)
-        model = self._named(request.model_name, request.model_version)
-        tracked.adapter = model.lora
-        parsed = read_request(request, self._models.llm.get_default_sampling_params())
+        _check_version(request.model_version)
+        model = await named_model(request.model_name, self._models, user)
+        tracked.uses(model)
+        parsed = read_request(request, model.llm.get_default_sampling_params())
         check_priority(parsed.priority)
         return parsed._replace(params=self._bounds.params(parsed.params)), model
 
@@ -197,15 +202,22 @@ class KserveService(Service, GRPCInferenceServiceServicer):
             write_texts(response, name, texts[name], raw=bool(request.raw_input_contents))
         return response
 
-    def _named(self, name: str, version: str) -> NamedModel:
-        model = named_model(name, self._models)
-        if version not in ("", VERSION):
-            raise not_found("model version", version, f"there is one version: {VERSION}")
-        return model
+    def _can_answer(self, name: str) -> bool:
+        """Whether the model is loaded, or can be."""
+        try:
+            found = listed_model(name, self._models)
+        except Refusal:
+            return False
+        return not isinstance(found, ListedModel) or found.status != "failed"
 
     async def _ready(self, context: grpc.aio.ServicerContext) -> bool:
         response = await self._health.Check(HealthCheckRequest(), context)
         return bool(response.status == HealthCheckResponse.SERVING)
+
+
+def _check_version(version: str) -> None:
+    if version not in ("", VERSION):
+        raise not_found("model version", version, f"there is one version: {VERSION}")
 
 
 class _Stream:

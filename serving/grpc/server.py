@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from jengine import InvalidArgument
 from jengine.serving.calls.errors import parser
-from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.inference import grpc_service_pb2
 from jengine.serving.generated.jengine.v1 import generate_pb2
@@ -54,7 +54,7 @@ class BuiltServer(NamedTuple):
 
 async def build_server(
     config: ServerConfig,
-    models: ModelProvider,
+    models: ServedModels,
     *,
     metrics: Metrics | None = None,
     request_log: RequestLog | None = None,

@@ -9,7 +9,7 @@ from collections import Counter
 
 from jengine import InvalidArgument
 from jengine.serving.calls.call import Call
-from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.calls.overload import Busy
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import current_key
@@ -28,7 +28,7 @@ class ServerAdmission:
         taken: number of running and waiting completions.
     """
 
-    def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
+    def __init__(self, config: ServerConfig, models: ServedModels) -> None:
         self._models, self._waiting, self._per_client = (
             models,
             config.max_waiting,
@@ -44,7 +44,7 @@ class ServerAdmission:
 
     @property
     def _running(self) -> int:
-        return self._models.info.limits.max_num_seqs
+        return self._models.max_num_seqs
 
     def stream(self, call: Call) -> None:
         """Counts one more stream of this client until its last message has been sent.

@@ -65,10 +65,9 @@ class ChatService(HttpService):
 
     async def _chat(self, call: HttpCall, asked: Asked, tracked: TrackedRequest | None = None) -> Chat:
         call.names = asked.names
-        body, model = self._accepted(asked.body, tracked)
+        body, model = await self._accepted(asked.body, call, tracked)
         check_conversation(body)
-        llm = self._models.llm
-        tokenizer = model.tokenizer(llm)
+        llm, tokenizer = model.llm, model.tokenizer
         form = await self._answer_format(tokenizer)
         shown = shows_tools(tokenizer, body.get("chat_template"))
         tools = read_tools(body, form, shown)
@@ -100,8 +99,7 @@ class ChatService(HttpService):
                 "messages"
             ), options
 
-        tokenizer = chat.model.tokenizer(chat.llm)
-        return await self._render(tokenizer, read, body.get("chat_template"), size, call)
+        return await self._render(chat.model, read, body.get("chat_template"), size, call)
 
     async def _queue(
         self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, request_id: str, place: Place
@@ -109,9 +107,8 @@ class ChatService(HttpService):
         """Renders the prompt and queues the request."""
         prompt = await self._prompt(call, chat, size)
         chat = chat.rendered(prompt)
-        level, lora = level_of(chat.body), chat.model.lora
-        parsed = ParsedRequest(chat.params, lambda: prompt, size, **level, lora=lora)
-        return await self._submit(chat.llm, parsed, kind, call, request_id, place), chat
+        parsed = ParsedRequest(chat.params, lambda: prompt, size, **level_of(chat.body))
+        return await self._submit(chat.model, parsed, kind, call, request_id, place), chat
 
     async def _whole(
         self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place

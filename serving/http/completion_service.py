@@ -22,7 +22,7 @@ from jengine.serving.http.parameters import completion_params
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.service import HttpService, StreamUsage, Tracked, level_of, stop_reason, tokens_of
 from jengine.serving.requests.answers import Answer
-from jengine.serving.requests.service import ParsedRequest
+from jengine.serving.requests.service import ParsedRequest, check_ids
 from jengine.serving.requests.tracking import TrackedRequest
 
 MOST_PROMPTS = 2048  # in a request
@@ -61,7 +61,7 @@ class CompletionService(HttpService):
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
-            task = self._task(call, given, first)
+            task = await self._task(call, given, first)
             places = [
                 stack.enter_context(place)
                 for place in self._admission.places(len(task.prompts), task.params.n, call)
@@ -72,13 +72,13 @@ class CompletionService(HttpService):
             else:
                 await self._whole(call, task, size, tracked)
 
-    def _task(self, call: HttpCall, given: dict[str, Any], tracked: TrackedRequest) -> Task:
-        body, model = self._read(COMPLETION, given, call, tracked)
-        llm = self._models.llm
+    async def _task(self, call: HttpCall, given: dict[str, Any], tracked: TrackedRequest) -> Task:
+        body, model = await self._read(COMPLETION, given, call, tracked)
+        llm = model.llm
         prompts = listed("prompt", body.get("prompt"))
         for prompt in prompts:
             if isinstance(prompt, list):
-                self._check_ids("prompt", len(prompt))
+                check_ids("prompt", len(prompt), model)
         params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
         reply_id = f"cmpl-{tracked.request_id}"
@@ -99,10 +99,10 @@ class CompletionService(HttpService):
         repeats = bool(task.body.get("echo") or task.body.get("return_token_ids"))
         for index, (prompt, (one, place)) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
-            parsed = ParsedRequest(
-                task.params, read, size, **level_of(task.body), repeats=repeats, lora=task.model.lora
+            parsed = ParsedRequest(task.params, read, size, **level_of(task.body), repeats=repeats)
+            handle = await self._submit(
+                task.model, parsed, kind, call, one.request_id, place, first=not index
             )
-            handle = await self._submit(task.llm, parsed, kind, call, one.request_id, place, first=not index)
             answer = stack.enter_context(Answer(handle, one, self._pace if kind == "delta" else None))
             out.append((answer, _Pieces(task, index * task.params.n, prompt, portioned)))
         return out

@@ -20,7 +20,7 @@ from jengine.serving.http.completion_service import Prompt, listed
 from jengine.serving.http.parts import Parts, array, long_array, with_members
 from jengine.serving.http.service import HttpService, check_finished, level_of
 from jengine.serving.requests.answers import Answer
-from jengine.serving.requests.service import ParsedRequest
+from jengine.serving.requests.service import ParsedRequest, check_ids
 
 
 class Embeddings(CreateEmbeddingResponse):
@@ -39,12 +39,12 @@ class EmbeddingService(HttpService):
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
-            body, model = self._read(EMBEDDING, given, call, first)
+            body, model = await self._read(EMBEDDING, given, call, first)
             call.names = dict.fromkeys(("prompt", "prompt_token_ids"), "input")
-            llm, prompts = self._models.llm, listed("input", body.get("input"))
+            llm, prompts = model.llm, listed("input", body.get("input"))
             for prompt in prompts:
                 if isinstance(prompt, list):
-                    self._check_ids("input", len(prompt))
+                    check_ids("input", len(prompt), model)
             places = [
                 stack.enter_context(place) for place in self._admission.places(len(prompts), 1, call, "input")
             ]
@@ -53,8 +53,8 @@ class EmbeddingService(HttpService):
                 prompts, self._track_all(first, places, call, stack), strict=True
             ):
                 handle = await self._submit(
-                    llm,
-                    _parsed(llm, body, prompt, size, model.lora),
+                    model,
+                    _parsed(llm, body, prompt, size),
                     "final",
                     call,
                     one.request_id,
@@ -82,7 +82,7 @@ class EmbeddingService(HttpService):
         return with_members(parts.of(head), {"data": array(data)})
 
 
-def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int, lora: str | None) -> ParsedRequest:
+def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedRequest:
     special = body.get("add_special_tokens", True)
     read: Callable[[], Prompt] = (
         partial(llm.tokenizer.encode, prompt, False)
@@ -95,7 +95,6 @@ def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int, lora: str | No
         bytes=size,
         **level_of(body),
         embedding={name: body.get(name) for name in ("pooling", "normalize", "dimensions")},
-        lora=lora,
     )
 
 

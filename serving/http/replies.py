@@ -65,12 +65,22 @@ class Chunk(OpenAIChunk):
     choices: list[ChunkChoice] = Field(default_factory=list)  # type: ignore[assignment]  # added as parts
 
 
+class ModelStatus(BaseModel):
+    """Whether a model is loaded, and why not if it failed to load."""
+
+    value: str
+    why: str | None = None
+
+
 class ServedModel(Model):
-    """`root`: an adapter's path as it was given. `parent`: the model that an adapter changes."""
+    """`root`: an adapter's path as it was given. `parent`: the model that an adapter changes.
+    `max_model_len`: None if the model was never loaded.
+    """
 
     root: str
     parent: str | None
-    max_model_len: int
+    max_model_len: int | None
+    status: ModelStatus
 
 
 def usage(output: RequestOutput, completion_tokens: int) -> CompletionUsage:

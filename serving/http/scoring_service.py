@@ -72,9 +72,9 @@ class ScoringService(HttpService):
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
-            body, model = self._read(self._kind.form, given, call, first)
+            body, model = await self._read(self._kind.form, given, call, first)
             asked = self._kind.read(body)
-            llm, names = self._models.llm, dict(zip(("queries", "documents"), asked.names, strict=True))
+            llm, names = model.llm, dict(zip(("queries", "documents"), asked.names, strict=True))
             call.names = names
             scoring = scoring_of(
                 asked.queries, asked.documents, body.get("instruction"), llm.backend.limits, llm.tokenizer
@@ -98,10 +98,9 @@ class ScoringService(HttpService):
                     size,
                     embedding={} if scoring.embeds else None,
                     **level_of(body),
-                    lora=model.lora,
                 )
                 handle = await self._submit(
-                    llm, parsed, "final", call, one.request_id, place, first=one is first
+                    model, parsed, "final", call, one.request_id, place, first=one is first
                 )
                 answers.append(stack.enter_context(Answer(handle, one, None)))
             outputs = [await answer.next() for answer in answers]

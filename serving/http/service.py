@@ -64,22 +64,24 @@ class HttpService(Service):
             client_of(call), len(raw), lambda: json_object(raw, most_bytes)
         ), len(raw)
 
-    def _read(
+    async def _read(
         self, form: BodyFields, given: dict[str, Any], call: HttpCall, tracked: TrackedRequest | None = None
     ) -> tuple[Body, NamedModel]:
         """The validated body, and the model that it names."""
         body = form.read(given)
         call.names = names_of(body)
-        return self._accepted(body, tracked)
+        return await self._accepted(body, call, tracked)
 
-    def _accepted(self, body: Body, tracked: TrackedRequest | None = None) -> tuple[Body, NamedModel]:
+    async def _accepted(
+        self, body: Body, call: HttpCall, tracked: TrackedRequest | None = None
+    ) -> tuple[Body, NamedModel]:
         """The body, if the client may ask for its priority, and the model that it names."""
-        model = named_model(body.get("model", ""), self._models)
-        if tracked is not None:
-            tracked.adapter = model.lora
         check_priority(body.get("priority", 0))
         if body.get("stream_options") is not None and not body.get("stream"):
             raise InvalidArgument("stream_options", body.get("stream_options"), "needs stream=true")
+        model = await named_model(body.get("model", ""), self._models, call)
+        if tracked is not None:
+            tracked.uses(model)
         return body, model
 
     async def _answer_format(self, tokenizer: Tokenizer) -> AnswerFormat:
@@ -110,7 +112,7 @@ class HttpService(Service):
         tracked = [(first, places[0])]
         for part, place in enumerate(places[1:], start=1):
             one = stack.enter_context(self._tracker.track(f"POST {self.PATH}", first.request_id, call, part))
-            one.place, one.adapter = place, first.adapter
+            one.place, one.model, one.adapter = place, first.model, first.adapter
             tracked.append((one, place))
         return tracked
 

@@ -8,15 +8,17 @@ from typing import Any
 import msgspec
 from openai.pagination import SyncPage
 
-from jengine import InvalidArgument, Tokenizer
+from jengine import InvalidArgument
 from jengine.serving.calls.adapters import Adapter
-from jengine.serving.calls.named_model import NamedModel, named_model
+from jengine.serving.calls.model_provider import ListedModel
+from jengine.serving.calls.named_model import listed_model
 from jengine.serving.guards.admission import client_of
 from jengine.serving.http import replies
-from jengine.serving.http.bodies import DETOKENIZE, TOKENIZE, Body
+from jengine.serving.http.bodies import DETOKENIZE, TOKENIZE
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.service import HttpService, check_conversation
+from jengine.serving.requests.service import check_ids
 
 OPTIONS = (
     "add_generation_prompt",
@@ -33,9 +35,10 @@ class TextService(HttpService):
 
     async def tokenize(self, call: HttpCall) -> None:
         given, size = await self._json(call)
-        await while_connected(call, self._tokenize(call, *self._read(TOKENIZE, given, call), size))
+        await while_connected(call, self._tokenize(call, given, size))
 
-    async def _tokenize(self, call: HttpCall, body: Body, model: NamedModel, size: int) -> None:
+    async def _tokenize(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
+        body, model = await self._read(TOKENIZE, given, call)
         self._admission.stream(call)
         if ("prompt" in body.fields) == ("messages" in body.fields):
             raise InvalidArgument(
@@ -51,17 +54,17 @@ class TextService(HttpService):
                     body.get(name),
                     "is only for prompt" if "messages" in body.fields else "is only for messages",
                 )
-        tokenizer: Tokenizer = model.tokenizer(self._models.llm)
+        tokenizer = model.tokenizer
         if "messages" in body.fields:
             options = {name: body.get(name) for name in OPTIONS if name in body.fields}
             prompt = await self._render(
-                tokenizer, lambda: (body.get("messages"), options), body.get("chat_template"), size, call
+                model, lambda: (body.get("messages"), options), body.get("chat_template"), size, call
             )
             ids = prompt["prompt_token_ids"]
         else:
             text, special = body.get("prompt"), body.get("add_special_tokens", True)
             ids = await self._text_work.run(client_of(call), size, lambda: tokenizer.encode(text, special))
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids}
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
 
         def encoded() -> bytes:
             if body.get("return_token_strs"):
@@ -72,38 +75,53 @@ class TextService(HttpService):
 
     async def detokenize(self, call: HttpCall) -> None:
         given, size = await self._json(call)
-        body, _ = self._read(DETOKENIZE, given, call)
+        await while_connected(call, self._detokenize(call, given, size))
+
+    async def _detokenize(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
+        body, model = await self._read(DETOKENIZE, given, call)
         self._admission.stream(call)
         tokens = body.get("tokens")
         if tokens is None:
             raise InvalidArgument("tokens", None, "must be given")
-        self._check_ids("tokens", len(tokens))
+        check_ids("tokens", len(tokens), model)
         if tokens and not 0 <= min(tokens) <= max(tokens) < 2**32:
             raise InvalidArgument("tokens", tokens, "ids must be in [0, 4294967296)")
-        tokenizer = self._models.llm.tokenizer
+        tokenizer = model.llm.tokenizer
         text = await self._text_work.run(
             client_of(call), size, lambda: tokenizer.decode_unlocked(tokens, False)
         )
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def models(self, call: HttpCall) -> None:
-        served = [self._model(), *map(self._model, self._models.adapters)]
-        page = SyncPage[replies.ServedModel](data=served, object="list")
+        served = map(self._model, (*self._models.listed(), *self._models.adapters))
+        page = SyncPage[replies.ServedModel](data=[*served], object="list")
         await call.answer(200, replies.text_of(page).encode("utf-8", "replace"))
 
     async def model(self, call: HttpCall) -> None:
-        named = named_model(call.scope["path_params"]["model"], self._models)
-        await call.answer(200, replies.text_of(self._model(named.adapter)).encode("utf-8", "replace"))
+        found = listed_model(call.scope["path_params"]["model"], self._models)
+        await call.answer(200, replies.text_of(self._model(found)).encode("utf-8", "replace"))
 
-    def _model(self, adapter: Adapter | None = None) -> replies.ServedModel:
-        own = self._models.info.name
-        module = None if adapter is None else adapter.module
+    def _model(self, model: ListedModel | Adapter) -> replies.ServedModel:
+        default = self._models.listed()[0]
+        if isinstance(model, Adapter):
+            module = model.module
+            return replies.ServedModel(
+                id=module.name,
+                created=model.created,
+                object="model",
+                owned_by="jengine",
+                root=module.path,
+                parent=module.base_model_name or default.name,
+                max_model_len=self._models.info.limits.sequence.max_model_len,
+                status=replies.ModelStatus(value=default.status),
+            )
         return replies.ServedModel(
-            id=own if module is None else module.name,
-            created=STARTED if adapter is None else adapter.created,
+            id=model.name,
+            created=STARTED,
             object="model",
             owned_by="jengine",
-            root=own if module is None else module.path,
-            parent=None if module is None else module.base_model_name or own,
-            max_model_len=self._max_model_len,
+            root=model.name,
+            parent=None,
+            max_model_len=None if model.info is None else model.info.limits.sequence.max_model_len,
+            status=replies.ModelStatus(value=model.status, why=model.why),
         )

@@ -9,6 +9,7 @@ import time
 from typing import NamedTuple, Protocol
 
 from jengine import EngineDead, Load, StepTotals
+from jengine.serving.processes.supervisor import NOT_LOADED
 
 SECONDS = 10.0  # between two lines
 
@@ -73,20 +74,21 @@ def line(before: StatusSample, now: StatusSample) -> str | None:
     return "; ".join(parts) or None
 
 
-async def write_status(engine: Watched, seconds: float = SECONDS) -> None:
-    """Writes lines until it is cancelled.
+async def write_status(engine: Watched, seconds: float = SECONDS, name: str = "") -> None:
+    """Writes lines until it is cancelled; each begins with the model's name, if that is given.
 
     While the engine starts there is a line only without a terminal, which shows progress bars instead.
     """
     before: StatusSample | None = None
+    begin = name and f"{name}: "
     while True:
         try:
             now = sample(engine)
             if text := before and line(before, now):
-                log.info("%s", text)
+                log.info("%s%s", begin, text)
             before = now
         except EngineDead:
             before = None
-            if not sys.stderr.isatty():
-                log.info("%s", engine.why_not_ready)
+            if not sys.stderr.isatty() and (why := engine.why_not_ready) != NOT_LOADED:
+                log.info("%s%s", begin, why)
         await asyncio.sleep(seconds)

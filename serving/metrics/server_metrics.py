@@ -7,7 +7,6 @@ follows gRPC's libraries.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -19,12 +18,10 @@ import grpc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jengine import EngineDead, Load, RequestOutput, StepTotals
+from jengine import Load, StepTotals
 from jengine.serving.calls.call import interruption
-from jengine.serving.metrics.engine_metrics import load_families, step_families
-from jengine.serving.metrics.metric_families import TOKENS, Families, Histogram
-
-UNFINISHED = "abort"  # finish reason of a request whose client has gone
+from jengine.serving.metrics.metric_families import Families
+from jengine.serving.metrics.model_metrics import ModelMetrics, ModelWatch, RequestWatch, merged
 
 
 @dataclass(slots=True)
@@ -36,14 +33,7 @@ class KeyUse:
     generation_tokens: int = 0
 
 
-class RequestWatch:
-    """Receives the progress of one request. This base class ignores it, for servers without metrics."""
-
-    def tokens(self, output: RequestOutput) -> None:
-        """An output with new content only (output_kind delta or final)."""
-
-    def ended(self) -> None:
-        """Called exactly once."""
+_BLIND = RequestWatch()
 
 
 class Metrics:
@@ -55,7 +45,8 @@ class Metrics:
 
     certificate_expiry: Callable[[], float | None] = staticmethod(lambda: None)
 
-    def request_started(self) -> RequestWatch:
+    def request_started(self, model: str | None = None) -> RequestWatch:
+        """A request waits or runs. `model`: the name of its model; None: the default model."""
         return _BLIND
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
@@ -76,16 +67,13 @@ class Metrics:
         """A request has ended with this status, having used these tokens."""
 
 
-_BLIND = RequestWatch()
-
-
 class PrometheusMetrics(Metrics, Collector):
     """All metrics since the server started.
 
     Only the event loop writes. Prometheus's threads read, and may see some numbers before others are updated.
 
     Args:
-        model: the model's name, a label of every metric.
+        model: the default model's name.
         load: returns the engine's load; raises EngineDead if none is running.
         restarts: returns the number of engine restarts.
         totals: returns totals of the engine's steps; raises as `load`.
@@ -101,29 +89,24 @@ class PrometheusMetrics(Metrics, Collector):
         prefix: str = "jengine",
     ) -> None:
         self.prefix = f"{prefix}:"
-        self.model, self.load, self.restarts, self.totals = model, load, restarts, totals
+        self.model, self.models = model, {model: ModelMetrics(model, load, restarts, totals)}
         self.rpcs: Counter[tuple[str, str]] = Counter()  # RPCs by method and status
         self.http: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
-        self.finished: Counter[str] = Counter()  # completions by finish reason
-        self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
-        self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
-        self.queue_time, self.prefill_time, self.decode_time, self.inference_time = (
-            Histogram(),
-            Histogram(),
-            Histogram(),
-            Histogram(),
-        )
-        self.time_per_token, self.prompt_lengths, self.computed_lengths = (
-            Histogram(),
-            Histogram(TOKENS),
-            Histogram(TOKENS),
-        )
-        self.output_lengths, self.longest_outputs = Histogram(TOKENS), Histogram(TOKENS)
         self.rejections: Counter[tuple[str, str]] = Counter()  # by cause and key
         self.by_key: dict[str, KeyUse] = {}
 
-    def request_started(self) -> RequestWatch:
-        return _Watch(self)
+    def request_started(self, model: str | None = None) -> RequestWatch:
+        return ModelWatch(self.models[self.model if model is None else model])
+
+    def add_model(
+        self,
+        model: str,
+        load: Callable[[], Load],
+        restarts: Callable[[], int],
+        totals: Callable[[], StepTotals] = StepTotals,
+    ) -> None:
+        """Another model that the server offers."""
+        self.models[model] = ModelMetrics(model, load, restarts, totals)
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
         self.rpcs[method, code.name] += 1
@@ -143,26 +126,14 @@ class PrometheusMetrics(Metrics, Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Metrics in Prometheus's form."""
+        yield from merged(
+            family for model in list(self.models.values()) for family in model.families(self.prefix)
+        )
         of = Families(self.model, self.prefix)
-        try:
-            load, totals = self.load(), self.totals()
-        except EngineDead:
-            yield of.gauge("engine_up", "Whether an engine is running", 0)
-        else:
-            yield from load_families(of, load)
-            yield from step_families(of, totals)
-        yield of.counter("engine_restarts", "Restarts of the engine after it died", self.restarts())
         if (expiry := self.certificate_expiry()) is not None:
             yield of.gauge(
                 "certificate_expiry_timestamp_seconds", "When the server's certificate expires", expiry
             )
-        yield of.counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
-        yield of.counter(
-            "prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens
-        )
-        yield of.counter("generation_tokens", "Generated tokens", self.generation_tokens)
-        ends = [((reason,), count) for reason, count in list(self.finished.items())]
-        yield of.counters("request_success", "Completions by finish reason", ("finished_reason",), ends)
         rpcs = CounterMetricFamily(
             "grpc_server_handled", "RPCs by outcome", labels=("grpc_service", "grpc_method", "grpc_code")
         )
@@ -181,46 +152,6 @@ class PrometheusMetrics(Metrics, Collector):
             "request_rejections", "Calls rejected before they were queued", ("cause", "api_key"), rejections
         )
         yield from self._keys(of)
-        yield of.histogram(
-            "request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time
-        )
-        yield of.histogram(
-            "request_prefill_time_seconds",
-            "From a request's first step to its first token",
-            self.prefill_time,
-        )
-        yield of.histogram(
-            "request_decode_time_seconds", "From a request's first token to its last", self.decode_time
-        )
-        yield of.histogram(
-            "request_inference_time_seconds",
-            "From a request's first step to its last token",
-            self.inference_time,
-        )
-        yield of.histogram("request_prompt_tokens", "Prompt tokens of a request", self.prompt_lengths)
-        yield of.histogram(
-            "request_prefill_kv_computed_tokens",
-            "Prompt tokens of a request that were not cached",
-            self.computed_lengths,
-        )
-        yield of.histogram(
-            "request_generation_tokens", "Generated tokens of a completion", self.output_lengths
-        )
-        yield of.histogram(
-            "request_max_num_generation_tokens",
-            "Generated tokens of a request's longest completion",
-            self.longest_outputs,
-        )
-        yield of.histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token
-        )
-        yield of.histogram("inter_token_latency_seconds", "Between a completion's tokens", self.inter_token)
-        yield of.histogram(
-            "request_time_per_output_token_seconds", "The same, a request's mean", self.time_per_token
-        )
-        yield of.histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end
-        )
 
     def _keys(self, of: Families) -> Iterator[Metric]:
         """Metrics by API key."""
@@ -235,70 +166,6 @@ class PrometheusMetrics(Metrics, Collector):
         yield of.counters("api_key_prompt_tokens", "Prompt tokens by key", ("api_key",), prompts)
         generated = [((key,), use.generation_tokens) for key, use in used]
         yield of.counters("api_key_generation_tokens", "Generated tokens by key", ("api_key",), generated)
-
-
-class _Watch(RequestWatch):
-    def __init__(self, metrics: PrometheusMetrics) -> None:
-        self.metrics, self.last, self.lengths = metrics, 0.0, [0]
-        self.output: RequestOutput | None = None
-
-    def tokens(self, output: RequestOutput) -> None:
-        self.output = output
-        outputs = output.outputs
-        count = steps = len(outputs[0].token_ids)
-        if len(outputs) > 1:
-            news = [len(completion.token_ids) for completion in outputs]
-            count, steps = sum(news), max(news)
-            self.lengths += [0] * (len(news) - len(self.lengths))
-            for i, new in enumerate(news):
-                self.lengths[i] += new
-        else:
-            self.lengths[0] += count
-        if not steps:
-            return
-        now, metrics = time.monotonic(), self.metrics
-        metrics.generation_tokens += count
-        if not self.last:
-            self.last = self._first(output, now)
-            count, steps = count - sum(1 for completion in outputs if completion.token_ids), steps - 1
-        if steps:
-            metrics.inter_token.add((now - self.last) / steps, count)
-            self.last = now
-
-    def _first(self, output: RequestOutput, now: float) -> float:
-        """The first tokens have arrived. Returns the time."""
-        times, metrics = output.metrics, self.metrics
-        metrics.prompt_tokens += len(output.prompt_token_ids)
-        metrics.cached_prompt_tokens += output.num_cached_tokens or 0
-        first = times.first_token or now
-        metrics.prompt_lengths.add(len(output.prompt_token_ids))
-        metrics.computed_lengths.add(len(output.prompt_token_ids) - (output.num_cached_tokens or 0))
-        if times.scheduled is not None:
-            metrics.queue_time.add(times.scheduled - times.arrival)
-            metrics.prefill_time.add(first - times.scheduled)
-        metrics.first_token.add(first - times.arrival)
-        return first
-
-    def ended(self) -> None:
-        metrics, output = self.metrics, self.output
-        if output is None:
-            metrics.finished[UNFINISHED] += 1
-            return
-        for completion in output.outputs:
-            metrics.finished[completion.finish_reason or UNFINISHED] += 1
-        for length in self.lengths:
-            metrics.output_lengths.add(length)
-        metrics.longest_outputs.add(max(self.lengths))
-        times = output.metrics
-        if times.finished is None:
-            return
-        metrics.end_to_end.add(times.finished - times.arrival)
-        if times.first_token is not None and times.scheduled is not None:
-            decode = times.finished - times.first_token
-            metrics.decode_time.add(decode)
-            metrics.inference_time.add(times.finished - times.scheduled)
-            if (most := max(self.lengths)) > 1:
-                metrics.time_per_token.add(decode / (most - 1))
 
 
 # --- outcomes of RPCs -----------------------------------------------------------------------------

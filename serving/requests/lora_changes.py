@@ -7,11 +7,11 @@ import logging
 
 import grpc
 
-from jengine import ModelError
+from jengine import InvalidArgument, ModelError
 from jengine.serving.calls.adapters import Adapter
 from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import Refusal
-from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.calls.named_model import no_model
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import client_of
@@ -29,7 +29,7 @@ class LoraChanges:
         InvalidArgument: lora_dir is no folder.
     """
 
-    def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
+    def __init__(self, config: ServerConfig, models: ServedModels) -> None:
         check_folder(config)
         self._config, self._models = config, models
 
@@ -49,6 +49,8 @@ class LoraChanges:
         self.check(call)
         path = await asyncio.to_thread(allowed_path, module.path, self._config)
         served, llm = self._models.info.name, self._models.llm
+        if module.name in [model.name for model in self._models.listed()[1:]]:
+            raise InvalidArgument("lora_name", module.name, "is the name of a model of this server")
         try:
             adapter = await self._models.adapters.load(
                 llm, module, served, path=path, load_inplace=load_inplace

@@ -9,21 +9,19 @@ from typing import Any, NamedTuple
 
 from jengine import (
     MAX_CLIENT,
-    AsyncLLM,
     GenerationParams,
     InvalidArgument,
     OutputKind,
     PreparedPrompt,
     RequestHandle,
     SamplingParams,
-    Tokenizer,
     TokensPrompt,
     chat_prompt,
 )
 from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import in_use
-from jengine.serving.calls.model_provider import ModelProvider
-from jengine.serving.calls.named_model import no_model
+from jengine.serving.calls.model_provider import ServedModels
+from jengine.serving.calls.named_model import NamedModel, no_model
 from jengine.serving.calls.portions import Portions
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import Place, ServerAdmission, client_of
@@ -54,7 +52,7 @@ class Shared(NamedTuple):
         rollout_api: whether administrators may pause the engine.
     """
 
-    models: ModelProvider
+    models: ServedModels
     admission: ServerAdmission
     tracker: RequestTracker
     bounds: RequestBounds
@@ -70,7 +68,7 @@ class Shared(NamedTuple):
     def of(
         cls,
         config: ServerConfig,
-        models: ModelProvider,
+        models: ServedModels,
         metrics: Metrics,
         request_log: RequestLog | None = None,
         spans: Spans | None = None,
@@ -100,7 +98,6 @@ class ParsedRequest(NamedTuple):
         bytes: size of the request.
         embedding: arguments of AsyncLLM.prepare_embedding, for an embedding instead of tokens.
         repeats: whether the answer repeats the prompt, for each completion.
-        lora: the adapter's name; None: the model alone.
     """
 
     params: GenerationParams
@@ -113,7 +110,6 @@ class ParsedRequest(NamedTuple):
     tpot_ms: float | None = None
     embedding: dict[str, Any] | None = None
     repeats: bool = False
-    lora: str | None = None
 
 
 class Service:
@@ -136,7 +132,7 @@ class Service:
 
     async def _submit(
         self,
-        llm: AsyncLLM,
+        model: NamedModel,
         parsed: ParsedRequest,
         kind: OutputKind,
         call: Call,
@@ -151,7 +147,7 @@ class Service:
         Args:
             first: whether this is the request's first prompt; its grammar is checked once.
         """
-        client, params = client_of(call), parsed.params
+        client, params, llm, longest = client_of(call), parsed.params, model.llm, model.max_model_len
         salt = salted(parsed.cache_salt)  # computed here, since threads do not know the key
         if first:
             await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
@@ -171,8 +167,8 @@ class Service:
 
         prepared = await self._text_work.run(client, parsed.bytes, prepare)
         prompt_tokens = len(prepared.requests[0].prompt_token_ids)
-        place.hold(*_logprobs(parsed, prompt_tokens, self._max_model_len))
-        place.reserve(prompt_tokens, _output_tokens(parsed, prompt_tokens, self._max_model_len), first)
+        place.hold(*_logprobs(parsed, prompt_tokens, longest))
+        place.reserve(prompt_tokens, _output_tokens(parsed, prompt_tokens, longest), first)
         timeout = self._bounds.timeout(parsed.timeout)
         try:
             return llm.submit(
@@ -184,16 +180,16 @@ class Service:
                 client=client[:MAX_CLIENT],
                 timeout=timeout,
                 output_kind=kind,
-                lora_request=parsed.lora,
+                lora_request=model.lora,
             )
         except InvalidArgument as wrong:
             if wrong.field == "lora_request":  # it was unloaded meanwhile
-                raise no_model(parsed.lora or "", self._models) from None
+                raise no_model(model.name, self._models) from None
             raise wrong if wrong.field != "request_id" else in_use(request_id, wrong.limit) from None
 
     async def _render(
         self,
-        tokenizer: Tokenizer,
+        model: NamedModel,
         read: Callable[[], Conversation],
         template: str | None,
         size: int,
@@ -202,33 +198,30 @@ class Service:
         """Renders a conversation's prompt.
 
         Args:
-            tokenizer: has the chat templates of the model or adapter.
             read: returns the conversation; called in a thread if the request, of `size` bytes, is long.
             template: the client's template, which is also among the options.
         """
         client = client_of(call)
         work = partial(self._text_work.run, client, size)
         if template is None:
-            return await work(partial(self._render_here, tokenizer, read))
+            return await work(partial(_render_here, model, read))
         if not self._shared.client_chat_templates:
             raise InvalidArgument(
                 "chat_template", template, "this server does not accept templates from clients"
             )
         messages, options = await work(read)
-        return {"prompt_token_ids": await self._sandbox.render(client, messages, options, tokenizer)}
+        return {"prompt_token_ids": await self._sandbox.render(client, messages, options, model.tokenizer)}
 
-    def _render_here(self, tokenizer: Tokenizer, read: Callable[[], Conversation]) -> TokensPrompt:
-        messages, options = read()
-        return chat_prompt(tokenizer, messages, max_model_len=self._max_model_len, **options)
 
-    @property
-    def _max_model_len(self) -> int:
-        return self._models.info.limits.sequence.max_model_len
+def _render_here(model: NamedModel, read: Callable[[], Conversation]) -> TokensPrompt:
+    messages, options = read()
+    return chat_prompt(model.tokenizer, messages, max_model_len=model.max_model_len, **options)
 
-    def _check_ids(self, field: str, count: int) -> None:
-        """Checks the number of ids before they are copied."""
-        if count > self._max_model_len:
-            raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {self._max_model_len}")
+
+def check_ids(field: str, count: int, model: NamedModel) -> None:
+    """Checks the number of ids before they are copied."""
+    if count > model.max_model_len:
+        raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {model.max_model_len}")
 
 
 def _output_tokens(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> int:

@@ -14,11 +14,13 @@ import grpc
 from jengine import RequestOutput
 from jengine.serving.calls.call import Call, interruption
 from jengine.serving.calls.errors import Refusal, refusal
+from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.request_ids import MAX_REQUEST_ID, check_request_id, new_id
 from jengine.serving.guards.admission import Place
 from jengine.serving.guards.security import current_key
 from jengine.serving.logs.request_log import RequestLog
-from jengine.serving.metrics.server_metrics import Metrics, RequestWatch
+from jengine.serving.metrics.model_metrics import RequestWatch
+from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.spans import Spans
 
 
@@ -27,7 +29,8 @@ class TrackedRequest:
 
     Attributes:
         request_id: the client's id.
-        adapter: the name of the adapter that it uses, once that is known.
+        model: the name of the model that it uses, once that is known.
+        adapter: the same of its adapter.
         place: set once it has one.
         output: the live output, set once it is queued.
     """
@@ -35,6 +38,7 @@ class TrackedRequest:
     def __init__(self, method: str, request_id: str, metrics: Metrics) -> None:
         key = current_key.get()
         self.method, self.request_id, self.key = method, request_id, "" if key is None else key.name
+        self.model: str | None = None
         self.adapter: str | None = None
         self.place: Place | None = None
         self.output: RequestOutput | None = None
@@ -42,9 +46,12 @@ class TrackedRequest:
         self._metrics = metrics
         self._watch: RequestWatch | None = None
 
+    def uses(self, model: NamedModel) -> None:
+        self.model, self.adapter = model.provider.info.name, model.lora
+
     def queued(self, output: RequestOutput | None) -> None:
         """It has been validated, and waits or runs. Without an output, it has already ended."""
-        self.output, self._watch = output, self._metrics.request_started()
+        self.output, self._watch = output, self._metrics.request_started(self.model)
         self._charge()
 
     def tokens(self, news: RequestOutput) -> None:
@@ -83,6 +90,7 @@ class TrackedRequest:
             "id": self.request_id,
             "key": self.key or None,
             "method": self.method,
+            "model": self.model,
             "adapter": self.adapter,
             "status": status,
             "cause": None if refused is None else refused.cause,

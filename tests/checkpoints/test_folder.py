@@ -30,6 +30,9 @@ def test_demo_is_the_packages_own() -> None:
     assert resolve("demo") == Path(jengine.__file__).parent / "demo"
 
 
+HUB_ID = "a hub id has the form owner/name, such as Qwen/Qwen3-0.6B, or owner/name:Q4_K_M for a GGUF file"
+
+
 def test_local_folder(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
@@ -37,7 +40,7 @@ def test_local_folder(tmp_path: Path) -> None:
 def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got: set[str] = set()
 
-    def download(repo: str, *, revision: str | None, **patterns: Any) -> str:
+    def download(repo: str, *, revision: str | None, tqdm_class: object, **patterns: Any) -> str:
         assert (repo, revision) == ("someone/model", "v2")
         got.update(filter_repo_objects(files, **patterns))
         return str(tmp_path)
@@ -56,6 +59,7 @@ def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "README.md",
         "pytorch_model.bin",
     ]
+    (tmp_path / "config.json").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("someone/model", "v2") == tmp_path
     assert got == {*wanted, "pytorch_model.bin"}, "there are no safetensors in the folder"
@@ -90,11 +94,8 @@ def test_no_such_folder(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("gpt2", "gpt2: there is no such folder; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B"),
-        (
-            "nosuch.gguf",
-            "nosuch.gguf: there is no such file; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B",
-        ),
+        ("gpt2", f"gpt2: there is no such folder; {HUB_ID}"),
+        ("nosuch.gguf", f"nosuch.gguf: there is no such file; {HUB_ID}"),
         ("./nosuch.gguf", "nosuch.gguf: there is no such file"),
     ],
 )

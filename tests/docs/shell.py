@@ -14,8 +14,9 @@ from google.protobuf import json_format
 
 from jengine import EngineConfig
 from jengine.cli import _parser
-from jengine.serving.config import ServerConfig, resolve_config
+from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2
+from jengine.serving.models.model_config import resolve_models
 from tests.docs.blocks import ROOT
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -111,9 +112,8 @@ def _check_variable(name: str, _: str) -> None:
 def _check_jengine(arguments: list[str]) -> None:
     options = vars(_parser().parse_args(arguments))
     if arguments[:1] == ["serve"] and "config" not in options and "--help" not in arguments:
-        resolve_config(
-            {name: value for name, value in options.items() if name != "run"}, {"JENGINE_MODEL": "demo"}
-        )
+        flags = {name: value for name, value in options.items() if name not in ("run", "more_models")}
+        resolve_models(flags, options.get("more_models", ()), {"JENGINE_MODEL": "demo"})
 
 
 def _check_make(arguments: list[str]) -> None:

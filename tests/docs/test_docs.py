@@ -139,6 +139,8 @@ def _check(block: Block) -> None:
                 json.loads(line)
         case "toml":
             table = tomllib.loads(block.code)
+            for model in table.pop("models", {}).values():
+                EngineConfig(**model)
             for of in (EngineConfig, ServerConfig):
                 of(**{name: table.pop(name) for name in [*table] if name in of.__dataclass_fields__})
             assert not table, table

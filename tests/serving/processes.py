@@ -30,7 +30,11 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.processes.engine_process import EngineProcess
 server, engine, options = json.loads(sys.argv[1])
 config = ServerConfig(**server)
-app.run(config, "mock", lambda on_end: EngineProcess(engine, options, on_end, config.watchdog_seconds))
+models = options if isinstance(options, list) else [["mock", options]]
+app.run(config, [
+    app.Served(name, lambda on_end, own=own: EngineProcess(engine, own, on_end, config.watchdog_seconds))
+    for name, own in models
+])
 """
 READY = re.compile(
     r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "
@@ -120,13 +124,14 @@ def mock_process(
     *,
     engine: str = "jengine.serving.processes.engines:mock_engine",
     server: dict[str, Any] | None = None,
+    models: list[tuple[str, dict[str, Any]]] | None = None,
     **options: Any,
 ) -> Iterator[ServerProcess]:
     """A server process with a mock engine with these options; `server`: options of ServerConfig, by default
-    without lame-duck time."""
+    without lame-duck time; `models`: several models' names and options instead."""
     if engine.endswith(":mock_engine"):
         options = {"tokenizer_folder": str(folder), "vocab_size": 501, **options}
-    arguments = json.dumps([{"port": 0, "lame_duck_seconds": 0, **(server or {})}, engine, options])
+    arguments = json.dumps([{"port": 0, "lame_duck_seconds": 0, **(server or {})}, engine, models or options])
     with process([sys.executable, "-c", CODE, arguments]) as made:
         yield made
 

@@ -360,7 +360,7 @@ def test_metrics_and_log_tell_of_http(make_server: MakeServer, tmp_path: Any) ->
             ("POST", "/v1/completions", 200): 1,
             ("POST", "/v1/completions", 400): 1,
         }
-        assert server.metrics.generation_tokens == 6
+        assert server.metrics.models["mock"].generation_tokens == 6
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(
         (line["id"], line["status"], line["output_tokens"]) for line in lines if len(line["id"]) < 32

@@ -334,9 +334,10 @@ def test_metrics_by_key_and_cause(make_server: MakeServer, keys: Any) -> None:
             5,
         )
         assert metrics.by_key.keys() == {"anna", "berta"}
+        [model] = metrics.models.values()
         assert (
-            sum(metrics.queue_time.counts) == sum(metrics.prompt_lengths.counts) == 1
-            and metrics.prompt_lengths.sum == 3
+            sum(model.queue_time.counts) == sum(model.prompt_lengths.counts) == 1
+            and model.prompt_lengths.sum == 3
         )
 
 

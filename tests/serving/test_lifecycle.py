@@ -18,7 +18,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead
-from jengine.serving.app import ServerApp, longest_stop
+from jengine.serving.app import Served, ServerApp, longest_stop
 from jengine.serving.calls.errors import DETAILS_KEY, reported
 from jengine.serving.config import ServerConfig
 from jengine.serving.grpc.client import Client, Retries
@@ -98,7 +98,7 @@ def test_a_hang_up_ends_nothing(tokenizer_folder: Path) -> None:
 
 
 def test_a_hang_up_reloads() -> None:
-    app = ServerApp(ServerConfig(), "mock", lambda on_end: pytest.fail("no engine is wanted"))
+    app = ServerApp(ServerConfig(), [Served("mock", lambda on_end: pytest.fail("no engine is wanted"))])
     called: list[int] = []
     app.reloads += [lambda: called.append(1), lambda: called.append(2)]
     app._reload()

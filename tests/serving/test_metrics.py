@@ -134,7 +134,7 @@ def test_the_engine_as_last_heard() -> None:
 
 def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("jengine.serving.metrics.server_metrics.time.monotonic", lambda: now)
+    monkeypatch.setattr("jengine.serving.metrics.model_metrics.time.monotonic", lambda: now)
     metrics = make()
 
     one = metrics.request_started()  # a stream: a token, two together, the last

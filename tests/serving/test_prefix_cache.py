@@ -79,7 +79,10 @@ def test_usage(make_server: MakeServer, tmp_path: Path) -> None:
             2 * 48 + 32 + 16,
         )
         assert dict(load.hit_pages) == {"full": load.prefix_hits // 16}
-        assert (server.metrics.prompt_tokens, server.metrics.cached_prompt_tokens) == (
+        assert (
+            server.metrics.models["mock"].prompt_tokens,
+            server.metrics.models["mock"].cached_prompt_tokens,
+        ) == (
             4 * 49 + 33 + 32,
             load.prefix_hits,
         )

@@ -79,7 +79,7 @@ def make_plan(
     table = spec.table
     contexts = sorted({min(context, spec.max_model_len) for context in CONTEXTS})
     built = _compiled(config, spec, progress) if exact else []
-    programs = {one.key: one.memory for one in built} or _estimated(spec)
+    programs = {one.key: one.memory for one in built} or estimated(spec)
     memory, pages = _room(config, spec, device, programs)
     formats = formats_of(spec)
     model = spec.model
@@ -136,7 +136,7 @@ def _what_fits(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the plan has already shown them
             spec = _describe(changed, device)
-        memory, pages = _room(changed, spec, device, _estimated(spec))
+        memory, pages = _room(changed, spec, device, estimated(spec))
         return Room(pages * memory.page, max(pages - 1, 0) * spec.page_size)
 
     return what_fits(
@@ -156,7 +156,8 @@ def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list
     return compiled(spec, keys, threads=sizes(config, "gpu").compile_threads, progress=progress)
 
 
-def _estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:
+def estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:
+    """Upper bounds on the memory of the programs that need most."""
     return {
         key: ProgramMemory(0, 0, 0, kind_of(key).temporaries(spec, key) + WORKSPACE) for key in largest(spec)
     }

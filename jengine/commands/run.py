@@ -1,0 +1,71 @@
+"""`jengine run`: downloads a model if needed, then chats or answers one prompt."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from jengine import EngineConfig, JengineError, SamplingParams
+from jengine.commands.chat import KEYS, Conversation, Keyboard, chat_with, local_model
+from jengine.commands.flags import (
+    add_lora,
+    add_model,
+    add_sampling_and_engine,
+    engine_fields,
+    sampling_fields,
+)
+from jengine.commands.follow import follows
+from jengine.commands.pull import add_force, pull
+from jengine.hub.cached import is_cached
+from jengine.hub.files import HubName
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="download a model if needed, and talk to it",
+        description=(
+            "Download a model if needed, as `jengine pull` does, and talk to it: a conversation as with"
+            " `jengine chat`, or the answer\nto one PROMPT. Without a terminal, stdin is the prompt,"
+            " or follows PROMPT."
+        ),
+        epilog="in a conversation:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a message to answer, then leave")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    add_lora(parser)
+    add_force(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
+    add_sampling_and_engine(parser, skip=("n",))
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if follows(options):
+        return 0
+    params = SamplingParams(**sampling_fields(options))
+    engine_options = engine_fields(options)
+    prompt = _prompt(options.prompt)
+    name = None if os.path.exists(options.model) else HubName.of(options.model)
+    if name is not None and not is_cached(name, engine_options.get("revision")):
+        config = EngineConfig.of(options.model, engine_options)
+        pull(name, config, force=options.force, quiet=options.quiet)
+    model = local_model(options)
+    if prompt is None:
+        chat_with(model, params, options)
+        return 0
+    return 0 if Conversation(model, params, options.system, Keyboard()).send(prompt) else 1
+
+
+def _prompt(given: str | None) -> str | None:
+    """The message to answer; None: a conversation is wanted."""
+    if sys.stdin.isatty() and given != "-":
+        return given
+    text = sys.stdin.buffer.read().decode(errors="surrogateescape").strip("\n")
+    both = [part for part in (None if given == "-" else given, text) if part]
+    if not both:
+        raise JengineError("there is no prompt: neither PROMPT nor stdin has text")
+    return "\n\n".join(both)

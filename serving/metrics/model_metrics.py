@@ -1,0 +1,196 @@
+"""Metrics of one model: its requests, counted in plain integers, and its engine."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import Metric
+
+from jengine import EngineDead, Load, RequestOutput, StepTotals
+from jengine.serving.metrics.engine_metrics import load_families, step_families
+from jengine.serving.metrics.metric_families import TOKENS, Families, Histogram
+
+UNFINISHED = "abort"  # finish reason of a request whose client has gone
+
+
+class RequestWatch:
+    """Receives the progress of one request. This base class ignores it, for servers without metrics."""
+
+    def tokens(self, output: RequestOutput) -> None:
+        """An output with new content only (output_kind delta or final)."""
+
+    def ended(self) -> None:
+        """Called exactly once."""
+
+
+class ModelMetrics:
+    """All metrics of a model since the server started.
+
+    Only the event loop writes. Prometheus's threads read, and may see some numbers before others are updated.
+
+    Args:
+        model: its name, a label of every metric.
+        load: returns the engine's load; raises EngineDead if none is running.
+        restarts: returns the number of engine restarts.
+        totals: returns totals of the engine's steps; raises as `load`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        load: Callable[[], Load],
+        restarts: Callable[[], int],
+        totals: Callable[[], StepTotals] = StepTotals,
+    ) -> None:
+        self.model, self.load, self.restarts, self.totals = model, load, restarts, totals
+        self.finished: Counter[str] = Counter()  # completions by finish reason
+        self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
+        self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
+        self.queue_time, self.prefill_time, self.decode_time, self.inference_time = (
+            Histogram(),
+            Histogram(),
+            Histogram(),
+            Histogram(),
+        )
+        self.time_per_token, self.prompt_lengths, self.computed_lengths = (
+            Histogram(),
+            Histogram(TOKENS),
+            Histogram(TOKENS),
+        )
+        self.output_lengths, self.longest_outputs = Histogram(TOKENS), Histogram(TOKENS)
+
+    def families(self, prefix: str) -> Iterator[Metric]:
+        """Metrics in Prometheus's form; `prefix`: of their names."""
+        of = Families(self.model, prefix)
+        try:
+            load, totals = self.load(), self.totals()
+        except EngineDead:
+            yield of.gauge("engine_up", "Whether an engine is running", 0)
+        else:
+            yield from load_families(of, load)
+            yield from step_families(of, totals)
+        yield of.counter("engine_restarts", "Restarts of the engine after it died", self.restarts())
+        yield of.counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
+        yield of.counter(
+            "prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens
+        )
+        yield of.counter("generation_tokens", "Generated tokens", self.generation_tokens)
+        ends = [((reason,), count) for reason, count in list(self.finished.items())]
+        yield of.counters("request_success", "Completions by finish reason", ("finished_reason",), ends)
+        yield of.histogram(
+            "request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time
+        )
+        yield of.histogram(
+            "request_prefill_time_seconds",
+            "From a request's first step to its first token",
+            self.prefill_time,
+        )
+        yield of.histogram(
+            "request_decode_time_seconds", "From a request's first token to its last", self.decode_time
+        )
+        yield of.histogram(
+            "request_inference_time_seconds",
+            "From a request's first step to its last token",
+            self.inference_time,
+        )
+        yield of.histogram("request_prompt_tokens", "Prompt tokens of a request", self.prompt_lengths)
+        yield of.histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were not cached",
+            self.computed_lengths,
+        )
+        yield of.histogram(
+            "request_generation_tokens", "Generated tokens of a completion", self.output_lengths
+        )
+        yield of.histogram(
+            "request_max_num_generation_tokens",
+            "Generated tokens of a request's longest completion",
+            self.longest_outputs,
+        )
+        yield of.histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token
+        )
+        yield of.histogram("inter_token_latency_seconds", "Between a completion's tokens", self.inter_token)
+        yield of.histogram(
+            "request_time_per_output_token_seconds", "The same, a request's mean", self.time_per_token
+        )
+        yield of.histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end
+        )
+
+
+def merged(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Metrics of several models: those of the same name as one."""
+    found: dict[str, Metric] = {}
+    for family in families:
+        if family.name in found:
+            found[family.name].samples += family.samples
+        else:
+            found[family.name] = family
+    return iter(found.values())
+
+
+class ModelWatch(RequestWatch):
+    def __init__(self, metrics: ModelMetrics) -> None:
+        self.metrics, self.last, self.lengths = metrics, 0.0, [0]
+        self.output: RequestOutput | None = None
+
+    def tokens(self, output: RequestOutput) -> None:
+        self.output = output
+        outputs = output.outputs
+        count = steps = len(outputs[0].token_ids)
+        if len(outputs) > 1:
+            news = [len(completion.token_ids) for completion in outputs]
+            count, steps = sum(news), max(news)
+            self.lengths += [0] * (len(news) - len(self.lengths))
+            for i, new in enumerate(news):
+                self.lengths[i] += new
+        else:
+            self.lengths[0] += count
+        if not steps:
+            return
+        now, metrics = time.monotonic(), self.metrics
+        metrics.generation_tokens += count
+        if not self.last:
+            self.last = self._first(output, now)
+            count, steps = count - sum(1 for completion in outputs if completion.token_ids), steps - 1
+        if steps:
+            metrics.inter_token.add((now - self.last) / steps, count)
+            self.last = now
+
+    def _first(self, output: RequestOutput, now: float) -> float:
+        """The first tokens have arrived. Returns the time."""
+        times, metrics = output.metrics, self.metrics
+        metrics.prompt_tokens += len(output.prompt_token_ids)
+        metrics.cached_prompt_tokens += output.num_cached_tokens or 0
+        first = times.first_token or now
+        metrics.prompt_lengths.add(len(output.prompt_token_ids))
+        metrics.computed_lengths.add(len(output.prompt_token_ids) - (output.num_cached_tokens or 0))
+        if times.scheduled is not None:
+            metrics.queue_time.add(times.scheduled - times.arrival)
+            metrics.prefill_time.add(first - times.scheduled)
+        metrics.first_token.add(first - times.arrival)
+        return first
+
+    def ended(self) -> None:
+        metrics, output = self.metrics, self.output
+        if output is None:
+            metrics.finished[UNFINISHED] += 1
+            return
+        for completion in output.outputs:
+            metrics.finished[completion.finish_reason or UNFINISHED] += 1
+        for length in self.lengths:
+            metrics.output_lengths.add(length)
+        metrics.longest_outputs.add(max(self.lengths))
+        times = output.metrics
+        if times.finished is None:
+            return
+        metrics.end_to_end.add(times.finished - times.arrival)
+        if times.first_token is not None and times.scheduled is not None:
+            decode = times.finished - times.first_token
+            metrics.decode_time.add(decode)
+            metrics.inference_time.add(times.finished - times.scheduled)
+            if (most := max(self.lengths)) > 1:
+                metrics.time_per_token.add(decode / (most - 1))

@@ -1,0 +1,1 @@
+"""Several models in one server: which are loaded, and when."""
