@@ -8,7 +8,8 @@ columns of a place are a power of two, or a multiple of 64 (see `columns_of`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,14 +44,18 @@ class Stack:
     second axis is divided into segments; each belongs to a part.
 
     Attributes:
-        a: [parts, places * columns, in].
-        b: for each segment, [*out of the segment, places * columns].
+        a: [parts, places * columns, in], after an axis of experts if the weight has one.
+        b: for each segment, [*out of the segment, places * columns], after the same axis.
         parts: of the segments.
     """
 
     a: jax.Array
     b: tuple[jax.Array, ...]
     parts: tuple[int, ...]
+
+    def __getitem__(self, index: Any) -> Stack:
+        """An expert's adapters."""
+        return replace(self, a=self.a[index], b=tuple(b[index] for b in self.b))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("base", "stack", "mask"), meta_fields=("forms",))
@@ -89,16 +94,30 @@ class Adapted:
             Plain(b, forms).product(inner[:, part], dtype).reshape(len(x), *b.shape[:-1])
             for part, b in zip(stack.parts, stack.b, strict=True)
         ]
-        added = each[0] if len(each) == 1 else jnp.concatenate(each, axis=2)
-        return added.reshape(len(x), -1)
+        return _joined(each).reshape(len(x), -1)
 
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        raise NotImplementedError("experts have no adapters")
+        stack, how = self.stack, {"impl": impl, "device": device}
+        each_chooses = len(groups.place) // len(self.mask)  # experts
+        mask = self.mask[groups.row // each_chooses]
+        inner = Plain(stack.a).grouped_product(x, groups, **how) * mask[:, None]
+        each = [
+            Plain(b).grouped_product(inner[:, part], groups, **how)
+            for part, b in zip(stack.parts, stack.b, strict=True)
+        ]
+        return self.base.grouped_product(x, groups, **how) + _joined(each)
+
+    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> Weight:
+        return Adapted(self.base.of_expert(expert, tokens), self.stack[expert], self.mask[tokens], self.forms)
 
     def take(self, rows: jax.Array) -> jax.Array:
         raise NotImplementedError("tables have no adapters")
 
     def __getitem__(self, index: Any) -> Weight:
         raise NotImplementedError("parts of an adapted weight are not used alone")
+
+
+def _joined(segments: Sequence[jax.Array]) -> jax.Array:
+    return segments[0] if len(segments) == 1 else jnp.concatenate(segments, axis=2)

@@ -36,12 +36,14 @@ class AdapterShapes:
     Attributes:
         places: how many adapters have a place on the devices.
         max_rank: the largest rank of an adapter.
+        targets: see `models.adapters.sites`.
     """
 
     model: Model
     mesh: Mesh
     places: int
     max_rank: int
+    targets: tuple[str, ...] | None = None
 
     @property
     def columns(self) -> int:
@@ -50,12 +52,17 @@ class AdapterShapes:
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        return sites(self.model)
+        return sites(self.model, self.targets)
 
     @functools.cached_property
     def modules(self) -> dict[str, Module]:
         """All modules that an adapter may change, by name."""
         return {module.name: module for site in self.sites for module in site.modules}
+
+    @functools.cached_property
+    def fused(self) -> dict[str, Site]:
+        """Parameters with all experts of a layer, by transformers' names."""
+        return {site.fused: site for site in self.sites if site.fused is not None}
 
     @functools.cached_property
     def stacks(self) -> Stacks:
@@ -107,22 +114,20 @@ class AdapterShapes:
     def _parts(self, site: Site, weights: LoraWeights) -> list[np.ndarray]:
         """An adapter's a and b of a site, in the layout of a stack with one place."""
         a = np.zeros(site.a_shape(self.columns), np.float32)
-        whole = [np.zeros((*site.shape[:-1], self.columns), np.float32) for _ in site.modules]
+        whole = [np.zeros((*site.shape[:-1], self.columns), np.float32) for _ in range(site.parts)]
         for number, module in enumerate(site.modules):
             if module.name not in weights.factors:
                 continue
+            expert, number = divmod(number, site.parts)
+            own = a[number] if site.experts is None else a[expert, number]
             down, up = weights.factors[module.name]
             rank, outs = len(down), len(site.shape) - 1
             for piece in module.pieces:
                 inputs = piece.part[outs] if len(piece.part) > outs else slice(None)
-                a[number, :rank, inputs] = down[:, piece.columns]
+                own[:rank, inputs] = down[:, piece.columns]
                 place = whole[number][(*piece.part[:outs], ...)]
                 place[..., :rank] = up[piece.rows].reshape(*place.shape[:-1], rank)
-        parts = [a]
-        for segment in site.segments:
-            full = whole[segment.module]
-            parts.append(full if segment.rows is None else full[:, segment.rows])
-        return parts
+        return [a, *(whole[segment.module][site.rows(segment)] for segment in site.segments)]
 
 
 def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
@@ -133,7 +138,7 @@ def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
     places, numbers, at = [], packed.reshape(-1), 0
     columns = _columns_per_place(stacks, numbers.size)
     for stack in stacks:
-        for array, axis in [(stack.a, 1), *[(b, b.ndim - 1) for b in stack.b]]:
+        for array, axis in [(stack.a, stack.a.ndim - 2), *[(b, b.ndim - 1) for b in stack.b]]:
             shape = (*array.shape[:axis], columns, *array.shape[axis + 1 :])
             size = math.prod(shape)
             part = lax.slice_in_dim(numbers, at, at + size).reshape(shape)
@@ -148,13 +153,13 @@ def _columns_per_place(stacks: Stacks, numbers: int) -> int:
     """Columns of one of several equal places, one of which has so many numbers."""
     total: int = sum(leaf.size for leaf in jax.tree.leaves(stacks))
     assert total % numbers == 0, "places have equal sizes"
-    columns: int = stacks[0].a.shape[1]
+    columns: int = stacks[0].a.shape[-2]
     return columns // (total // numbers)
 
 
 def mask_of(slots: SlotState, owner: jax.Array, stacks: Stacks, places: int, dtype: Any) -> jax.Array:
     """[tokens, places * columns]: 1 in the columns of the adapter that a token's slot names, otherwise 0."""
-    columns = stacks[0].a.shape[1]
+    columns = stacks[0].a.shape[-2]
     place = slots.sampling[owner, LORA_WORD]
     return (place[:, None] == 1 + jnp.arange(columns) // (columns // places)).astype(dtype)
 

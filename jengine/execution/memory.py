@@ -19,6 +19,7 @@ from jengine.core.config import EngineConfig, parse_bytes
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import CacheGroup, PageArray, paged
+from jengine.models.moe import MixtureOfExperts
 from jengine.table.program_table import TrunkKey
 from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
@@ -235,12 +236,15 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
 
 def _adapter_bytes(spec: ExecutionSpec, tokens: int) -> int:
     """Of products with adapters: their inner results, and what they add to one weight's product."""
-    each = [4 * math.prod(stack.a.shape[:2]) + 3 * sum(_outs(b) for b in stack.b) for stack in spec.stacks]
-    return 4 * tokens * max(each, default=0)
-
-
-def _outs(b: Any) -> int:
-    return math.prod(_own(b)[:-1])
+    experts = spec.model.config.find(MixtureOfExperts)
+    most = 0
+    for stack in spec.stacks:
+        grouped, rows = stack.a.ndim == 4, tokens
+        if grouped and experts is not None:  # rows in the experts' order, see Experts.working
+            rows = 8 * min(experts.count, tokens) + tokens * experts.per_token
+        outs = sum(math.prod(_own(b)[grouped:-1]) for b in stack.b)
+        most = max(most, rows * (4 * math.prod(stack.a.shape[-3:-1]) + 3 * outs))
+    return 4 * most
 
 
 def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_cpu: bool) -> int:

@@ -70,7 +70,7 @@ class Model:
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors that make up each parameter, a tuple of pieces.Piece.
         matrices: whether each parameter is read as a Weight.
-        adaptable: whether each is the weight of dense products, and of nothing else.
+        adaptable: whether each is the weight of dense products or of experts, and of nothing else.
         group_size, calibrated: as in `build`.
         prefix: as in Decoder.
         text_part, skipped, unread, renamed: as in Family.
@@ -300,7 +300,7 @@ def _form(make: Any, *arrays: jax.ShapeDtypeStruct | None, **how: Any) -> Any:
 def _is_adaptable(parameter: Any) -> bool:
     if not isinstance(parameter, Matrix) or parameter.get_metadata("exact"):
         return False
-    return parameter.get_metadata("axes")[0] not in ("vocab", "experts")
+    return parameter.get_metadata("axes")[0] != "vocab"
 
 
 def _loses_much(axes: tuple[str | None, ...]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -16,6 +17,9 @@ from tests.engine.running import Answer, requests_of
 from tests.golden.loras import Lora
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+EXPERTS = {"lora_target_modules": ["self_attn", "experts"]}
+# options with which an engine takes the adapters of golden.loras for a variant
+TARGETS: dict[str, dict[str, Any]] = {"qwen3_moe": EXPERTS, "mixtral": EXPERTS}
 Work = tuple[list[int], SamplingParams, str | None]  # a prompt, and the name of its adapter
 
 

@@ -17,14 +17,14 @@ from jengine.core.request import MAX_LOGPROBS, RequestOutput, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ListLoras, ResetPrefixCache, UnloadLora
 from tests.engine.invariance import OPTIONS
-from tests.engine.loras import GREEDY, add, load, prompts, results, run_adapted
+from tests.engine.loras import GREEDY, TARGETS, add, load, prompts, results, run_adapted
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.engine.test_golden import assert_equal
 from tests.golden.loras import SETTINGS, VARIANTS_WITH_LORA, lora, write_lora
 from tests.golden.weights import Golden
 
-IN_CI = {"llama_gqa", "phi3_window"}
+IN_CI = {"llama_gqa", "phi3_window", "qwen3_moe"}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 MANY: dict[str, Any] = {**LORA, "max_loras": 8}
 
@@ -41,7 +41,7 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 )
 def test_tokens_and_logprobs_are_those_of_peft(variant: str, make_engine: Callable[..., Engine]) -> None:
     """Two adapters, with different ranks and scales, and the model alone share every step."""
-    engine = make_engine(variant, **LORA)
+    engine = make_engine(variant, **LORA, **TARGETS.get(variant, {}))
     for name in SETTINGS:
         load(engine, name, lora(variant, name))
     check_goldens(engine, variant)
