@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels.devices import traced_for_cpu
 from pallas_kernels.groups import Groups
 from pallas_kernels.plain import Plain
+from pallas_kernels.product_xla import multiply
 from pallas_kernels.products import Forms, Weight
 from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.support import Impl
@@ -113,7 +114,10 @@ class Adapted:
         return Adapted(self.base.of_expert(expert, tokens), self.stack[expert], self.mask[tokens], self.forms)
 
     def take(self, rows: jax.Array) -> jax.Array:
-        raise NotImplementedError("tables have no adapters")
+        [b], [a] = self.stack.b, self.stack.a
+        inner = Plain(b).take(rows) * self.mask
+        taken = self.base.take(rows)
+        return (taken + multiply(inner, a.T, jnp.float32)).astype(taken.dtype)
 
     def __getitem__(self, index: Any) -> Weight:
         raise NotImplementedError("parts of an adapted weight are not used alone")

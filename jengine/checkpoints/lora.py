@@ -16,14 +16,17 @@ import numpy as np
 
 from jengine.base.errors import ModelError
 from jengine.checkpoints.folder import read_json, resolve
+from jengine.checkpoints.lora_experts import BASE, fused_site, of_experts
 from jengine.checkpoints.safetensors import parse, read_file
 from jengine.checkpoints.stored import Tensor, dense
 from jengine.core.lora import LoraSource
-from jengine.checkpoints.lora_experts import BASE, fused_site, of_experts
 from jengine.models.adapters import Factors, LoraWeights, Module, Site, bare
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)"
+    r"\.lora_(?:(?P<side>[AB])(?:\.[^.]+)?\.weight|embedding_(?P<table>[AB])(?:\.[^.]+)?)"
+)
 # Settings that change results in ways that are not supported, and the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[str, Sequence[Any]]] = {
     "use_dora": ("DoRA is not supported: merge the adapter into the weights", (False,)),
@@ -31,7 +34,7 @@ UNSUPPORTED: dict[str, tuple[str, Sequence[Any]]] = {
     "bias": ("biases are not changed: merge the adapter into the weights", ("none",)),
     "lora_bias": ("biases of adapters are not supported", (False,)),
     "layer_replication": ("layers are not repeated", ([],)),
-    "trainable_token_indices": ("embeddings have no adapters", ([],)),
+    "trainable_token_indices": ("rows of embeddings are not replaced", ([],)),
     "alora_invocation_tokens": ("activated LoRA is not supported", ([],)),
     "use_qalora": ("QALoRA is not supported", (False,)),
     "use_bdlora": ("block-diagonal LoRA is not supported", (False,)),
@@ -78,8 +81,8 @@ def read_lora(
             factors |= {one: (a, b * scale) for one, (a, b) in each.items()}
         else:
             raise ModelError(
-                f"the model has no module {name} that an adapter may change; lora_target_modules chooses those"
-                " of experts",
+                f"the model has no module {name} that an adapter may change; those of experts, embeddings and"
+                " output heads must be in lora_target_modules",
                 file=place / TENSORS,
             )
     if not factors:
@@ -127,14 +130,17 @@ def _pairs(tensors: Mapping[str, Tensor], file: Path) -> dict[str, tuple[np.ndar
         if match is None:
             raise ModelError(f"is not supported{_why(name)}", file=file, tensor=name)
         sides = found.setdefault(match["module"], {})
-        if match["side"] in sides:
+        # a table is the transpose of a layer's matrix, so its factors have changed places
+        side = match["side"] or {"A": "B", "B": "A"}[match["table"]]
+        if side in sides:
             raise ModelError("is given twice, under two names of an adapter", file=file, tensor=name)
         array = dense(tensor.array)
         if array.ndim != 2 or array.dtype.kind not in "fV":
             raise ModelError(
                 f"must be a matrix of floats, not {array.dtype}{list(array.shape)}", file=file, tensor=name
             )
-        sides[match["side"]] = _finite(array.astype(np.float32), file, name)
+        array = _finite(array.astype(np.float32), file, name)
+        sides[side] = array if match["side"] else array.T
     for module, sides in found.items():
         if missing := {"A", "B"} - sides.keys():
             raise ModelError(f"module {module} has no lora_{missing.pop()}", file=file)
@@ -151,8 +157,8 @@ def _finite(array: np.ndarray, file: Path, name: str) -> np.ndarray:
 def _why(name: str) -> str:
     if "lora_magnitude_vector" in name:
         return ": DoRA is not supported; merge the adapter into the weights"
-    if "lora_embedding" in name:
-        return ": embeddings have no adapters"
+    if name.endswith(".base_layer.weight"):
+        return ": whole weights are not replaced; save the adapter with save_embedding_layers=False"
     if name.endswith("bias"):
         return ": biases are not changed"
     return ": only lora_A.weight and lora_B.weight of modules are"

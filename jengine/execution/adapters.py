@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.execution.sampling_row import LORA_WORD
-from jengine.execution.slots import SlotState
 from jengine.models import Model, Params
 from jengine.models.adapters import LoraWeights, Module, Site, sites
 from jengine.parallel.collectives import AXIS
@@ -58,6 +57,12 @@ class AdapterShapes:
     def modules(self) -> dict[str, Module]:
         """All modules that an adapter may change, by name."""
         return {module.name: module for site in self.sites for module in site.modules}
+
+    def of(self, *, logits: bool) -> tuple[tuple[int, Site], ...]:
+        """The sites of programs that compute logits, or of trunks, with their numbers."""
+        return tuple(
+            (number, site) for number, site in enumerate(self.sites) if (site.role == "head") == logits
+        )
 
     @functools.cached_property
     def fused(self) -> dict[str, Site]:
@@ -157,21 +162,32 @@ def _columns_per_place(stacks: Stacks, numbers: int) -> int:
     return columns // (total // numbers)
 
 
-def mask_of(slots: SlotState, owner: jax.Array, stacks: Stacks, places: int, dtype: Any) -> jax.Array:
-    """[tokens, places * columns]: 1 in the columns of the adapter that a token's slot names, otherwise 0."""
-    columns = stacks[0].a.shape[-2]
-    place = slots.sampling[owner, LORA_WORD]
+def mask_of(words: jax.Array, columns: int, places: int, dtype: Any) -> jax.Array:
+    """[rows, columns of all places]: 1 in those of the adapter that a row's sampling words [rows, ...] name,
+    otherwise 0.
+    """
+    place = words[:, LORA_WORD]
     return (place[:, None] == 1 + jnp.arange(columns) // (columns // places)).astype(dtype)
 
 
-def adapted(
-    params: Params, stacks: Stacks, mask: jax.Array, found: Sequence[Site], forms: Forms = ()
-) -> Params:
-    """The parameters with adapted weights in the place of those that adapters may change."""
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_weight)
-    for site, stack in zip(found, stacks, strict=True):
-        leaves[site.index] = Adapted(weight_of(leaves[site.index]), stack, mask, forms)
-    return jax.tree.unflatten(tree, leaves)
+def adapter(
+    shapes: AdapterShapes, forms: Forms, *, logits: bool
+) -> Callable[[Params, Stacks, jax.Array], Params] | None:
+    """(parameters, stacks, sampling words of each row) -> the parameters with adapted weights in the place of
+    those that adapters may change, in programs that compute logits or in trunks. None: they change none.
+    """
+    found, columns = shapes.of(logits=logits), shapes.places * shapes.columns
+    if not found:
+        return None
+
+    def adapt(params: Params, stacks: Stacks, words: jax.Array) -> Params:
+        mask = mask_of(words, columns, shapes.places, shapes.model.dtype)
+        leaves, tree = jax.tree.flatten(params, is_leaf=is_weight)
+        for number, site in found:
+            leaves[site.index] = Adapted(weight_of(leaves[site.index]), stacks[number], mask, forms)
+        return jax.tree.unflatten(tree, leaves)
+
+    return adapt
 
 
 def prepare(shapes: AdapterShapes) -> None:

@@ -19,7 +19,6 @@ from jengine.core.config import EngineConfig, parse_bytes
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import CacheGroup, PageArray, paged
-from jengine.models.moe import MixtureOfExperts
 from jengine.table.program_table import TrunkKey
 from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
@@ -208,7 +207,8 @@ def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
     """Of a sampler of `rows` rows."""
     model = spec.model.config
     own_rows, vocab = -(-rows // model.shards), model.padded(model.vocab_size)
-    return _fixed(spec) + 4 * own_rows * 8 * vocab + 4 * rows * 16 * model.hidden_size + (1 << 16)
+    adapters = 0 if spec.adapters is None else _adapter_bytes(spec, rows, logits=True)
+    return adapters + _fixed(spec) + 4 * own_rows * 8 * vocab + 4 * rows * 16 * model.hidden_size + (1 << 16)
 
 
 def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
@@ -230,19 +230,19 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
     caches = max(_attention_bytes(spec, group, key, on_cpu) for group in paged(spec.groups))
     working = each * tokens * channels + layer.bytes + beside.bytes
-    adapters = _adapter_bytes(spec, tokens) if key.adapted else 0
+    adapters = _adapter_bytes(spec, tokens, logits=False) if key.adapted else 0
     return _fixed(spec) + working + caches + _state_bytes(spec, key) + adapters + (1 << 20)
 
 
-def _adapter_bytes(spec: ExecutionSpec, tokens: int) -> int:
+def _adapter_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
     """Of products with adapters: their inner results, and what they add to one weight's product."""
-    experts = spec.model.config.find(MixtureOfExperts)
+    assert spec.adapters is not None
     most = 0
-    for stack in spec.stacks:
-        grouped, rows = stack.a.ndim == 4, tokens
-        if grouped and experts is not None:  # rows in the experts' order, see Experts.working
-            rows = 8 * min(experts.count, tokens) + tokens * experts.per_token
-        outs = sum(math.prod(_own(b)[grouped:-1]) for b in stack.b)
+    for number, site in spec.adapters.of(logits=logits):
+        stack, rows = spec.stacks[number], tokens
+        if site.experts is not None:  # in the experts' order, see Experts.working
+            rows = 8 * min(site.experts, tokens) + tokens * site.chosen
+        outs = sum(math.prod(_own(b)[len(site.first) : -1]) for b in stack.b)
         most = max(most, rows * (4 * math.prod(stack.a.shape[-3:-1]) + 3 * outs))
     return 4 * most
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from jengine.base.errors import InvalidArgument
 from jengine.models.layers import Axes
+from jengine.models.moe import MixtureOfExperts
 from jengine.models.pieces import Piece
 from pallas_kernels.weights import is_weight
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 PREFIXES = "model.", "language_model.", "model."  # of models with several parts, and of their text models
 EXPERT = re.compile(r"\.experts\.\d+")
+
+
+Role = Literal["dense", "experts", "table", "head"]  # a head computes logits
 
 
 class Module(NamedTuple):
@@ -66,17 +70,21 @@ class Site:
         index: among the model's parameters, quantized ones counted once.
         shape, axes: of the represented array [*out, in], or [experts, *out, in], and the logical names of its
             axes.
+        role: what it is used for. A table that is also the head has a site for each.
         experts: how many matrices it has; None: it is one.
         modules: those that the parameter is made of, in the order of experts.
         segments: of an expert's modules, in the order of their rows. Those of all experts are alike.
+        chosen: experts that a token uses.
     """
 
     index: int
     shape: tuple[int, ...]
     axes: Axes
+    role: Role
     experts: int | None
     modules: tuple[Module, ...]
     segments: tuple[Segment, ...]
+    chosen: int = 1
 
     @property
     def parts(self) -> int:
@@ -139,20 +147,40 @@ def sites(model: Model, targets: Sequence[str] | None = None) -> tuple[Site, ...
         (model.adaptable, None),
     )
     leaves = [jax.tree.leaves(tree, is_leaf=is_leaf) for tree, is_leaf in trees]
+    paths = [path for path, _ in jax.tree.leaves_with_path(model.params, is_leaf=is_weight)]
     found, named = [], set()
-    for index, (parameter, axes, source, adaptable) in enumerate(zip(*leaves, strict=True)):
-        modules = _modules(model.prefix, len(parameter.shape), source) if adaptable else ()
-        experts = parameter.shape[0] if axes[0] == "experts" else None
-        segments = _segments(modules, parameter.shape, experts) if modules else ()
-        if not segments:
-            continue
-        matching = {target for target in targets or () if any(_has(module, target) for module in modules)}
-        if matching if targets is not None else experts is None:
-            found.append(Site(index, tuple(parameter.shape), axes, experts, modules, segments))
-        named |= matching
+    for index, (path, (parameter, axes, source, adaptable)) in enumerate(
+        zip(paths, zip(*leaves, strict=True), strict=True)
+    ):
+        every = _modules(model.prefix, len(parameter.shape), source) if adaptable else ()
+        for role, modules in _roles(model, path[0].key, axes, every):  # type: ignore[union-attr]
+            experts = parameter.shape[0] if role == "experts" else None
+            segments = _segments(modules, parameter.shape, experts) if modules else ()
+            if not segments:
+                continue
+            matching = {target for target in targets or () if any(_has(module, target) for module in modules)}
+            if matching if targets is not None else role == "dense":
+                chosen = 1 if experts is None else model.config.part(MixtureOfExperts).per_token
+                shape = tuple(parameter.shape)
+                found.append(Site(index, shape, axes, role, experts, modules, segments, chosen))
+            named |= matching
     if missing := sorted({*(targets or ())} - named):
         raise InvalidArgument("lora_target_modules", missing[0], "must name modules that adapters may change")
     return tuple(found)
+
+
+def _roles(
+    model: Model, name: str, axes: Axes, modules: tuple[Module, ...]
+) -> Iterator[tuple[Role, tuple[Module, ...]]]:
+    """What a parameter is used for, and its modules for each use."""
+    if axes[0] != "vocab":
+        yield "experts" if axes[0] == "experts" else "dense", modules
+    elif name == "lm_head":
+        yield "head", modules
+    else:
+        yield "table", modules
+        if name == "embed" and model.module.lm_head is None:
+            yield "head", tuple(module._replace(name="lm_head") for module in modules)
 
 
 def _has(module: Module, target: str) -> bool:

@@ -18,8 +18,12 @@ from tests.golden.loras import Lora
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
 EXPERTS = {"lora_target_modules": ["self_attn", "experts"]}
+VOCABULARY = {"lora_target_modules": "q_proj,embed_tokens,lm_head"}
 # options with which an engine takes the adapters of golden.loras for a variant
-TARGETS: dict[str, dict[str, Any]] = {"qwen3_moe": EXPERTS, "mixtral": EXPERTS}
+TARGETS: dict[str, dict[str, Any]] = {
+    **{"qwen3_moe": EXPERTS, "mixtral": EXPERTS},
+    **{"qwen3_untied": VOCABULARY, "qwen2_tied": VOCABULARY},
+}
 Work = tuple[list[int], SamplingParams, str | None]  # a prompt, and the name of its adapter
 
 

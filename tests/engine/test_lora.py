@@ -171,6 +171,26 @@ def test_samples_bursts_and_scores(make_engine: Callable[..., Engine], engine: E
     engine.do(UnloadLora("x"))
 
 
+def test_bursts_and_scores_with_an_adapted_head(make_engine: Callable[..., Engine]) -> None:
+    """And an adapted embedding, where both are one table."""
+    variant = "qwen2_tied"
+    engine = make_engine(variant, **LORA, **TARGETS[variant], num_scheduler_steps=8)
+    load(engine, "x", lora(variant, "plain"))
+    case, base = Golden.read(f"lora_{variant}").cases[1], Golden.read(variant).cases[1]
+    params = SamplingParams(temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True)
+    work = [(case.prompt.tolist(), params, "x"), (base.prompt.tolist(), params, None)]
+    assert [one.tokens for one in run_adapted(engine, work)] == [case.tokens.tolist(), base.tokens.tolist()]
+    assert any(step.steps == 8 for step in engine.trace().steps)
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    for one, name in ((case, "x"), (base, None)):
+        tokens = [*one.prompt.tolist(), *one.tokens.tolist()]
+        [answer] = run_adapted(engine, [(tokens, scored, name)])
+        found = [score for part in answer.scores for score in part.logprobs][-len(one.tokens) :]
+        wanted = one.logits - np.logaddexp.reduce(one.logits, axis=1, keepdims=True)
+        for token, score, row in zip(one.tokens.tolist(), found, wanted, strict=True):
+            assert score.chosen == pytest.approx(row[token], abs=1e-4)
+
+
 def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
     arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
     path = str(write_lora(tmp_path / "adapter", arrays))

@@ -24,6 +24,8 @@ FUSED = {
     "gpt2": r"c_attn|c_proj|c_fc",
     "qwen3_moe": DENSE,
     "mixtral": r"(q|k|v|o)_proj|w[123]",
+    "qwen3_untied": r"q_proj|embed_tokens|lm_head",
+    "qwen2_tied": r"q_proj|embed_tokens|lm_head",
 }
 EXPERTS = re.compile(r"(.*\.experts)\.\d+\.(\w+)\.weight")
 
@@ -49,23 +51,31 @@ VARIANTS_WITH_LORA = (
     "gpt2",
     "qwen3_moe",
     "mixtral",
+    "qwen3_untied",
+    "qwen2_tied",
 )
 
 
 def lora(variant: str, name: str, seed: str = "", config: dict[str, Any] | None = None) -> Lora:
     """An adapter of a variant. seed: others have other numbers. config: the model's, if it is another."""
     how = SETTINGS.get(name, SETTINGS["plain"])
-    target = re.compile(rf"(.*\.)({FUSED.get(variant, DENSE)})\.weight")
+    target = re.compile(rf"((?:.*\.)?)({FUSED.get(variant, DENSE)})\.weight")
     model = VARIANTS[variant] if config is None else config
     config = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", **how}
-    config |= {"target_modules": rf".*\.({FUSED.get(variant, DENSE)})", "fan_in_fan_out": variant == "gpt2"}
+    config |= {
+        "target_modules": rf"(.*\.)?({FUSED.get(variant, DENSE)})",
+        "fan_in_fan_out": variant == "gpt2",
+    }
     tensors = {}
     fused = name == "rs" and any(".experts." in one for one in tensor_shapes(model))
     if fused:  # transformers has one parameter for the gates and ups of all experts, and one for their downs
         config["target_modules"] = rf".*\.{ATTENTION}"
         config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
         tensors = _fused_experts(model, f"{variant}/{name}{seed}", how)
-    for tensor, shape in tensor_shapes(model).items():
+    shapes = tensor_shapes(model)
+    if "lm_head" in FUSED.get(variant, DENSE):  # also of a head that is the embedding
+        shapes |= {"lm_head.weight": shapes["model.embed_tokens.weight"]}
+    for tensor, shape in shapes.items():
         if (found := target.fullmatch(tensor)) is None or len(shape) != 2:
             continue
         if fused and ".experts." in tensor:
@@ -73,7 +83,8 @@ def lora(variant: str, name: str, seed: str = "", config: dict[str, Any] | None 
         outs, inputs = shape[::-1] if variant == "gpt2" else shape
         module = found[1] + found[2]
         key = f"{variant}/{name}{seed}/{module}"
-        tensors |= _pair(f"base_model.model.{module}", key, (outs, inputs), _rank(how, module))
+        pair = _pair(f"base_model.model.{module}", key, (outs, inputs), _rank(how, module))
+        tensors |= _of_table(pair) if "embed_tokens" in module else pair
     return Lora(config, tensors)
 
 
@@ -84,6 +95,15 @@ def _pair(name: str, key: str, shape: tuple[int, int], rank: int, experts: int =
     return {
         f"{name}.lora_A.weight": (a.reshape(-1, inputs) / math.sqrt(inputs)).astype(np.float32),
         f"{name}.lora_B.weight": (0.15 * b.reshape(outs, -1)).astype(np.float32),
+    }
+
+
+def _of_table(pair: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As PEFT writes them: factors of the table's transpose, which have changed places."""
+    a, b = pair
+    return {
+        b.replace("lora_B.weight", "lora_embedding_A"): np.ascontiguousarray(pair[b].T),
+        a.replace("lora_A.weight", "lora_embedding_B"): np.ascontiguousarray(pair[a].T),
     }
 
 
