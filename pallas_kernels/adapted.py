@@ -25,6 +25,7 @@ from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.support import Impl
 
 LEAST, VECTOR = 16, 64  # columns of a place; numbers in a CPU's longest vector
+FEW = 64  # inputs up to which XLA's form of a product is faster than a CPU's kernel
 
 
 def columns_of(rank: int) -> int:
@@ -53,6 +54,12 @@ class Stack:
     a: jax.Array
     b: tuple[jax.Array, ...]
     parts: tuple[int, ...]
+
+    def first(self, columns: int) -> Stack:
+        """The first places' columns, so many."""
+        if columns == self.a.shape[-2]:
+            return self
+        return replace(self, a=self.a[..., :columns, :], b=tuple(b[..., :columns] for b in self.b))
 
     def __getitem__(self, index: Any) -> Stack:
         """An expert's adapters."""
@@ -92,7 +99,7 @@ class Adapted:
         inner = Plain(stack.a.reshape(-1, size), forms).product(x).reshape(-1, parts, columns)
         inner *= self.mask[:, None]
         each = [
-            Plain(b, forms).product(inner[:, part], dtype).reshape(len(x), *b.shape[:-1])
+            _raised(inner[:, part], b, forms, dtype).reshape(len(x), *b.shape[:-1])
             for part, b in zip(stack.parts, stack.b, strict=True)
         ]
         return _joined(each).reshape(len(x), -1)
@@ -121,6 +128,17 @@ class Adapted:
 
     def __getitem__(self, index: Any) -> Weight:
         raise NotImplementedError("parts of an adapted weight are not used alone")
+
+
+def _raised(inner: jax.Array, b: jax.Array, forms: Forms, dtype: jnp.dtype[Any]) -> jax.Array:
+    """The product of inner results [rows, columns] and b [*outs, columns] -> [rows, outs].
+
+    A CPU's kernel adds up vectors of inputs for each output, so with few inputs XLA's form is faster: six
+    times with 16, and no more with 128 (32 rows, 2048 outputs, bfloat16).
+    """
+    if b.shape[-1] <= FEW:
+        return multiply(inner, b.reshape(-1, b.shape[-1]), dtype)
+    return Plain(b, forms).product(inner, dtype)
 
 
 def _joined(segments: Sequence[jax.Array]) -> jax.Array:

@@ -171,20 +171,25 @@ def mask_of(words: jax.Array, columns: int, places: int, dtype: Any) -> jax.Arra
 
 
 def adapter(
-    shapes: AdapterShapes, forms: Forms, *, logits: bool
+    shapes: AdapterShapes, forms: Forms, places: int, *, logits: bool
 ) -> Callable[[Params, Stacks, jax.Array], Params] | None:
     """(parameters, stacks, sampling words of each row) -> the parameters with adapted weights in the place of
     those that adapters may change, in programs that compute logits or in trunks. None: they change none.
+
+    Args:
+        places: the number of places that are computed, from the first.
     """
-    found, columns = shapes.of(logits=logits), shapes.places * shapes.columns
+    found, columns = shapes.of(logits=logits), places * shapes.columns
     if not found:
         return None
 
     def adapt(params: Params, stacks: Stacks, words: jax.Array) -> Params:
-        mask = mask_of(words, columns, shapes.places, shapes.model.dtype)
+        mask = mask_of(words, columns, places, shapes.model.dtype)
         leaves, tree = jax.tree.flatten(params, is_leaf=is_weight)
         for number, site in found:
-            leaves[site.index] = Adapted(weight_of(leaves[site.index]), stacks[number], mask, forms)
+            leaves[site.index] = Adapted(
+                weight_of(leaves[site.index]), stacks[number].first(columns), mask, forms
+            )
         return jax.tree.unflatten(tree, leaves)
 
     return adapt

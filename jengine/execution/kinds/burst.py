@@ -46,7 +46,7 @@ class Burst(Kind[BurstKey]):
         name = f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}"
         first = 1 + len(stacks)
         return Program(
-            f"{name}{'_lora' if key.trunk.adapted else ''}",
+            f"{name}{f'_lora{key.trunk.adapted}' if key.trunk.adapted else ''}",
             of_leaves(spec, burst),
             (spec.leaves, *stacks, *own),
             out,

@@ -156,12 +156,13 @@ def adapter_of(spec: ExecutionSpec, key: TrunkKey) -> Adapt | None:
     """What puts adapted weights in the place of parameters, for trunks with adapters."""
     if spec.adapters is None or not key.adapted:
         return None
-    return adapter(spec.adapters, spec.product_forms, logits=False) or unchanged
+    return adapter(spec.adapters, spec.product_forms, key.adapted, logits=False) or unchanged
 
 
 def head_adapter_of(spec: ExecutionSpec) -> Adapt | None:
     """What puts an adapted output head in the place of the model's; None: adapters cannot change it."""
-    return None if spec.adapters is None else adapter(spec.adapters, spec.product_forms, logits=True)
+    shapes = spec.adapters
+    return None if shapes is None else adapter(shapes, spec.product_forms, shapes.places, logits=True)
 
 
 def _whole(spec: ExecutionSpec) -> Callable[[Sequence[jax.Array]], Params]:

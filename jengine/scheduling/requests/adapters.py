@@ -158,9 +158,9 @@ class Adapters:
             adapter.used = next(self._clock)
 
     @property
-    def running(self) -> bool:
-        """Whether any running sequence uses an adapter."""
-        return any(one is not None and one.running > 0 for one in self._on)
+    def highest(self) -> int:
+        """The highest place of an adapter that a running sequence uses; 0: there is none."""
+        return max((one.place for one in self._on if one is not None and one.running), default=0)
 
     @property
     def in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
