@@ -60,6 +60,7 @@ class DeviceMemory:
     page: int
     staging: int = 0  # pages in transfer between device and host
     states: int = 0  # recurrent states of all sequences and snapshots
+    adapters: int = 0  # places of LoRA adapters
 
     @classmethod
     def of(cls, limit: int, spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> DeviceMemory:
@@ -67,18 +68,19 @@ class DeviceMemory:
         working = max(program.working for program in programs)
         return cls(
             limit,
-            device_bytes((spec.weights, spec.stacks)),
+            device_bytes(spec.weights),
             state,
             working,
             spec.page_bytes,
             spec.staging_bytes,
             spec.num_states * spec.state_bytes,
+            device_bytes(spec.stacks),
         )
 
     @property
     def beside(self) -> int:
         """Bytes in use without the cache's pages."""
-        return self.weights + self.state + self.working + self.staging + self.states
+        return self.weights + self.adapters + self.state + self.working + self.staging + self.states
 
     @property
     def margin(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, InvalidArgument, LoRARequest
+from jengine.capacity.simulation.formats import read_trace
 from jengine.checkpoints.folder import DEMO
 from jengine.core.request import MAX_LOGPROBS, RequestOutput, SamplingParams
 from jengine.engine.engine import Engine
@@ -200,12 +201,14 @@ def test_bursts_and_scores_with_an_adapted_head(make_engine: Callable[..., Engin
 def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
     arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
     path = str(write_lora(tmp_path / "adapter", arrays))
-    with on_demand(), LLM("demo", progress=False, max_model_len=128, **SMALL, **LORA) as llm:
+    options = {"max_model_len": 128, "record_trace": str(tmp_path / "trace"), **SMALL, **LORA}
+    with on_demand(), LLM("demo", progress=False, **options) as llm:
         request, params = LoRARequest("sql", 1, path), SamplingParams(temperature=0.0, max_tokens=6)
         ids = [prompts(1, 9)[0]] * 2
         with_adapter, without = llm.generate(ids, params, use_tqdm=False, lora_request=[request, None])
         assert [info.name for info in llm.loras.list()] == ["sql"]
         assert with_adapter.outputs[0].token_ids != without.outputs[0].token_ids
+        assert [one.lora for one in llm.engine.trace().requests] == ["sql", ""]
         again = list(llm.stream(ids[0], params, lora_request="sql"))[-1]
         assert again.outputs[0].token_ids == with_adapter.outputs[0].token_ids
         llm.loras.load("memory", config=arrays.config, tensors=arrays.tensors)
@@ -214,6 +217,9 @@ def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
         llm.loras.unload("sql")
         with pytest.raises(InvalidArgument, match="lora_request='sql': is not loaded"):
             llm.generate(ids[0], params, use_tqdm=False, lora_request="sql")
+    assert "sql" not in (tmp_path / "trace").read_text()  # names are hashed
+    first, base, second, memory = read_trace(tmp_path / "trace").loras or ()
+    assert base is None and first == second != memory is not None
 
 
 def test_async_llm_and_adapters(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ class Adapters:
     def __iter__(self) -> Iterator[Adapter]:
         return iter([*self.by_name.values()])
 
+    @property
+    def places(self) -> int:
+        return len(self._on)
+
     # --- loading ------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
