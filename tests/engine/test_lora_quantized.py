@@ -19,10 +19,12 @@ from jengine.core.request import MAX_LOGPROBS, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
+from pallas_kernels.groups import Groups
+from pallas_kernels.plain import Plain
 from pallas_kernels.products import Weight
 from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.weights import is_weight, stored
-from tests.engine.loras import load, prompts, run_adapted
+from tests.engine.loras import TARGETS, load, prompts, run_adapted
 from tests.engine.test_lora import LORA
 from tests.golden.loras import SETTINGS, lora, write_merged
 from tests.golden.weights import max_model_len, write_model
@@ -48,8 +50,10 @@ class Changed:
         added = jnp.dot(array, self.change.reshape(-1, self.shape[-1]).T, precision="highest")
         return self.base.product(array, dtype) + added.astype(dtype or array.dtype)
 
-    def grouped_product(self, *args: Any, **how: Any) -> jax.Array:
-        raise NotImplementedError
+    def grouped_product(self, x: jax.Array, groups: Groups, **how: Any) -> jax.Array:
+        return self.base.grouped_product(x, groups, **how) + Plain(self.change).grouped_product(
+            x, groups, **how
+        )
 
     def take(self, rows: jax.Array) -> jax.Array:
         return self.base.take(rows)
@@ -71,6 +75,7 @@ class Changed:
             for variant in ("llama_gqa", "phi3_window")
             if (kind, variant) != ("w8a8", "llama_gqa")
         ),
+        pytest.param("int8", "qwen3_moe", marks=pytest.mark.full),
     ],
 )
 def test_what_adapters_add_is_not_quantized(
@@ -79,13 +84,15 @@ def test_what_adapters_add_is_not_quantized(
     """Log probabilities of a batch with two adapters and none are those of a dense pass: over the engine's
     weights, in floats unless products quantize their inputs, plus the difference that merging makes.
     """
-    engine = make_engine(variant, quantization=quantization, dtype="float32", **LORA)
-    names = [*SETTINGS, None]
-    for name in SETTINGS:
+    options = {**LORA, **TARGETS.get(variant, {}), "quantization": quantization, "dtype": "float32"}
+    engine = make_engine(variant, **options)
+    # `write_merged` knows no parameters of all experts
+    names = ["plain", None] if variant in TARGETS else [*SETTINGS, None]
+    for name in filter(None, names):
         load(engine, name, lora(variant, name))
     work = [
         (prompt, SamplingParams(max_tokens=8, logprobs=MAX_LOGPROBS, **HOW), name)
-        for prompt, name in zip(prompts(3, 41), names, strict=True)
+        for prompt, name in zip(prompts(len(names), 41), names, strict=True)
     ]
     answers = run_adapted(engine, work)
     base = tmp_path / "base"
