@@ -107,7 +107,7 @@ class Adapted:
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        stack, how = self.stack, {"impl": impl, "device": device}
+        stack, how = self.stack, dict[str, Any](impl=impl, device=device)
         each_chooses = len(groups.place) // len(self.mask)  # experts
         mask = self.mask[groups.row // each_chooses]
         inner = Plain(stack.a).grouped_product(x, groups, **how) * mask[:, None]

@@ -153,7 +153,7 @@ def sites(model: Model, targets: Sequence[str] | None = None) -> tuple[Site, ...
         zip(paths, zip(*leaves, strict=True), strict=True)
     ):
         every = _modules(model.prefix, len(parameter.shape), source) if adaptable else ()
-        for role, modules in _roles(model, path[0].key, axes, every):  # type: ignore[union-attr]
+        for role, modules in _roles(model, path[0].key, axes, every):
             experts = parameter.shape[0] if role == "experts" else None
             segments = _segments(modules, parameter.shape, experts) if modules else ()
             if not segments:
