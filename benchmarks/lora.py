@@ -3,10 +3,10 @@
     python -m benchmarks.lora [--model 134m] [--places 8] [--rounds 3]
 
 32 streams decode 65 tokens each, without stop tokens, in engines without and with adapters, in turn. An
-engine with places for n adapters is measured with none in use, and with 1, 4, 8 or n of rank 16 that change
-every dense module (request i uses adapter i modulo the number). Then, while 31 streams decode, adapters are
-loaded one after the other in a thread, as `LoadLora` does, and a request uses each: the time to load one and
-to its first token, the longest step before and meanwhile, and compilations.
+engine with places for n adapters is measured with none in use, and with 1, 2, 4, 8 or n of rank 16 that
+change every dense module (request i uses adapter i modulo the number). Then, while 31 streams decode,
+adapters are loaded one after the other in a thread, as `LoadLora` does, and a request uses each: the time to
+load one and to its first token, the longest step before and meanwhile, and compilations.
 
 On a busy machine, tokens a second say little; tokens per second of this process's processor time say more.
 """
@@ -32,7 +32,7 @@ from jengine.engine.start import start_engine
 from jengine.execution.runner import Runner
 
 ROWS, TOKENS, PROMPT, RANK, LOADS = 32, 65, 16, 16, 6
-USED = 1, 4, 8  # adapters
+USED = 1, 2, 4, 8  # adapters
 SIZES = {
     "max_num_seqs": ROWS,
     "max_num_batched_tokens": ROWS + 64,

@@ -8,7 +8,8 @@ columns of a place are a power of two, or a multiple of 64 (see `columns_of`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,13 @@ import jax.numpy as jnp
 from pallas_kernels.devices import traced_for_cpu
 from pallas_kernels.groups import Groups
 from pallas_kernels.plain import Plain
+from pallas_kernels.product_xla import multiply
 from pallas_kernels.products import Forms, Weight
 from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.support import Impl
 
 LEAST, VECTOR = 16, 64  # columns of a place; numbers in a CPU's longest vector
+FEW = 64  # inputs up to which XLA's form of a product is faster than a CPU's kernel
 
 
 def columns_of(rank: int) -> int:
@@ -43,14 +46,24 @@ class Stack:
     second axis is divided into segments; each belongs to a part.
 
     Attributes:
-        a: [parts, places * columns, in].
-        b: for each segment, [*out of the segment, places * columns].
+        a: [parts, places * columns, in], after an axis of experts if the weight has one.
+        b: for each segment, [*out of the segment, places * columns], after the same axis.
         parts: of the segments.
     """
 
     a: jax.Array
     b: tuple[jax.Array, ...]
     parts: tuple[int, ...]
+
+    def first(self, columns: int) -> Stack:
+        """The first places' columns, so many."""
+        if columns == self.a.shape[-2]:
+            return self
+        return replace(self, a=self.a[..., :columns, :], b=tuple(b[..., :columns] for b in self.b))
+
+    def __getitem__(self, index: Any) -> Stack:
+        """An expert's adapters."""
+        return replace(self, a=self.a[index], b=tuple(b[index] for b in self.b))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("base", "stack", "mask"), meta_fields=("forms",))
@@ -86,19 +99,47 @@ class Adapted:
         inner = Plain(stack.a.reshape(-1, size), forms).product(x).reshape(-1, parts, columns)
         inner *= self.mask[:, None]
         each = [
-            Plain(b, forms).product(inner[:, part], dtype).reshape(len(x), *b.shape[:-1])
+            _raised(inner[:, part], b, forms, dtype).reshape(len(x), *b.shape[:-1])
             for part, b in zip(stack.parts, stack.b, strict=True)
         ]
-        added = each[0] if len(each) == 1 else jnp.concatenate(each, axis=2)
-        return added.reshape(len(x), -1)
+        return _joined(each).reshape(len(x), -1)
 
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        raise NotImplementedError("experts have no adapters")
+        stack, how = self.stack, dict[str, Any](impl=impl, device=device)
+        each_chooses = len(groups.place) // len(self.mask)  # experts
+        mask = self.mask[groups.row // each_chooses]
+        inner = Plain(stack.a).grouped_product(x, groups, **how) * mask[:, None]
+        each = [
+            Plain(b).grouped_product(inner[:, part], groups, **how)
+            for part, b in zip(stack.parts, stack.b, strict=True)
+        ]
+        return self.base.grouped_product(x, groups, **how) + _joined(each)
+
+    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> Weight:
+        return Adapted(self.base.of_expert(expert, tokens), self.stack[expert], self.mask[tokens], self.forms)
 
     def take(self, rows: jax.Array) -> jax.Array:
-        raise NotImplementedError("tables have no adapters")
+        [b], [a] = self.stack.b, self.stack.a
+        inner = Plain(b).take(rows) * self.mask
+        taken = self.base.take(rows)
+        return (taken + multiply(inner, a.T, jnp.float32)).astype(taken.dtype)
 
     def __getitem__(self, index: Any) -> Weight:
         raise NotImplementedError("parts of an adapted weight are not used alone")
+
+
+def _raised(inner: jax.Array, b: jax.Array, forms: Forms, dtype: jnp.dtype[Any]) -> jax.Array:
+    """The product of inner results [rows, columns] and b [*outs, columns] -> [rows, outs].
+
+    A CPU's kernel adds up vectors of inputs for each output, so with few inputs XLA's form is faster: six
+    times with 16, and no more with 128 (32 rows, 2048 outputs, bfloat16).
+    """
+    if b.shape[-1] <= FEW:
+        return multiply(inner, b.reshape(-1, b.shape[-1]), dtype)
+    return Plain(b, forms).product(inner, dtype)
+
+
+def _joined(segments: Sequence[jax.Array]) -> jax.Array:
+    return segments[0] if len(segments) == 1 else jnp.concatenate(segments, axis=2)

@@ -68,6 +68,9 @@ class EightBits:
     def __getitem__(self, index: Any) -> EightBits:
         return self._with(self.numbers[index])
 
+    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> EightBits:
+        return self[expert]
+
     def take(self, rows: jax.Array) -> jax.Array:
         return dequantize(
             jax.tree.map(lambda array: jnp.take(array, rows, axis=0, mode="clip"), self.numbers)

@@ -57,6 +57,9 @@ class FourBits:
     def __getitem__(self, index: Any) -> FourBits:
         return self._map(lambda array: array[index])
 
+    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> FourBits:
+        return self[expert]
+
     def take(self, rows: jax.Array) -> jax.Array:
         return self._map(lambda array: jnp.take(array, rows, axis=0, mode="clip")).dequantized()
 

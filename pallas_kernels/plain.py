@@ -51,6 +51,9 @@ class Plain:
     def __getitem__(self, index: Any) -> Plain:
         return replace(self, array=self.array[index])
 
+    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> Plain:
+        return self[expert]
+
     def take(self, rows: jax.Array) -> jax.Array:
         return jnp.take(self.array, rows, axis=0, mode="clip")
 

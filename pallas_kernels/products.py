@@ -57,7 +57,10 @@ class Weight(Protocol):
         """Rows int32[N] of a table [n, size] -> [N, size]. Rows out of bounds give the last row."""
 
     def __getitem__(self, index: Any) -> Weight:
-        """The weight at an index of leading axes, such as an expert's matrix."""
+        """The weight at an index of leading axes."""
+
+    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> Weight:
+        """An expert's matrix, for rows of these tokens of the step, int32 [rows]."""
 
 
 class StoredWeight(Weight, Protocol):

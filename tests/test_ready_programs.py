@@ -143,7 +143,7 @@ def test_trunks_with_adapters_serve_steps_without_but_not_the_reverse(
     """The first programs serve both. With all of them, steps without adapters have trunks without, unless a
     token's program must always be the same.
     """
-    how = {"max_num_seqs": rows, "tile_size": 16, "adapters": True}
+    how = {"max_num_seqs": rows, "tile_size": 16, "adapters": 8}
     invariant = build == "build_batch_invariant"
     table = (
         ProgramTable.build_batch_invariant(tiles=tiles, **how)  # type: ignore[arg-type]
@@ -154,10 +154,10 @@ def test_trunks_with_adapters_serve_steps_without_but_not_the_reverse(
     for ready in (first, every):
         count = data.draw(st.integers(0 if invariant else 1, 1))
         step = (count, 0) if count else (0, 1)
-        for adapted in (False, True):
-            trunk = ready.trunk(*step, adapted=adapted)
-            assert trunk.adapted or not adapted
+        for highest in range(9):
+            trunk = ready.trunk(*step, adapted=highest)
+            assert trunk.adapted >= highest
             if ready is every:
-                assert trunk.adapted == (adapted or invariant)
-    assert {key.adapted for key in table.trunks()} == ({True} if invariant else {False, True})
+                assert trunk.adapted == (8 if highest > 2 or invariant else 2 if highest else 0)
+    assert {key.adapted for key in table.trunks()} == ({8} if invariant else {0, 2, 8})
     assert {str(key) for key in by_use(table)} == {str(key) for key in table.all_keys()}

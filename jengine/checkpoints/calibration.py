@@ -156,6 +156,9 @@ class Calibrated:
     def __getitem__(self, index: Any) -> Weight:
         return weight_of(self.result())[index]
 
+    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> Weight:
+        return self[expert]
+
     def quantized(self, x: jax.Array) -> Int4:
         block, group = self.target.hadamard, self.target.group
         flat = self.weight.reshape(-1, self.weight.shape[-1])

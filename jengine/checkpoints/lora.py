@@ -16,13 +16,17 @@ import numpy as np
 
 from jengine.base.errors import ModelError
 from jengine.checkpoints.folder import read_json, resolve
+from jengine.checkpoints.lora_experts import BASE, fused_site, of_experts
 from jengine.checkpoints.safetensors import parse, read_file
 from jengine.checkpoints.stored import Tensor, dense
 from jengine.core.lora import LoraSource
-from jengine.models.adapters import LoraWeights, Module, bare
+from jengine.models.adapters import Factors, LoraWeights, Module, Site, bare
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)"
+    r"\.lora_(?:(?P<side>[AB])(?:\.[^.]+)?\.weight|embedding_(?P<table>[AB])(?:\.[^.]+)?)"
+)
 # Settings that change results in ways that are not supported, and the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[str, Sequence[Any]]] = {
     "use_dora": ("DoRA is not supported: merge the adapter into the weights", (False,)),
@@ -30,8 +34,7 @@ UNSUPPORTED: dict[str, tuple[str, Sequence[Any]]] = {
     "bias": ("biases are not changed: merge the adapter into the weights", ("none",)),
     "lora_bias": ("biases of adapters are not supported", (False,)),
     "layer_replication": ("layers are not repeated", ([],)),
-    "target_parameters": ("parameters of experts have no adapters", ([],)),
-    "trainable_token_indices": ("embeddings have no adapters", ([],)),
+    "trainable_token_indices": ("rows of embeddings are not replaced", ([],)),
     "alora_invocation_tokens": ("activated LoRA is not supported", ([],)),
     "use_qalora": ("QALoRA is not supported", (False,)),
     "use_bdlora": ("block-diagonal LoRA is not supported", (False,)),
@@ -40,13 +43,20 @@ UNSUPPORTED: dict[str, tuple[str, Sequence[Any]]] = {
 CHANGES_BASE = re.compile(r"(?i)pissa|olora|corda|loftq")  # values of init_lora_weights
 
 
-def read_lora(source: LoraSource, modules: Mapping[str, Module], prefix: str, max_rank: int) -> LoraWeights:
+def read_lora(
+    source: LoraSource,
+    modules: Mapping[str, Module],
+    prefix: str,
+    max_rank: int,
+    fused: Mapping[str, Site] | None = None,
+) -> LoraWeights:
     """Reads an adapter for a model.
 
     Args:
         modules: those of the model that adapters may change, by their bare names.
         prefix: of the model's tensors, see Decoder.
         max_rank: the largest supported one.
+        fused: parameters with all experts of a layer, by transformers' names.
 
     Raises:
         ModelError: it cannot be read, or does not fit the model; names the file and the module.
@@ -55,19 +65,32 @@ def read_lora(source: LoraSource, modules: Mapping[str, Module], prefix: str, ma
     file = place / CONFIG
     _check_config(config, file)
     pairs = _pairs(tensors, place / TENSORS)
-    factors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    factors: dict[str, Factors] = {}
+    parameters = []  # names of those with all experts
     for name, (a, b) in pairs.items():
         module = modules.get(bare(name, prefix))
-        if module is None:
+        if module is not None:
+            _check_shapes(name, a, b, module, max_rank, place / TENSORS)
+            factors[module.name] = a, b * _scale(config, name, len(a), file)
+        elif (site := fused_site(bare(name, prefix), a, b, fused or {})) is not None:
+            each = of_experts(site, a, b)
+            rank = len(next(iter(each.values()))[0])
+            _check_rank(name, rank, max_rank, place / TENSORS)
+            parameters.append(f"{BASE.sub('', name)}.{site.fused.rpartition('.')[2]}")  # type: ignore[union-attr]
+            scale = _scale(config, parameters[-1], rank, file)
+            factors |= {one: (a, b * scale) for one, (a, b) in each.items()}
+        else:
             raise ModelError(
-                f"the model has no module {name} that an adapter may change", file=place / TENSORS
+                f"the model has no module {name} that an adapter may change; those of experts, embeddings and"
+                " output heads must be in lora_target_modules",
+                file=place / TENSORS,
             )
-        _check_shapes(name, a, b, module, max_rank, place / TENSORS)
-        scale = _scale(config, name, len(a), file)
-        factors[module.name] = a, b * np.float32(scale)
     if not factors:
         raise ModelError("has no tensors of an adapter", file=place / TENSORS)
     _check_targets(config, pairs, file)
+    for target in config.get("target_parameters") or []:
+        if not any(f".{name}".endswith(f".{target}") for name in parameters):
+            raise ModelError(f"target_parameters has {target!r}, but no such one has tensors", file=file)
     return LoraWeights(max(len(a) for a, _ in factors.values()), factors)
 
 
@@ -107,14 +130,17 @@ def _pairs(tensors: Mapping[str, Tensor], file: Path) -> dict[str, tuple[np.ndar
         if match is None:
             raise ModelError(f"is not supported{_why(name)}", file=file, tensor=name)
         sides = found.setdefault(match["module"], {})
-        if match["side"] in sides:
+        # a table is the transpose of a layer's matrix, so its factors have changed places
+        side = match["side"] or {"A": "B", "B": "A"}[match["table"]]
+        if side in sides:
             raise ModelError("is given twice, under two names of an adapter", file=file, tensor=name)
         array = dense(tensor.array)
         if array.ndim != 2 or array.dtype.kind not in "fV":
             raise ModelError(
                 f"must be a matrix of floats, not {array.dtype}{list(array.shape)}", file=file, tensor=name
             )
-        sides[match["side"]] = _finite(array.astype(np.float32), file, name)
+        array = _finite(array.astype(np.float32), file, name)
+        sides[side] = array if match["side"] else array.T
     for module, sides in found.items():
         if missing := {"A", "B"} - sides.keys():
             raise ModelError(f"module {module} has no lora_{missing.pop()}", file=file)
@@ -131,8 +157,8 @@ def _finite(array: np.ndarray, file: Path, name: str) -> np.ndarray:
 def _why(name: str) -> str:
     if "lora_magnitude_vector" in name:
         return ": DoRA is not supported; merge the adapter into the weights"
-    if "lora_embedding" in name:
-        return ": embeddings have no adapters"
+    if name.endswith(".base_layer.weight"):
+        return ": whole weights are not replaced; save the adapter with save_embedding_layers=False"
     if name.endswith("bias"):
         return ": biases are not changed"
     return ": only lora_A.weight and lora_B.weight of modules are"
@@ -142,8 +168,7 @@ def _check_shapes(name: str, a: np.ndarray, b: np.ndarray, module: Module, max_r
     outs, inputs = module.shape
     if len(a) != b.shape[1]:
         raise ModelError(f"module {name}: lora_A has rank {len(a)}, lora_B has {b.shape[1]}", file=file)
-    if len(a) > max_rank:
-        raise ModelError(f"module {name} has rank {len(a)}, above max_lora_rank={max_rank}", file=file)
+    _check_rank(name, len(a), max_rank, file)
     if (len(b), a.shape[1]) != (outs, inputs):
         raise ModelError(
             f"module {name} has {a.shape[1]} inputs and {len(b)} outputs; the model's {inputs} and {outs}",
@@ -151,14 +176,19 @@ def _check_shapes(name: str, a: np.ndarray, b: np.ndarray, module: Module, max_r
         )
 
 
-def _scale(config: Mapping[str, Any], name: str, rank: int, file: Path) -> float:
+def _check_rank(name: str, rank: int, max_rank: int, file: Path) -> None:
+    if rank > max_rank:
+        raise ModelError(f"module {name} has rank {rank}, above max_lora_rank={max_rank}", file=file)
+
+
+def _scale(config: Mapping[str, Any], name: str, rank: int, file: Path) -> np.float32:
     r = _of_pattern(config.get("rank_pattern"), name, config.get("r", 8))
     alpha = _of_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if type(r) is not int or type(alpha) not in (int, float):
         raise ModelError(f"r={r!r} and lora_alpha={alpha!r} must be numbers", file=file)
     if r != rank:
         raise ModelError(f"module {name} has rank {rank}, but the configuration says r={r}", file=file)
-    return float(alpha) / (math.sqrt(r) if config.get("use_rslora") else r)
+    return np.float32(float(alpha) / (math.sqrt(r) if config.get("use_rslora") else r))
 
 
 def _of_pattern(patterns: Any, name: str, default: Any) -> Any:

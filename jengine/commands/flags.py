@@ -28,7 +28,10 @@ SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tok
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
 SHORT = {"tensor_parallel_size": "-tp", "quantization": "-q", "speculative_config": "-sc"}  # as in vLLM
 FILES = ("chat_template",)  # options whose text may be a file
-SEVERAL = {"lora_modules": "NAME=PATH"}  # options that take several values after one flag, as in vLLM
+SEVERAL = {
+    "lora_modules": "NAME=PATH",
+    "lora_target_modules": "NAME",
+}  # options that take several values after one flag, as in vLLM
 
 LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None
 

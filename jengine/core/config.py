@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from jengine.base.checks import check_number, check_targets, check_whole
 from jengine.base.errors import InvalidArgument
-from jengine.core.lora import LoraLimits, check_lora_options
+from jengine.core.lora import LoraLimits, check_lora_options, target_modules
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
 from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, takes, value_of
@@ -71,6 +71,9 @@ class EngineConfig:
             the adapters' own ranks are.
         max_cpu_loras: the most adapters that are loaded at once, each with a copy in host memory; at least
             max_loras. By default, as many as are loaded.
+        lora_target_modules: what adapters may change, by names of modules or parts of names, such as q_proj
+            or experts; several with commas between them, or as a list. All else has no places for adapters on
+            the device. By default all linear layers but those of experts.
         max_model_len: the most tokens of a sequence, prompt and output together. By default the model's
             length.
         max_num_seqs: the most sequences that run at once. By default 32 on a CPU, 256 on a GPU.
@@ -176,6 +179,7 @@ class EngineConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
+    lora_target_modules: list[str] | tuple[str, ...] | str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -264,7 +268,9 @@ class EngineConfig:
         for name in ("weight_updates", "enable_prefix_caching", "batch_invariant", "overlap", "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
-        check_lora_options(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
+        targets = target_modules(self.lora_target_modules)
+        object.__setattr__(self, "lora_target_modules", targets)  # hashable
+        check_lora_options(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras, targets)
         if self.embeddings is not None and not isinstance(self.embeddings, bool):
             raise InvalidArgument("embeddings", self.embeddings, "must be True, False or None")
         if (
@@ -353,7 +359,10 @@ class EngineConfig:
     @property
     def lora(self) -> LoraLimits | None:
         """Limits of adapters; None: they are off."""
-        return check_lora_options(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
+        targets = self.lora_target_modules
+        return check_lora_options(
+            self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras, targets
+        )
 
     @property
     def draft_tokens(self) -> int:

@@ -93,6 +93,7 @@ class LoraLimits:
     max_loras: int
     max_lora_rank: int
     max_cpu_loras: int | None = None
+    target_modules: tuple[str, ...] | None = None
 
 
 def check_lora_name(name: object) -> None:
@@ -103,7 +104,11 @@ def check_lora_name(name: object) -> None:
 
 
 def check_lora_options(
-    enable_lora: bool, max_loras: int, max_lora_rank: int, max_cpu_loras: int | None
+    enable_lora: bool,
+    max_loras: int,
+    max_lora_rank: int,
+    max_cpu_loras: int | None,
+    lora_target_modules: object,
 ) -> LoraLimits | None:
     """Checks these options of EngineConfig. Returns the limits; None: adapters are off.
 
@@ -114,6 +119,29 @@ def check_lora_options(
     check_whole("max_lora_rank", max_lora_rank, 1, MAX_LORA_RANK)
     if max_cpu_loras is not None:
         check_whole("max_cpu_loras", max_cpu_loras, max_loras, None)
+    targets = target_modules(lora_target_modules)
     if not enable_lora:
         return None
-    return LoraLimits(max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras)
+    return LoraLimits(
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        max_cpu_loras=max_cpu_loras,
+        target_modules=targets,
+    )
+
+
+def target_modules(given: object) -> tuple[str, ...] | None:
+    """The names in lora_target_modules, which may be given with commas between them.
+
+    Raises:
+        InvalidArgument: they are no names.
+    """
+    if given is None:
+        return None
+    items = [given] if isinstance(given, str) else given
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise InvalidArgument("lora_target_modules", given, "must be names of modules")
+    names = tuple(name.strip() for item in items for name in item.split(","))
+    if not names or not all(names):
+        raise InvalidArgument("lora_target_modules", given, "must be names of modules, none of them empty")
+    return names

@@ -40,9 +40,9 @@ class AdapterStore:
         """See operations.LoadLora."""
         with self._loading:
             self._check(source.name, load_inplace, evict)
-            prefix = self._shapes.model.prefix
-            weights = read_lora(source, self._shapes.modules, prefix, self.limits.max_lora_rank)
-            number, packed = self._adapters.next_number(), self._shapes.pack(weights)
+            shapes, rank = self._shapes, self.limits.max_lora_rank
+            weights = read_lora(source, shapes.modules, shapes.model.prefix, rank, shapes.fused)
+            number, packed = self._adapters.next_number(), shapes.pack(weights)
             info = LoraInfo(
                 name=source.name,
                 path=source.path,

@@ -163,7 +163,7 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
             tile_size=config.tile_size,
             pooling=bool(config.embeddings),
             drafts=config.draft_tokens,
-            adapters=config.enable_lora,
+            adapters=config.max_loras if config.enable_lora else 0,
         )
     return ProgramTable.build(
         max_num_seqs=chosen.max_num_seqs,
@@ -173,7 +173,7 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
         pooling=bool(config.embeddings),
         steps=config.burst_steps,
         drafts=config.draft_tokens,
-        adapters=config.enable_lora,
+        adapters=config.max_loras if config.enable_lora else 0,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.execution.sampling_row import LORA_WORD
-from jengine.execution.slots import SlotState
 from jengine.models import Model, Params
 from jengine.models.adapters import LoraWeights, Module, Site, sites
 from jengine.parallel.collectives import AXIS
@@ -36,12 +35,14 @@ class AdapterShapes:
     Attributes:
         places: how many adapters have a place on the devices.
         max_rank: the largest rank of an adapter.
+        targets: see `models.adapters.sites`.
     """
 
     model: Model
     mesh: Mesh
     places: int
     max_rank: int
+    targets: tuple[str, ...] | None = None
 
     @property
     def columns(self) -> int:
@@ -50,12 +51,23 @@ class AdapterShapes:
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
-        return sites(self.model)
+        return sites(self.model, self.targets)
 
     @functools.cached_property
     def modules(self) -> dict[str, Module]:
         """All modules that an adapter may change, by name."""
         return {module.name: module for site in self.sites for module in site.modules}
+
+    def of(self, *, logits: bool) -> tuple[tuple[int, Site], ...]:
+        """The sites of programs that compute logits, or of trunks, with their numbers."""
+        return tuple(
+            (number, site) for number, site in enumerate(self.sites) if (site.role == "head") == logits
+        )
+
+    @functools.cached_property
+    def fused(self) -> dict[str, Site]:
+        """Parameters with all experts of a layer, by transformers' names."""
+        return {site.fused: site for site in self.sites if site.fused is not None}
 
     @functools.cached_property
     def stacks(self) -> Stacks:
@@ -107,22 +119,20 @@ class AdapterShapes:
     def _parts(self, site: Site, weights: LoraWeights) -> list[np.ndarray]:
         """An adapter's a and b of a site, in the layout of a stack with one place."""
         a = np.zeros(site.a_shape(self.columns), np.float32)
-        whole = [np.zeros((*site.shape[:-1], self.columns), np.float32) for _ in site.modules]
+        whole = [np.zeros((*site.shape[:-1], self.columns), np.float32) for _ in range(site.parts)]
         for number, module in enumerate(site.modules):
             if module.name not in weights.factors:
                 continue
+            expert, number = divmod(number, site.parts)
+            own = a[number] if site.experts is None else a[expert, number]
             down, up = weights.factors[module.name]
             rank, outs = len(down), len(site.shape) - 1
             for piece in module.pieces:
                 inputs = piece.part[outs] if len(piece.part) > outs else slice(None)
-                a[number, :rank, inputs] = down[:, piece.columns]
+                own[:rank, inputs] = down[:, piece.columns]
                 place = whole[number][(*piece.part[:outs], ...)]
                 place[..., :rank] = up[piece.rows].reshape(*place.shape[:-1], rank)
-        parts = [a]
-        for segment in site.segments:
-            full = whole[segment.module]
-            parts.append(full if segment.rows is None else full[:, segment.rows])
-        return parts
+        return [a, *(whole[segment.module][site.rows(segment)] for segment in site.segments)]
 
 
 def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
@@ -133,7 +143,7 @@ def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
     places, numbers, at = [], packed.reshape(-1), 0
     columns = _columns_per_place(stacks, numbers.size)
     for stack in stacks:
-        for array, axis in [(stack.a, 1), *[(b, b.ndim - 1) for b in stack.b]]:
+        for array, axis in [(stack.a, stack.a.ndim - 2), *[(b, b.ndim - 1) for b in stack.b]]:
             shape = (*array.shape[:axis], columns, *array.shape[axis + 1 :])
             size = math.prod(shape)
             part = lax.slice_in_dim(numbers, at, at + size).reshape(shape)
@@ -148,25 +158,41 @@ def _columns_per_place(stacks: Stacks, numbers: int) -> int:
     """Columns of one of several equal places, one of which has so many numbers."""
     total: int = sum(leaf.size for leaf in jax.tree.leaves(stacks))
     assert total % numbers == 0, "places have equal sizes"
-    columns: int = stacks[0].a.shape[1]
+    columns: int = stacks[0].a.shape[-2]
     return columns // (total // numbers)
 
 
-def mask_of(slots: SlotState, owner: jax.Array, stacks: Stacks, places: int, dtype: Any) -> jax.Array:
-    """[tokens, places * columns]: 1 in the columns of the adapter that a token's slot names, otherwise 0."""
-    columns = stacks[0].a.shape[1]
-    place = slots.sampling[owner, LORA_WORD]
+def mask_of(words: jax.Array, columns: int, places: int, dtype: Any) -> jax.Array:
+    """[rows, columns of all places]: 1 in those of the adapter that a row's sampling words [rows, ...] name,
+    otherwise 0.
+    """
+    place = words[:, LORA_WORD]
     return (place[:, None] == 1 + jnp.arange(columns) // (columns // places)).astype(dtype)
 
 
-def adapted(
-    params: Params, stacks: Stacks, mask: jax.Array, found: Sequence[Site], forms: Forms = ()
-) -> Params:
-    """The parameters with adapted weights in the place of those that adapters may change."""
-    leaves, tree = jax.tree.flatten(params, is_leaf=is_weight)
-    for site, stack in zip(found, stacks, strict=True):
-        leaves[site.index] = Adapted(weight_of(leaves[site.index]), stack, mask, forms)
-    return jax.tree.unflatten(tree, leaves)
+def adapter(
+    shapes: AdapterShapes, forms: Forms, places: int, *, logits: bool
+) -> Callable[[Params, Stacks, jax.Array], Params] | None:
+    """(parameters, stacks, sampling words of each row) -> the parameters with adapted weights in the place of
+    those that adapters may change, in programs that compute logits or in trunks. None: they change none.
+
+    Args:
+        places: the number of places that are computed, from the first.
+    """
+    found, columns = shapes.of(logits=logits), places * shapes.columns
+    if not found:
+        return None
+
+    def adapt(params: Params, stacks: Stacks, words: jax.Array) -> Params:
+        mask = mask_of(words, columns, places, shapes.model.dtype)
+        leaves, tree = jax.tree.flatten(params, is_leaf=is_weight)
+        for number, site in found:
+            leaves[site.index] = Adapted(
+                weight_of(leaves[site.index]), stacks[number].first(columns), mask, forms
+            )
+        return jax.tree.unflatten(tree, leaves)
+
+    return adapt
 
 
 def prepare(shapes: AdapterShapes) -> None:

@@ -32,6 +32,7 @@ def make_burst(
     device: jax.Device,
     backend: AttentionBackend = "auto",
     adapt: Adapt | None = None,
+    adapt_head: Adapt | None = None,
 ) -> Callable[..., BurstOut]:
     """The function to compile: (params, cache, slots, packed batch and lengths) -> (cache, slots, tokens).
 
@@ -40,7 +41,7 @@ def make_burst(
     """
     run, sample = (
         make_pass(model, layout.key, page_size, device, backend, adapt),
-        make_sampler(model, key.sampler.variant),
+        make_sampler(model, key.sampler.variant, adapt=adapt_head),
     )
 
     def burst(params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array) -> BurstOut:
@@ -59,7 +60,9 @@ def make_burst(
                 sample_slots=jnp.where(going[batch.sample_tokens], batch.sample_slots, 0),
             )
             cache, axis, hidden = run(params, cache, slots._replace(last=last), now, stacks=stacks)
-            last, sampled = sample(params, last, slots.sampling, to_sample(now, axis, hidden))
+            adapters = () if adapt_head is None else (stacks,)
+            to = to_sample(now, axis, hidden)
+            last, sampled = sample(params, *adapters, last, slots.sampling, to)
             return (cache, last), sampled.tokens
 
         (cache, last), tokens = lax.scan(step, (cache, slots.last), jnp.arange(key.steps, dtype=jnp.int32))

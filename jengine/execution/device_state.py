@@ -68,6 +68,12 @@ class DeviceState:
         """Of the draft model's leaves, those that are none of the model's."""
         return [leaf for leaf, at in zip(leaves, self._shared, strict=True) if at is None]
 
+    @property
+    def head_stacks(self) -> tuple[Stacks, ...]:
+        """The stacked adapters for programs that compute logits; empty if adapters cannot change the head."""
+        shapes = self.spec.adapters
+        return () if shapes is None or not shapes.of(logits=True) else (self.stacks,)
+
     def take_leaves(self) -> list[jax.Array]:
         """Gives up the model's parameters: the caller's list is the only reference to them here."""
         leaves = [*self.leaves]

@@ -60,6 +60,7 @@ class DeviceMemory:
     page: int
     staging: int = 0  # pages in transfer between device and host
     states: int = 0  # recurrent states of all sequences and snapshots
+    adapters: int = 0  # places of LoRA adapters
 
     @classmethod
     def of(cls, limit: int, spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> DeviceMemory:
@@ -67,18 +68,19 @@ class DeviceMemory:
         working = max(program.working for program in programs)
         return cls(
             limit,
-            device_bytes((spec.weights, spec.stacks)),
+            device_bytes(spec.weights),
             state,
             working,
             spec.page_bytes,
             spec.staging_bytes,
             spec.num_states * spec.state_bytes,
+            device_bytes(spec.stacks),
         )
 
     @property
     def beside(self) -> int:
         """Bytes in use without the cache's pages."""
-        return self.weights + self.state + self.working + self.staging + self.states
+        return self.weights + self.adapters + self.state + self.working + self.staging + self.states
 
     @property
     def margin(self) -> int:
@@ -207,7 +209,8 @@ def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
     """Of a sampler of `rows` rows."""
     model = spec.model.config
     own_rows, vocab = -(-rows // model.shards), model.padded(model.vocab_size)
-    return _fixed(spec) + 4 * own_rows * 8 * vocab + 4 * rows * 16 * model.hidden_size + (1 << 16)
+    adapters = 0 if spec.adapters is None else _adapter_bytes(spec, rows, logits=True)
+    return adapters + _fixed(spec) + 4 * own_rows * 8 * vocab + 4 * rows * 16 * model.hidden_size + (1 << 16)
 
 
 def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
@@ -229,18 +232,21 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
     caches = max(_attention_bytes(spec, group, key, on_cpu) for group in paged(spec.groups))
     working = each * tokens * channels + layer.bytes + beside.bytes
-    adapters = _adapter_bytes(spec, tokens) if key.adapted else 0
+    adapters = _adapter_bytes(spec, tokens, logits=False) if key.adapted else 0
     return _fixed(spec) + working + caches + _state_bytes(spec, key) + adapters + (1 << 20)
 
 
-def _adapter_bytes(spec: ExecutionSpec, tokens: int) -> int:
+def _adapter_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
     """Of products with adapters: their inner results, and what they add to one weight's product."""
-    each = [4 * math.prod(stack.a.shape[:2]) + 3 * sum(_outs(b) for b in stack.b) for stack in spec.stacks]
-    return 4 * tokens * max(each, default=0)
-
-
-def _outs(b: Any) -> int:
-    return math.prod(_own(b)[:-1])
+    assert spec.adapters is not None
+    most = 0
+    for number, site in spec.adapters.of(logits=logits):
+        stack, rows = spec.stacks[number], tokens
+        if site.experts is not None:  # in the experts' order, see Experts.working
+            rows = 8 * min(site.experts, tokens) + tokens * site.chosen
+        outs = sum(math.prod(_own(b)[len(site.first) : -1]) for b in stack.b)
+        most = max(most, rows * (4 * math.prod(stack.a.shape[-3:-1]) + 3 * outs))
+    return 4 * most
 
 
 def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_cpu: bool) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jengine.core.request import MAX_LOGPROBS
+from jengine.execution.adapters import Stacks
 from jengine.execution.branches import either, if_any
 from jengine.execution.largest import BLOCK, argmax, top_k
 from jengine.execution.logits import (
@@ -30,7 +31,7 @@ from jengine.execution.logits import (
 )
 from jengine.execution.sampling_row import Sampling, sampling_of
 from jengine.execution.truncation import truncate, truncating
-from jengine.execution.trunk import ToSample
+from jengine.execution.trunk import Adapt, ToSample, without_adapters
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows
 from jengine.table.program_table import MOST_DRAFTS, Variant
@@ -52,7 +53,9 @@ class SampledLogprobs(NamedTuple):
     top_logprobs: jax.Array  # float32 [rows, MAX_LOGPROBS]
 
 
-def make_sampler(model: Model, variant: Variant, *, processed: bool = False) -> Callable[..., Any]:
+def make_sampler(
+    model: Model, variant: Variant, *, processed: bool = False, adapt: Adapt | None = None
+) -> Callable[..., Any]:
     """The function to compile.
 
     (params, SlotState.last, sampling words, to sample) -> (last, sampled); the full variant takes two more,
@@ -62,9 +65,13 @@ def make_sampler(model: Model, variant: Variant, *, processed: bool = False) -> 
     Args:
         processed: whether log probabilities are those of the distribution that tokens are drawn from, rather
             than of the raw logits.
+        adapt: for an output head that adapters may change; the second argument is then their stacks.
     """
 
-    def sampler(params: Params, last: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled]:
+    def sampler(
+        params: Params, stacks: Stacks, last: jax.Array, words: jax.Array, to: ToSample
+    ) -> tuple[jax.Array, Sampled]:
+        params = params if adapt is None else adapt(params, stacks, words[to.slots])
         logits, own = _shared_out(model, params, to)
         sampled: Sampled = all_gather(
             Sampled(sample(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0]
@@ -72,9 +79,15 @@ def make_sampler(model: Model, variant: Variant, *, processed: bool = False) -> 
         return _noted(last, to, sampled.tokens, accepted(to, sampled.tokens)), sampled
 
     def full(
-        params: Params, state: tuple[jax.Array, jax.Array], words: jax.Array, to: ToSample, mask: jax.Array
+        params: Params,
+        stacks: Stacks,
+        state: tuple[jax.Array, jax.Array],
+        words: jax.Array,
+        to: ToSample,
+        mask: jax.Array,
     ) -> tuple[tuple[jax.Array, jax.Array], SampledLogprobs]:
         last, counts = state
+        params = params if adapt is None else adapt(params, stacks, words[to.slots])
         logits, own = _shared_out(model, params, to)
         sampling = sampling_of(words[own.slots])
         greedy, scaled = _changed(
@@ -94,7 +107,8 @@ def make_sampler(model: Model, variant: Variant, *, processed: bool = False) -> 
         counts = counts.at[jnp.where(count, to.slots, 0), sampled.tokens].add(2)
         return (_noted(last, to, sampled.tokens, count), counts), sampled
 
-    return full if variant == "full" else sampler
+    function = full if variant == "full" else sampler
+    return function if adapt is not None else partial(without_adapters, function)
 
 
 def make_proposer(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -359,24 +373,31 @@ def _most_logprobs(logits: jax.Array) -> int:
     return min(MAX_LOGPROBS, logits.shape[-1])
 
 
-def make_scorer(model: Model, tile_size: int) -> Callable[..., SampledLogprobs]:
-    """The function to compile: (params, hidden [tokens, hidden_size], targets int32 [tokens]) -> log
-    probabilities of the targets.
+def make_scorer(model: Model, tile_size: int, adapt: Adapt | None = None) -> Callable[..., SampledLogprobs]:
+    """The function to compile: (params, sampling words, hidden [tokens, hidden_size], targets int32 [tokens]
+    and the slots of tiles int32 [tiles]) -> log probabilities of the targets.
 
     Works tile by tile: the logits of a whole prompt would take gigabytes.
+
+    Args:
+        adapt: for an output head that adapters may change; the second argument is then their stacks.
     """
 
-    def score(params: Params, hidden: jax.Array, targets: jax.Array) -> SampledLogprobs:
-        module = model.bind(params)
-
-        def one(tile: tuple[jax.Array, jax.Array]) -> SampledLogprobs:
+    def score(
+        params: Params, stacks: Stacks, words: jax.Array, hidden: jax.Array, packed: jax.Array
+    ) -> SampledLogprobs:
+        def one(tile: tuple[jax.Array, jax.Array, jax.Array]) -> SampledLogprobs:
+            hidden, targets, slot = tile
+            own = params if adapt is None else adapt(params, stacks, words[jnp.full(tile_size, slot)])
+            logits = model.bind(own).logits(hidden)
             scores: SampledLogprobs = all_gather(
-                with_logprobs(_rows(module.logits(tile[0]), model), own_rows(tile[1])), tile_size
+                with_logprobs(_rows(logits, model), own_rows(targets)), tile_size
             )
             return scores
 
-        tiles = hidden.reshape(-1, tile_size, hidden.shape[-1]), targets.reshape(-1, tile_size)
+        targets, slots = packed[: len(hidden)], packed[len(hidden) :]
+        tiles = hidden.reshape(-1, tile_size, hidden.shape[-1]), targets.reshape(-1, tile_size), slots
         scores: SampledLogprobs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), lax.map(one, tiles))
         return scores
 
-    return score
+    return score if adapt is not None else partial(without_adapters, score)

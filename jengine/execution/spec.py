@@ -82,7 +82,8 @@ class ExecutionSpec:
         """The stacked adapters; None: there are no programs for them."""
         if self.lora is None:
             return None
-        return AdapterShapes(self.model, self.mesh, self.lora.max_loras, self.lora.max_lora_rank)
+        lora = self.lora
+        return AdapterShapes(self.model, self.mesh, lora.max_loras, lora.max_lora_rank, lora.target_modules)
 
     @property
     def stacks(self) -> Stacks:

@@ -33,7 +33,7 @@ class ToSample(NamedTuple):
     tokens: jax.Array  # int32 [rows], the token before it
 
 
-Adapt = Callable[[Params, Stacks, SlotState, jax.Array], Params]  # params, stacks, slots, tokens' slots
+Adapt = Callable[[Params, Stacks, jax.Array], Params]  # params, stacks, sampling words of each token's slot
 # the last is [tiles * tile_size, hidden_size], for prompt_logprobs
 TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]
 
@@ -97,6 +97,11 @@ def without_adapters(function: Callable[..., Any], params: Params, *others: Any)
     return function(params, (), *others)
 
 
+def unchanged(params: Params, stacks: Stacks, words: jax.Array) -> Params:
+    """An `Adapt` for adapters that change the output head alone."""
+    return params
+
+
 def to_sample(batch: Batch, axis: TokenAxis, hidden: jax.Array) -> ToSample:
     """What the sampler reads of a pass."""
     at = batch.sample_tokens
@@ -132,7 +137,7 @@ def make_pass(
     ) -> tuple[Cache, TokenAxis, Any]:
         axis = TokenAxis(slots.last, batch, slots.drafts)
         if adapt is not None:
-            params = adapt(params, stacks, slots, axis.owner)
+            params = adapt(params, stacks, slots.sampling[axis.owner])
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
         attentions = [

@@ -70,7 +70,7 @@ class Model:
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors that make up each parameter, a tuple of pieces.Piece.
         matrices: whether each parameter is read as a Weight.
-        adaptable: whether each is the weight of dense products, and of nothing else.
+        adaptable: whether each is a matrix or table that adapters may change.
         group_size, calibrated: as in `build`.
         prefix: as in Decoder.
         text_part, skipped, unread, renamed: as in Family.
@@ -273,7 +273,7 @@ def build(
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),
         matrices=tree(lambda p: isinstance(p, Matrix)),
-        adaptable=tree(_is_adaptable),
+        adaptable=tree(lambda p: isinstance(p, Matrix) and not p.get_metadata("exact")),
         prefix=module.prefix,
         text_part=family.text_part,
         skipped=tuple(name.format(num_layers=config.num_layers) for name in family.skipped),
@@ -295,12 +295,6 @@ def _form(make: Any, *arrays: jax.ShapeDtypeStruct | None, **how: Any) -> Any:
     milliseconds.
     """
     return jax.eval_shape(partial(make, **how), *arrays)
-
-
-def _is_adaptable(parameter: Any) -> bool:
-    if not isinstance(parameter, Matrix) or parameter.get_metadata("exact"):
-        return False
-    return parameter.get_metadata("axes")[0] not in ("vocab", "experts")
 
 
 def _loses_much(axes: tuple[str | None, ...]) -> bool:

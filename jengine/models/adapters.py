@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
+from jengine.base.errors import InvalidArgument
 from jengine.models.layers import Axes
+from jengine.models.moe import MixtureOfExperts
 from jengine.models.pieces import Piece
 from pallas_kernels.weights import is_weight
 
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
     from jengine.models import Model
 
 PREFIXES = "model.", "language_model.", "model."  # of models with several parts, and of their text models
+EXPERT = re.compile(r"\.experts\.\d+")
+
+
+Role = Literal["dense", "experts", "table", "head"]  # a head computes logits
 
 
 class Module(NamedTuple):
@@ -32,6 +39,9 @@ class Module(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+Factors = tuple[np.ndarray, np.ndarray]  # a [rank, in] and b [out, rank]
+
+
 @dataclass(frozen=True)
 class LoraWeights:
     """An adapter: a low-rank change b @ a of each module's weight.
@@ -42,7 +52,7 @@ class LoraWeights:
     """
 
     rank: int
-    factors: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    factors: Mapping[str, Factors]
 
 
 class Segment(NamedTuple):
@@ -58,40 +68,77 @@ class Site:
 
     Attributes:
         index: among the model's parameters, quantized ones counted once.
-        shape, axes: of the represented array [*out, in], and the logical names of its axes.
-        modules: those that the parameter is made of.
-        segments: of all modules, in the order of their rows.
+        shape, axes: of the represented array [*out, in], or [experts, *out, in], and the logical names of its
+            axes.
+        role: what it is used for. A table that is also the head has a site for each.
+        experts: how many matrices it has; None: it is one.
+        modules: those that the parameter is made of, in the order of experts.
+        segments: of an expert's modules, in the order of their rows. Those of all experts are alike.
+        chosen: experts that a token uses.
     """
 
     index: int
     shape: tuple[int, ...]
     axes: Axes
+    role: Role
+    experts: int | None
     modules: tuple[Module, ...]
     segments: tuple[Segment, ...]
+    chosen: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Modules of the matrix, or of each expert."""
+        return len(self.modules) // (self.experts or 1)
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The axis of experts, if there is one."""
+        return () if self.experts is None else (self.experts,)
 
     def a_shape(self, columns: int) -> tuple[int, ...]:
         """Of `adapted.Stack.a`, for this many columns."""
-        return len(self.modules), columns, self.shape[-1]
+        return *self.first, self.parts, columns, self.shape[-1]
 
     def b_shapes(self, columns: int) -> list[tuple[int, ...]]:
         """Of `adapted.Stack.b`."""
-        outs = self.shape[:-1]
+        first, outs = self.first, self.shape[len(self.first) : -1]
         sizes = [None if rows is None else rows.stop - rows.start for _, rows in self.segments]
-        return [(*(outs if size is None else (outs[0], size, *outs[2:])), columns) for size in sizes]
+        return [(*first, *(outs if size is None else (outs[0], size, *outs[2:])), columns) for size in sizes]
+
+    def rows(self, segment: Segment) -> tuple[slice, ...]:
+        """The index of a segment's part of the parameter."""
+        if segment.rows is None:
+            return ()
+        return *[slice(None)] * (1 + len(self.first)), segment.rows
+
+    @property
+    def fused(self) -> str | None:
+        """The name that transformers gives to the parameter with all experts; None: there are none."""
+        if self.experts is None:
+            return None
+        return (
+            f"{EXPERT.split(self.modules[0].name)[0]}.experts.{'down' if self.parts == 1 else 'gate_up'}_proj"
+        )
 
     @property
     def a_axes(self) -> Axes:
-        return None, None, self.axes[-1]
+        return *[None] * len(self.first), None, None, self.axes[-1]
 
     @property
     def b_axes(self) -> Axes:
         return *self.axes[:-1], None
 
 
-def sites(model: Model) -> tuple[Site, ...]:
-    """The parameters of a model that adapters may change: weights of dense products.
+def sites(model: Model, targets: Sequence[str] | None = None) -> tuple[Site, ...]:
+    """The parameters of a model that adapters may change.
 
-    Embeddings, output heads, experts and routers are none.
+    Args:
+        targets: components of modules' names, one or several joined by dots; parameters that have such a
+            module. None: the matrices of dense products.
+
+    Raises:
+        InvalidArgument: the model has no module of a target.
     """
     trees = (
         (model.params, is_weight),
@@ -100,12 +147,45 @@ def sites(model: Model) -> tuple[Site, ...]:
         (model.adaptable, None),
     )
     leaves = [jax.tree.leaves(tree, is_leaf=is_leaf) for tree, is_leaf in trees]
-    found = []
-    for index, (parameter, axes, source, adaptable) in enumerate(zip(*leaves, strict=True)):
-        modules = _modules(model.prefix, len(parameter.shape), source) if adaptable else ()
-        if modules and (segments := _segments(modules, parameter.shape)):
-            found.append(Site(index, tuple(parameter.shape), axes, modules, segments))
+    paths = [path for path, _ in jax.tree.leaves_with_path(model.params, is_leaf=is_weight)]
+    found, named = [], set()
+    for index, (path, (parameter, axes, source, adaptable)) in enumerate(
+        zip(paths, zip(*leaves, strict=True), strict=True)
+    ):
+        every = _modules(model.prefix, len(parameter.shape), source) if adaptable else ()
+        for role, modules in _roles(model, path[0].key, axes, every):
+            experts = parameter.shape[0] if role == "experts" else None
+            segments = _segments(modules, parameter.shape, experts) if modules else ()
+            if not segments:
+                continue
+            matching = {target for target in targets or () if any(_has(module, target) for module in modules)}
+            if matching if targets is not None else role == "dense":
+                chosen = 1 if experts is None else model.config.part(MixtureOfExperts).per_token
+                shape = tuple(parameter.shape)
+                found.append(Site(index, shape, axes, role, experts, modules, segments, chosen))
+            named |= matching
+    if missing := sorted({*(targets or ())} - named):
+        raise InvalidArgument("lora_target_modules", missing[0], "must name modules that adapters may change")
     return tuple(found)
+
+
+def _roles(
+    model: Model, name: str, axes: Axes, modules: tuple[Module, ...]
+) -> Iterator[tuple[Role, tuple[Module, ...]]]:
+    """What a parameter is used for, and its modules for each use."""
+    if axes[0] != "vocab":
+        yield "experts" if axes[0] == "experts" else "dense", modules
+    elif name == "lm_head":
+        yield "head", modules
+    else:
+        yield "table", modules
+        if name == "embed" and model.module.lm_head is None:
+            yield "head", tuple(module._replace(name="lm_head") for module in modules)
+
+
+def _has(module: Module, target: str) -> bool:
+    """Whether a target is in a module's name, in which experts have no number."""
+    return f".{target}." in f".{EXPERT.sub('.experts', module.name)}."
 
 
 def bare(name: str, prefix: str) -> str:
@@ -129,13 +209,21 @@ def _modules(prefix: str, ndim: int, source: tuple[Piece, ...]) -> tuple[Module,
     return tuple(found)
 
 
-def _segments(modules: tuple[Module, ...], shape: tuple[int, ...]) -> tuple[Segment, ...]:
-    """The segments of a parameter's modules, or none if these do not divide its second axis."""
+def _segments(
+    modules: tuple[Module, ...], shape: tuple[int, ...], experts: int | None
+) -> tuple[Segment, ...]:
+    """The segments of a parameter's modules, or none if these do not divide its second axis, the one after
+    an axis of experts.
+    """
+    first = 0 if experts is None else 1
+    if experts is not None:
+        modules = tuple(module for module in modules if module.pieces[0].part[:1] == (0,))
     if len(modules) == 1:
         return (Segment(0, None),)
+    shape = shape[first:]
     runs: list[tuple[int, int, int]] = []  # start, stop, module
     for number, module in enumerate(modules):
-        sides = {repr(side): side for side in (_second(piece, len(shape)) for piece in module.pieces)}
+        sides = {repr(side): side for side in (_second(p.part[first:], len(shape)) for p in module.pieces)}
         if None in sides.values():
             return ()
         runs += [(*_ends(side, shape[1]), number) for side in sides.values()]  # type: ignore[arg-type]
@@ -145,14 +233,14 @@ def _segments(modules: tuple[Module, ...], shape: tuple[int, ...]) -> tuple[Segm
             merged[-1] = (merged[-1][0], stop, number)
         else:
             merged.append((start, stop, number))
-    if [start for start, _, _ in merged] + [shape[1]] != [0, *(stop for _, stop, _ in merged)]:
+    if not merged or [start for start, _, _ in merged] + [shape[1]] != [0, *(stop for _, stop, _ in merged)]:
         return ()
     return tuple(Segment(number, slice(start, stop)) for start, stop, number in merged)
 
 
-def _second(piece: Piece, ndim: int) -> int | slice | None:
-    """A piece's part of the parameter's second axis, if that is one of outputs."""
-    return piece.part[1] if ndim > 2 and len(piece.part) > 1 else None
+def _second(part: tuple[int | slice, ...], ndim: int) -> int | slice | None:
+    """A piece's part of a matrix's second axis, if that is one of outputs."""
+    return part[1] if ndim > 2 and len(part) > 1 else None
 
 
 def _ends(side: int | slice, size: int) -> tuple[int, int]:

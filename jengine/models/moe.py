@@ -170,15 +170,16 @@ class Experts(nnx.Module):
         count = min(experts, rows) + rows // block  # maximum number of blocks
         place = (ends - blocks)[chosen.reshape(-1)] * block + rank
         padded = jnp.zeros((count * block, hidden), x.dtype).at[place].set(jnp.repeat(x, k, axis=0))
+        tokens = jnp.zeros(count * block, jnp.int32).at[place].set(jnp.arange(rows, dtype=jnp.int32) // k)
 
-        def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-            expert, rows = args
-            return dense(
-                self.gate(dense(rows, gate_up[expert], None if bias is None else bias[expert])), down[expert]
-            )
+        def one(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            expert, rows, tokens = args
+            y = dense(rows, gate_up.of_expert(expert, tokens), None if bias is None else bias[expert])
+            return dense(self.gate(y), down.of_expert(expert, tokens))
 
         owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
-        y: jax.Array = lax.map(one, (owners, padded.reshape(count, block, hidden)))
+        each = owners, padded.reshape(count, block, hidden), tokens.reshape(count, block)
+        y: jax.Array = lax.map(one, each)
         return y.reshape(-1, hidden)[place].reshape(*chosen.shape, hidden)
 
 

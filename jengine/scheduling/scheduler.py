@@ -274,7 +274,7 @@ class Scheduler:
         plan holds one of the two; see `composition`.
         """
         plan, how = PlanBuilder(self.clock()), self.composition
-        self.predictor.adapted = self.registry.adapters.running
+        self.predictor.adapted = self.registry.adapters.highest
         self.prompts.land()
         self.admission.begin_step(plan.now)
         if how.prompts_first:

@@ -42,18 +42,18 @@ class TrunkKey:
     """Embedding, layers and final norm over `rows` decode rows and `tiles` prompt tiles.
 
     `pages` is the number of a sequence's pages that attention reads. 0 means each sequence's own number,
-    which only the device knows (a loop on a CPU, or in the kernel). `adapted` is whether it computes LoRA
-    adapters too; then it serves rows without adapters as well.
+    which only the device knows (a loop on a CPU, or in the kernel). `adapted` is how many places of LoRA
+    adapters it computes too, from the first; it serves rows without adapters as well.
     """
 
     rows: int
     tiles: int
     pages: int = 0
-    adapted: bool = False
+    adapted: int = 0
 
     def __str__(self) -> str:
         more = f",{self.pages}p" if self.pages else ""
-        return f"trunk[{self.rows}+{self.tiles}t{more}{',lora' if self.adapted else ''}]"
+        return f"trunk[{self.rows}+{self.tiles}t{more}{f',{self.adapted}lora' if self.adapted else ''}]"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -159,7 +159,7 @@ class ProgramTable:
     pooling: bool = False  # whether there are programs for embeddings
     steps: int = 1  # steps of a burst; 1: no bursts
     drafts: int = 0  # tokens that a draft model proposes for a sequence; 0: there is none
-    adapters: bool = False  # whether there are trunks and bursts with adapters
+    adapters: int = 0  # places of adapters, for which there are trunks and bursts
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class ProgramTable:
         pooling: bool = False,
         steps: int = 1,
         drafts: int = 0,
-        adapters: bool = False,
+        adapters: int = 0,
     ) -> ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
@@ -213,7 +213,7 @@ class ProgramTable:
         tile_size: int,
         pooling: bool = False,
         drafts: int = 0,
-        adapters: bool = False,
+        adapters: int = 0,
     ) -> ProgramTable:
         """One trunk for max_num_seqs decode rows, one for `tiles` prompt tiles."""
         rows, more = (max(max_num_seqs, MIN_ROWS),), {"pooling": pooling, "drafts": drafts}
@@ -240,19 +240,20 @@ class ProgramTable:
         return self.tile_buckets[-1]
 
     @property
-    def kinds_of_trunks(self) -> tuple[bool, ...]:
-        """Whether trunks have adapters. With batch invariance there is only one kind, since two programs may
-        round differently.
+    def kinds_of_trunks(self) -> tuple[int, ...]:
+        """How many places of adapters trunks compute: none, all, and a quarter of four or more. With batch
+        invariance there is only one kind, since two programs may round differently.
         """
-        if not self.adapters:
-            return (False,)
-        return (True,) if self.batch_invariant else (False, True)
+        if not self.adapters or self.batch_invariant:
+            return (self.adapters,)
+        few = self.adapters // 4
+        return (0, few, self.adapters) if few else (0, self.adapters)
 
-    def trunk(
-        self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: bool = False
-    ) -> TrunkKey:
-        """The smallest trunk for a step with this many rows, tiles, pages per sequence and samples."""
-        adapted = adapted or self.kinds_of_trunks[0]
+    def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: int = 0) -> TrunkKey:
+        """The smallest trunk for a step with this many rows, tiles, pages per sequence and samples, and this
+        highest place of an adapter.
+        """
+        adapted = _fit(self.kinds_of_trunks, adapted)
         buckets, tiles = (
             self.mixed_row_buckets if tiles else self.row_buckets,
             _fit(self.tile_buckets, tiles) if tiles else 0,
@@ -285,7 +286,7 @@ class ProgramTable:
 
     def longest(self, rows: int, tiles: int) -> TrunkKey:
         """The trunk with these buckets for any sequences, of any length and with any adapters."""
-        return TrunkKey(rows, tiles, self._page_buckets(tiles)[-1], self.adapters)
+        return TrunkKey(rows, tiles, self._page_buckets(tiles)[-1], self.kinds_of_trunks[-1])
 
     def _page_buckets(self, tiles: int) -> tuple[int, ...]:
         return self.page_buckets if tiles or self.paged_rows else (0,)

@@ -62,13 +62,11 @@ class ReadyPrograms:
         others = (*self.table.tile_programs(trunk.tiles), *self.table.row_programs(trunk.rows))
         return full in keys and all(key in keys for key in others)
 
-    def trunk(
-        self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: bool = False
-    ) -> TrunkKey:
+    def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: int = 0) -> TrunkKey:
         """The smallest ready trunk for a step with this many rows, tiles, pages per sequence and samples.
 
         Args:
-            adapted: whether any of its sequences has an adapter.
+            adapted: the highest place of an adapter of its sequences; 0: none has one.
         """
         wanted = self.table.trunk(rows, tiles, pages, samples, adapted=adapted)
         if wanted in self._trunks:

@@ -37,6 +37,7 @@ SAME: dict[str, str] = {
     "max_loras": "",
     "max_lora_rank": "any up to 512",
     "max_cpu_loras": "by default, as many as are loaded",
+    "lora_target_modules": "by default all linear layers but those of experts",
     "speculative_config": (
         "auto, or methods ngram, suffix, draft_model, mtp and eagle3; it changes no output"
     ),

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jengine.base.errors import ModelError
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.lora import read_lora
 from jengine.core.lora import LoraSource
 from jengine.execution.adapters import HEADER, AdapterShapes, write
 from jengine.models import Model, build
-from jengine.models.adapters import LoraWeights
+from jengine.models.adapters import LoraWeights, sites
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.adapted import columns_of
 from tests.golden.loras import Lora, lora, write_lora
@@ -29,13 +29,16 @@ def model(variant: str = "llama_gqa") -> Model:
     return build(model_config(dict(VARIANTS[variant])), "float32", 64)
 
 
-def shapes_of(model: Model, places: int = 2, rank: int = 8) -> AdapterShapes:
-    return AdapterShapes(model, make_mesh(1), places, rank)
+def shapes_of(model: Model, places: int = 2, rank: int = 8, **how: Any) -> AdapterShapes:
+    return AdapterShapes(model, make_mesh(1), places, rank, **how)
 
 
 def read(folder: Path, variant: str = "llama_gqa") -> LoraWeights:
-    shapes = shapes_of(model(variant))
-    return read_lora(LoraSource("x", str(folder)), shapes.modules, shapes.model.prefix, 8)
+    return read_with(shapes_of(model(variant)), folder)
+
+
+def read_with(shapes: AdapterShapes, folder: Path) -> LoraWeights:
+    return read_lora(LoraSource("x", str(folder)), shapes.modules, shapes.model.prefix, 8, shapes.fused)
 
 
 def test_every_module_has_its_change(tmp_path: Path) -> None:
@@ -78,8 +81,11 @@ def ones(*shape: int) -> np.ndarray:
         ({}, {Q: np.full((4, 64), np.inf, np.float32)}, "q_proj.lora_A.weight: has a number that is not fin"),
         ({}, {f"{PREFIX}.q_proj.lora_magnitude_vector.weight": ones(4)}, "lora_magnitude.*DoRA"),
         ({}, {"base_model.model.lm_head.lora_A.weight": ones(4, 64),
-              "base_model.model.lm_head.lora_B.weight": ones(96, 4)}, "no module lm_head"),
-        ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": ones(4, 96)}, "embeddings have no"),
+              "base_model.model.lm_head.lora_B.weight": ones(96, 4)}, "no module lm_head .*target_modules"),
+        ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": ones(4, 96),
+              "base_model.model.model.embed_tokens.lora_embedding_B": ones(64, 4)}, "no module model.embed"),
+        ({}, {"base_model.model.model.embed_tokens.base_layer.weight": ones(96, 64)}, "embedding_layers=F"),
+        ({"target_parameters": ["experts.down_proj"]}, {}, "target_parameters has 'experts.down_proj', but"),
         ({}, {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": ones(4, 64),
               "base_model.model.model.layers.9.self_attn.q_proj.lora_B.weight": ones(64, 4)},
          r"no module model\.layers\.9\.self_attn\.q_proj"),
@@ -118,10 +124,16 @@ def test_ranks_above_the_limit_are_rejected(tmp_path: Path) -> None:
         read_lora(LoraSource("x", str(folder)), shapes.modules, "model.", 4)
 
 
-@pytest.mark.parametrize("variant", ["llama_gqa", "gpt_neox", "gpt2", "qwen3_5_text", "phi3_window"])
-def test_a_written_adapter_is_at_its_place_alone(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "targets"),
+    [
+        *((name, None) for name in ("llama_gqa", "gpt_neox", "gpt2", "qwen3_5_text", "phi3_window")),
+        ("qwen3_moe", ("experts.up_proj", "embed_tokens")),
+    ],
+)
+def test_a_written_adapter_is_at_its_place_alone(variant: str, targets: tuple[str, ...] | None) -> None:
     """And other places keep what they have."""
-    shapes = shapes_of(model(variant), places=3)
+    shapes = shapes_of(model(variant), places=3, targets=targets)
     factors = {
         module.name: (ones(2, module.shape[1]), ones(module.shape[0], 2))
         for module in shapes.modules.values()
@@ -131,13 +143,39 @@ def test_a_written_adapter_is_at_its_place_alone(variant: str, tmp_path: Path) -
     written = jax.jit(write)(stacks, packed, np.ones(1, np.int32))
     columns = shapes.columns
     for site, stack in zip(shapes.sites, written, strict=True):
-        for array, axis in [(stack.a, 1), *((b, b.ndim - 1) for b in stack.b)]:
+        for array, axis in [(stack.a, stack.a.ndim - 2), *((b, b.ndim - 1) for b in stack.b)]:
             first, own, last = np.split(np.asarray(array), 3, axis)
             assert (first == 7).all() and (last == 7).all()
             assert own.shape[axis] == columns
             rank, rest = np.split(own, [2], axis)
             assert (rest == 0).all()
             assert set(np.unique(rank)) <= {0.0, 1.0} and rank.any(), site
+
+
+def test_targets_choose_parameters() -> None:
+    """A target is a part of modules' names. What is fused with its module belongs to it."""
+    both = shapes_of(model("qwen3_moe"), targets=("layers.0.self_attn.k_proj", "experts.down_proj"))
+    assert sorted(name for name in both.modules if "experts" not in name) == [
+        f"layers.0.self_attn.{name}_proj" for name in "kqv"
+    ]
+    assert sorted(both.fused) == [f"layers.{i}.mlp.experts.down_proj" for i in range(len(both.fused))]
+    with pytest.raises(InvalidArgument, match="lora_target_modules='w1': must name modules"):
+        sites(model("qwen3_moe"), ("q_proj", "w1"))
+
+
+def test_factors_of_all_experts_in_one_matrix(tmp_path: Path) -> None:
+    """Wrong shapes are rejected, as those of modules are."""
+    shapes, adapter = shapes_of(model("qwen3_moe"), targets=("self_attn", "experts")), lora("qwen3_moe", "rs")
+    name = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
+    number = 2 * 6 + 3  # second axis: rank 2, expert 3
+    weights = read_with(shapes, write_lora(tmp_path / "a", adapter))
+    _, b = weights.factors["layers.1.mlp.experts.3.down_proj"]
+    np.testing.assert_allclose(b[:, 2], 4 / 8**0.5 * adapter.tensors[name][:, number], rtol=1e-6)
+    for shape in ((64, 47), (63, 48)):
+        tensors = {**adapter.tensors, name: ones(*shape)}
+        folder = write_lora(tmp_path / str(shape), Lora(adapter.config, tensors))
+        with pytest.raises(ModelError, match=r"no module model\.layers\.1\.mlp\.experts"):
+            read_with(shapes, folder)
 
 
 @pytest.mark.parametrize(("rank", "columns"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (320, 320)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -16,6 +17,13 @@ from tests.engine.running import Answer, requests_of
 from tests.golden.loras import Lora
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+EXPERTS = {"lora_target_modules": ["self_attn", "experts"]}
+VOCABULARY = {"lora_target_modules": "q_proj,embed_tokens,lm_head"}
+# options with which an engine takes the adapters of golden.loras for a variant
+TARGETS: dict[str, dict[str, Any]] = {
+    **{"qwen3_moe": EXPERTS, "mixtral": EXPERTS},
+    **{"qwen3_untied": VOCABULARY, "qwen2_tied": VOCABULARY},
+}
 Work = tuple[list[int], SamplingParams, str | None]  # a prompt, and the name of its adapter
 
 

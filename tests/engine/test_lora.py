@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, InvalidArgument, LoRARequest
+from jengine.capacity.simulation.formats import read_trace
 from jengine.checkpoints.folder import DEMO
 from jengine.core.request import MAX_LOGPROBS, RequestOutput, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ListLoras, ResetPrefixCache, UnloadLora
 from tests.engine.invariance import OPTIONS
-from tests.engine.loras import GREEDY, add, load, prompts, results, run_adapted
+from tests.engine.loras import GREEDY, TARGETS, add, load, prompts, results, run_adapted
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.engine.test_golden import assert_equal
 from tests.golden.loras import SETTINGS, VARIANTS_WITH_LORA, lora, write_lora
 from tests.golden.weights import Golden
 
-IN_CI = {"llama_gqa", "phi3_window"}
+IN_CI = {"llama_gqa", "phi3_window", "qwen3_moe"}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 MANY: dict[str, Any] = {**LORA, "max_loras": 8}
 
@@ -40,15 +41,20 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
     [v if v in IN_CI else pytest.param(v, marks=pytest.mark.full) for v in VARIANTS_WITH_LORA],
 )
 def test_tokens_and_logprobs_are_those_of_peft(variant: str, make_engine: Callable[..., Engine]) -> None:
-    """Two adapters, with different ranks and scales, and the model alone share every step."""
-    engine = make_engine(variant, **LORA)
+    """Two adapters, with different ranks and scales, and the model alone share every step. Then one is alone,
+    in programs for fewer places.
+    """
+    engine = make_engine(variant, **{**LORA, "max_loras": 4}, **TARGETS.get(variant, {}))
     for name in SETTINGS:
         load(engine, name, lora(variant, name))
     check_goldens(engine, variant)
+    engine.do(ResetPrefixCache())
+    check_goldens(engine, variant, only="plain")
+    assert {0, 1, 4} >= {step.trunk.adapted for step in engine.trace().steps} >= {1, 4}
 
 
-def check_goldens(engine: Engine, variant: str) -> None:
-    """Compares a batch of all cases, with adapters and without, with what was recorded."""
+def check_goldens(engine: Engine, variant: str, only: str = "") -> None:
+    """Compares a batch of all cases, with adapters and without, with what was recorded. only: an adapter."""
     adapted, base = Golden.read(f"lora_{variant}").cases, Golden.read(variant).cases[:2]
     names = [name for name in SETTINGS for _ in range(len(adapted) // len(SETTINGS))] + [None] * len(base)
     cases = [*adapted, *base]
@@ -57,7 +63,8 @@ def check_goldens(engine: Engine, variant: str) -> None:
         (case.prompt.tolist(), SamplingParams(max_tokens=len(case.tokens), **how), name)
         for case, name in zip(cases, names, strict=True)
     ]
-    for answer, case in zip(run_adapted(engine, work), cases, strict=True):
+    both = [pair for pair in zip(work, cases, strict=True) if only in ("", pair[0][2])]
+    for answer, (_, case) in zip(run_adapted(engine, [one for one, _ in both]), both, strict=True):
         assert_equal(answer, case)
 
 
@@ -171,15 +178,37 @@ def test_samples_bursts_and_scores(make_engine: Callable[..., Engine], engine: E
     engine.do(UnloadLora("x"))
 
 
+def test_bursts_and_scores_with_an_adapted_head(make_engine: Callable[..., Engine]) -> None:
+    """And an adapted embedding, where both are one table."""
+    variant = "qwen2_tied"
+    engine = make_engine(variant, **LORA, **TARGETS[variant], num_scheduler_steps=8)
+    load(engine, "x", lora(variant, "plain"))
+    case, base = Golden.read(f"lora_{variant}").cases[1], Golden.read(variant).cases[1]
+    params = SamplingParams(temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True)
+    work = [(case.prompt.tolist(), params, "x"), (base.prompt.tolist(), params, None)]
+    assert [one.tokens for one in run_adapted(engine, work)] == [case.tokens.tolist(), base.tokens.tolist()]
+    assert any(step.steps == 8 for step in engine.trace().steps)
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    for one, name in ((case, "x"), (base, None)):
+        tokens = [*one.prompt.tolist(), *one.tokens.tolist()]
+        [answer] = run_adapted(engine, [(tokens, scored, name)])
+        found = [score for part in answer.scores for score in part.logprobs][-len(one.tokens) :]
+        wanted = one.logits - np.logaddexp.reduce(one.logits, axis=1, keepdims=True)
+        for token, score, row in zip(one.tokens.tolist(), found, wanted, strict=True):
+            assert score.chosen == pytest.approx(row[token], abs=1e-4)
+
+
 def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
     arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
     path = str(write_lora(tmp_path / "adapter", arrays))
-    with on_demand(), LLM("demo", progress=False, max_model_len=128, **SMALL, **LORA) as llm:
+    options = {"max_model_len": 128, "record_trace": str(tmp_path / "trace"), **SMALL, **LORA}
+    with on_demand(), LLM("demo", progress=False, **options) as llm:
         request, params = LoRARequest("sql", 1, path), SamplingParams(temperature=0.0, max_tokens=6)
         ids = [prompts(1, 9)[0]] * 2
         with_adapter, without = llm.generate(ids, params, use_tqdm=False, lora_request=[request, None])
         assert [info.name for info in llm.loras.list()] == ["sql"]
         assert with_adapter.outputs[0].token_ids != without.outputs[0].token_ids
+        assert [one.lora for one in llm.engine.trace().requests] == ["sql", ""]
         again = list(llm.stream(ids[0], params, lora_request="sql"))[-1]
         assert again.outputs[0].token_ids == with_adapter.outputs[0].token_ids
         llm.loras.load("memory", config=arrays.config, tensors=arrays.tensors)
@@ -188,6 +217,9 @@ def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
         llm.loras.unload("sql")
         with pytest.raises(InvalidArgument, match="lora_request='sql': is not loaded"):
             llm.generate(ids[0], params, use_tqdm=False, lora_request="sql")
+    assert "sql" not in (tmp_path / "trace").read_text()  # names are hashed
+    first, base, second, memory = read_trace(tmp_path / "trace").loras or ()
+    assert base is None and first == second != memory is not None
 
 
 def test_async_llm_and_adapters(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from jengine.insight.recording import step_recorder
 from jengine.insight.recording.records import Memory
 from jengine.insight.recording.trace import Readers, Trace
 from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.program_table import TrunkKey
 from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
 from tests.scheduling.adversaries import Knowing
@@ -163,6 +166,30 @@ def test_wrong_drafts(right: float, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = 1 - sum(step.accepted for step in steps) / sum(step.drafts for step in steps)
     assert finding.summary.startswith(f"{wrong:.0%} of the drafts are wrong")
     assert finding.evidence["without its drafts"] in ("18.1 ms", "17.9 ms")  # at the end there are fewer rows
+
+
+def test_more_places_of_adapters_than_are_used(healthy: Trace) -> None:
+    """Each step computes eight places, and takes three fifths longer than without."""
+    costs = healthy.step_costs
+    table = dataclasses.replace(costs.table, adapters=8)
+    known = {key: cost.seconds for key, cost in costs.known.items()}
+    known |= {replace_adapted(key): 1.6 * value for key, value in known.items() if isinstance(key, TrunkKey)}
+    steps = [msgspec.structs.replace(step, trunk=replace_adapted(step.trunk)) for step in healthy.steps]
+    requests = [
+        msgspec.structs.replace(one, lora=name)
+        for one, name in zip(healthy.requests, ["a", "b", "c"] * 9, strict=False)
+    ]
+    more = StepCosts(table, known, slopes=costs.slopes)
+    trace = msgspec.structs.replace(
+        healthy, steps=steps, requests=requests, costs=msgspec.Raw(more.to_json())
+    )
+    [finding] = explain(trace).findings
+    assert (finding.name, finding.option) == ("places_of_adapters", "max_loras")
+    assert finding.change.startswith("3: ") and finding.evidence["adapters in use, and places"] == "3 and 8"
+
+
+def replace_adapted(key: TrunkKey) -> TrunkKey:
+    return dataclasses.replace(key, adapted=8)
 
 
 def test_drafts_by_cost_are_never_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_calls_arrive_as_they_were_made(words: queue.Queue[np.ndarray]) -> None:
         DeviceCall(TrunkKey(8, 2, 4), np.arange(70_000, dtype=np.int32)),
         DeviceCall(SamplerKey(8, "full"), np.full((8, 3), 0xFFFFFFFF, np.uint32)),
         DeviceCall(SamplerKey(8, "greedy")),
-        DeviceCall(ScoreKey(2), np.zeros(128, np.int32)),
+        DeviceCall(ScoreKey(2), np.zeros(130, np.int32)),
         DeviceCall("update", np.arange(UPDATE_WORDS, dtype=np.int32)),
         DeviceCall("copy", np.arange(2 * COPIES, dtype=np.int32).reshape(2, COPIES)),
         DeviceCall("count", np.ones(515, np.int32)),

@@ -199,6 +199,17 @@ def test_a_plan_for_a_tiny_model(
     ), "what is tiny waits for launches"
 
 
+def test_places_of_adapters_are_a_part_of_the_memory() -> None:
+    """Those of rank 16 for all linear layers of Llama-3.1-8B: 41.9 million numbers each; none is compiled."""
+    sizes = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}
+    sizes |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
+    numbers = 32 * 16 * sum(map(sum, sizes.values()))
+    config = EngineConfig(model=str(DATA / "llama-3.1-8b"), enable_lora=True, max_loras=4)
+    spec = describe_for(config, "h200")
+    memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
+    assert memory.adapters == 4 * numbers * 2 and memory.weights == 16_060_522_496
+
+
 def test_pages_of_8b_on_an_h200_by_hand() -> None:
     """8,030,261,248 weights of 2 bytes; 256 x 2048 + 1 pages of 64 x 131,072 bytes are more than fit. No
     program is compiled.

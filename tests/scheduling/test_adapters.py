@@ -74,6 +74,7 @@ class AdaptersMachine(RuleBasedStateMachine):
             assert self.written[adapter.place] == adapter.number
         for adapter in (*self.waiting, *self.running, *self.adapters):
             assert adapter.number not in self.dropped
+        assert self.adapters.highest == max((one.place for one in self.running), default=0)
 
     @invariant()
     def names_in_use_are_those_of_the_requests(self) -> None:

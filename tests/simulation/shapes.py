@@ -19,7 +19,7 @@ def make_costs(table: ProgramTable, base: float = 1e-3, token: float = 1e-5, hos
     costs = StepCosts(
         table,
         {
-            **{key: base + token * table.tokens(key) for key in table.trunks()},
+            **{key: (base + token * table.tokens(key)) * (1 + key.adapted / 8) for key in table.trunks()},
             **{key: 1e-6 * key.rows for key in table.samplers()},
         },
         slopes=Slopes(context=1e-7, longest=1e-8, attended=1e-8),
@@ -44,13 +44,14 @@ def make_shape(
     prefix_caching: bool = True,
     num_states: int = 0,
     host_pages: int = 0,
+    max_loras: int = 0,
     **options: Any,
 ) -> EngineShape:
     tokens = max_num_seqs + tiles * tile_size
     steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
     limits = {"max_num_seqs": max_num_seqs, "tile_size": tile_size}
     table = ProgramTable.build(
-        max_num_batched_tokens=tokens, page_buckets=page_buckets, steps=steps, **limits
+        max_num_batched_tokens=tokens, page_buckets=page_buckets, steps=steps, adapters=max_loras, **limits
     )
     if options.get("batch_invariant"):
         table = ProgramTable.build_batch_invariant(tiles=tiles, **limits)
@@ -68,6 +69,7 @@ def make_shape(
             "num_states": num_states,
             "prefix_caching": prefix_caching,
             "host_pages": host_pages,
+            "max_loras": max_loras,
             "options": SchedulingOptions(**options),
         },
     )

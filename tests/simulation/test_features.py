@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jengine.base.errors import InvalidArgument
 from jengine.capacity.simulation.outcome import Outcome
 from jengine.capacity.simulation.replay import EngineShape, replay
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
@@ -22,6 +24,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "batch invariance": {"batch_invariant": True},
     "a host tier": {"host_pages": 100, "num_pages": 40},
     "recurrent states": {"num_states": 30},
+    "adapters": {"max_loras": 2},
 }
 
 
@@ -69,6 +72,19 @@ def test_bursts_take_fewer_steps_and_less_of_the_host():
     trace = poisson(2, 20, rate=5.0, output=(40, 60))
     single, burst = replay(make_shape(), trace), replay(make_shape(num_scheduler_steps=8), trace)
     assert burst.steps < single.steps / 3 and burst.host_seconds < single.host_seconds / 2
+
+
+def test_adapters_share_places_and_cost_what_their_programs_do(monkeypatch):
+    """Three adapters in two places, and none. Prefixes are found by the same adapter alone."""
+    names = [None, "a", "b", "c"]
+    trace = conversations(60)
+    adapted = dataclasses.replace(trace, loras=[names[i // 3 % 4] for i in range(60)])
+    outcome, plans, _ = run(make_shape(max_loras=2), adapted, monkeypatch)
+    assert {plan.trunk.adapted for plan in plans} == {0, 2}
+    without = replay(make_shape(max_loras=2), trace)
+    assert outcome.end > without.end and 0 < outcome.cached.sum() < without.cached.sum()
+    with pytest.raises(InvalidArgument, match="trace='a': is an adapter: simulate with enable_lora"):
+        replay(make_shape(), adapted)
 
 
 def test_batch_invariant_steps_have_rows_or_tiles(monkeypatch):

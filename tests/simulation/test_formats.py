@@ -30,6 +30,7 @@ MOONCAKE = """{"timestamp": 0, "input_length": 1100, "output_length": 52, "hash_
 """
 OURS = """{"jengine_trace": 1, "block": 4}
 {"arrival": 2.5, "prompt_tokens": 9, "output_tokens": 3, "prefix": ["a", "b"], "client": "x", \
+"lora": "y", \
 "ttft_ms": 200, "priority": 2}
 
 {"arrival": 0.5, "prompt_tokens": 7, "output_tokens": 2, "prefix": ["a"]}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import NamedTuple
 
-from jengine.base.display import columns_html
+from jengine.base.display import columns_html, counted
 from jengine.capacity.planning.estimate import CAUSES, Assumptions, Estimate
 from jengine.capacity.planning.fitting import Fitting
 from jengine.capacity.planning.roofline import Bound, Formats
@@ -111,6 +111,11 @@ def setting(plan: Plan) -> str:
     return f"{plan.formats.devices} x {plan.device.name}: {dtypes}"
 
 
+def _places(spec: ExecutionSpec) -> str:
+    assert spec.adapters is not None
+    return f"{counted(spec.adapters.places, 'place')} for LoRA of up to rank {spec.adapters.max_rank}"
+
+
 def tables(plan: Plan) -> list[Table]:
     """Memory, sequences, speeds, and compiled programs."""
     spec, device, memory = plan.spec, plan.device, plan.memory
@@ -121,6 +126,7 @@ def tables(plan: Plan) -> list[Table]:
     used = memory.beside + memory.margin + cache
     parts = [
         ("weights", memory.weights, ""),
+        *([("adapters", memory.adapters, _places(spec))] if spec.adapters is not None else []),
         ("KV cache", cache, f"{plan.pages:,} pages of {spec.page_size} tokens, {memory.page:,} bytes each"),
         *([("recurrent states", memory.states, states)] if spec.num_states else []),
         ("temporaries", memory.working, f"of {largest}, {how}"),

@@ -118,7 +118,7 @@ class FastForward:
     @property
     def rows(self) -> list[Sequence]:
         """Rows of the last step."""
-        return self._scheduler.rows.last
+        return self._scheduler.rows.last or []
 
     def begin(self, now: float, entering: list[Sequence] | None, steps: int) -> bool:
         """The first part of `schedule`. Returns False if the next step may not be steady, and `schedule` must

@@ -22,7 +22,7 @@ BURST_GPT = {"Timestamp", "Request tokens", "Response tokens"}
 OURS, VERSION = "jengine_trace", 1
 FIELDS = {
     "arrival", "prompt_tokens", "output_tokens", "prompt_token_ids", "prefix", "priority", "client",
-    "ttft_ms", "tpot_ms",
+    "ttft_ms", "tpot_ms", "lora",
 }  # fmt: skip
 
 
@@ -151,6 +151,7 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
         block=1 if tokens is not None else _value(path, 1, int, header.get("block", 1)),
         priorities=None if priorities is None else np.array(priorities, np.int64),
         clients=column("client", None),
+        loras=column("lora", None),
         ttft_ms=None if ttft is None else np.array(ttft, np.float64),
         tpot_ms=None if tpot is None else np.array(tpot, np.float64),
         left_out=left_out,

@@ -118,6 +118,7 @@ class Setup:
                 "prefix_caching": config.enable_prefix_caching,
                 "host_pages": spec.host_pages,
                 "staged": spec.staged,
+                "max_loras": config.max_loras if config.enable_lora else 0,
                 # simulated tokens say nothing about drafts
                 **options,
                 "options": dataclasses.replace(SchedulingOptions.of(config), speculative_config=None),

@@ -31,6 +31,7 @@ class RequestTrace:
         block: tokens in such a block.
         priorities: int64; lower runs first, under policy="priority".
         clients: by request, its client.
+        loras: by request, the adapter that it uses; None: none.
         ttft_ms, tpot_ms: float64, the request's own targets; nan if it has none.
         left_out: number of rows of the file without an output token, such as failed requests.
     """
@@ -43,6 +44,7 @@ class RequestTrace:
     block: int = 1
     priorities: np.ndarray | None = None
     clients: Sequence[str | None] | None = None
+    loras: Sequence[str | None] | None = None
     ttft_ms: np.ndarray | None = None
     tpot_ms: np.ndarray | None = None
     left_out: int = 0
@@ -69,11 +71,12 @@ class RequestTrace:
         """The requests at these indices, in ascending order."""
         prefixes = None if self.prefixes is None else [self.prefixes[i] for i in rows]
         clients = None if self.clients is None else [self.clients[i] for i in rows]
+        loras = None if self.loras is None else [self.loras[i] for i in rows]
         columns = ("arrivals", "prompts", "outputs", "limits", "priorities", "ttft_ms", "tpot_ms")
         taken: dict[str, Any] = {
             name: None if (column := getattr(self, name)) is None else column[rows] for name in columns
         }
-        return replace(self, prefixes=prefixes, clients=clients, **taken)
+        return replace(self, prefixes=prefixes, clients=clients, loras=loras, **taken)
 
     def prompt_token_ids(self, row: int) -> list[int]:
         """Artificial tokens for a request's prompt: equal to another prompt's exactly where their prefixes

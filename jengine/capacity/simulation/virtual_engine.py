@@ -70,6 +70,7 @@ class VirtualEngine:
         )
         self.outcome.pages = scheduler.blocks.capacity
         scheduler.clock = lambda: self.now
+        self._load_adapters()
         self._rows: list[int] = rows.tolist()
         self._arrivals: list[float] = [*trace.arrivals[rows].tolist(), FOREVER]
         self._taken = 0  # number of requests queued so far
@@ -87,6 +88,15 @@ class VirtualEngine:
         # by sequence, the token that it generates, so that equal prompts diverge
         self._tokens: list[list[int]] = []
         self._sample_at, self._sample_every = self.now, trace.seconds / SAMPLES
+
+    def _load_adapters(self) -> None:
+        """All adapters of the trace are loaded at its start; writing one to its place takes no time."""
+        adapters = self.scheduler.registry.adapters
+        names = sorted({name for name in self.trace.loras or () if name})
+        if names and not adapters.places:
+            raise InvalidArgument("trace", names[0], "is an adapter: simulate with enable_lora")
+        for name in names:
+            adapters.load(name, adapters.next_number())
 
     def run(self) -> Outcome:
         """Runs until all requests have arrived and ended."""
@@ -150,6 +160,7 @@ class VirtualEngine:
             ttft_ms=_known(trace.ttft_ms, row),
             tpot_ms=_known(trace.tpot_ms, row),
             client="" if trace.clients is None else trace.clients[row] or "",
+            lora_name=None if trace.loras is None else trace.loras[row],
         )
 
     def _step(self) -> StepPlan | None:

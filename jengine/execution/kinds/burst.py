@@ -7,7 +7,15 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.burst import make_burst
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import Kind, Program, adapter_of, ints, of_leaves, partitions
+from jengine.execution.kinds.kind import (
+    Kind,
+    Program,
+    adapter_of,
+    head_adapter_of,
+    ints,
+    of_leaves,
+    partitions,
+)
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import StepPlan
@@ -30,6 +38,7 @@ class Burst(Kind[BurstKey]):
             spec.mesh.devices.flat[0],
             spec.attention_backend,
             adapter_of(spec, key.trunk),
+            head_adapter_of(spec) if key.trunk.adapted else None,
         )
         stacks = (spec.stacks,) if key.trunk.adapted else ()
         own = spec.cache, spec.slots, ints(spec, layout.size + key.trunk.rows)
@@ -37,7 +46,7 @@ class Burst(Kind[BurstKey]):
         name = f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}"
         first = 1 + len(stacks)
         return Program(
-            f"{name}{'_lora' if key.trunk.adapted else ''}",
+            f"{name}{f'_lora{key.trunk.adapted}' if key.trunk.adapted else ''}",
             of_leaves(spec, burst),
             (spec.leaves, *stacks, *own),
             out,

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jengine.execution.adapters import Stacks, adapted, mask_of
+from jengine.execution.adapters import adapter
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
-from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.trunk import Adapt
+from jengine.execution.trunk import Adapt, unchanged
 from jengine.models import Params
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import TableKey, TrunkKey
@@ -155,15 +154,15 @@ def of_both_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callabl
 
 def adapter_of(spec: ExecutionSpec, key: TrunkKey) -> Adapt | None:
     """What puts adapted weights in the place of parameters, for trunks with adapters."""
-    shapes, forms = spec.adapters, spec.product_forms
-    if shapes is None or not key.adapted:
+    if spec.adapters is None or not key.adapted:
         return None
-    found, places, dtype = shapes.sites, shapes.places, spec.model.dtype
+    return adapter(spec.adapters, spec.product_forms, key.adapted, logits=False) or unchanged
 
-    def adapt(params: Params, stacks: Stacks, slots: SlotState, owner: jax.Array) -> Params:
-        return adapted(params, stacks, mask_of(slots, owner, stacks, places, dtype), found, forms)
 
-    return adapt
+def head_adapter_of(spec: ExecutionSpec) -> Adapt | None:
+    """What puts an adapted output head in the place of the model's; None: adapters cannot change it."""
+    shapes = spec.adapters
+    return None if shapes is None else adapter(shapes, spec.product_forms, shapes.places, logits=True)
 
 
 def _whole(spec: ExecutionSpec) -> Callable[[Sequence[jax.Array]], Params]:

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import Kind, Program, ints, of_leaves
+from jengine.execution.kinds.kind import Kind, Program, head_adapter_of, ints, of_leaves
 from jengine.execution.logits import mask_words
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import Sampled, SampledLogprobs, make_sampler
@@ -26,22 +26,30 @@ class Sampler(Kind[SamplerKey]):
     name, key = "sample", SamplerKey
 
     def program(self, spec: ExecutionSpec, key: SamplerKey) -> Program:
-        full, last = key.variant == "full", spec.slots.last
-        args = spec.leaves, (last, spec.counts) if full else last, spec.slots.sampling, to_sample(spec, key)
-        function = of_leaves(spec, make_sampler(spec.model, key.variant, processed=spec.processed_logprobs))
+        full, last, adapt = key.variant == "full", spec.slots.last, head_adapter_of(spec)
+        stacks = () if adapt is None else (spec.stacks,)
+        args = (last, spec.counts) if full else last, spec.slots.sampling, to_sample(spec, key)
+        sampler = make_sampler(spec.model, key.variant, processed=spec.processed_logprobs, adapt=adapt)
         masks = (mask(spec, key),) if full else ()
-        return Program(f"sampler_{key.rows}_{key.variant}", function, (*args, *masks), PartitionSpec(), (1,))
+        return Program(
+            f"sampler_{key.rows}_{key.variant}",
+            of_leaves(spec, sampler),
+            (spec.leaves, *stacks, *args, *masks),
+            PartitionSpec(),
+            (1 + len(stacks),),
+        )
 
     def run(self, state: DeviceState, key: SamplerKey, array: np.ndarray | None) -> Sampled | SampledLogprobs:
         program, slots = state.programs[key], state.slots
+        weights = state.leaves, *state.head_stacks
         if key.variant == "full":
             before = slots.last, state.get_counts()
             allowed = state.all_allowed(key.rows) if array is None else state.put(array)
             (last, state.counts), sampled = program(
-                state.leaves, before, slots.sampling, state.to_sample, allowed
+                *weights, before, slots.sampling, state.to_sample, allowed
             )
         else:
-            last, sampled = program(state.leaves, slots.last, slots.sampling, state.to_sample)
+            last, sampled = program(*weights, slots.last, slots.sampling, state.to_sample)
         state.slots = slots._replace(last=last)
         result: Sampled | SampledLogprobs = start_host_copy(sampled)
         return result

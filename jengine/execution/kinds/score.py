@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import DeviceCall, Kind, Program, ints, of_leaves
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, head_adapter_of, ints, of_leaves
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import SampledLogprobs, make_scorer
 from jengine.execution.spec import ExecutionSpec
@@ -19,29 +19,37 @@ from jengine.table.ready_programs import ReadyPrograms
 
 
 class Score(Kind[ScoreKey]):
-    """Scores the last trunk's tiles, with int32 [tiles * tile_size] of the tokens that follow."""
+    """Scores the last trunk's tiles, with int32 [tiles * tile_size] of the tokens that follow, and the slots
+    of tiles.
+    """
 
     name, key = "score", ScoreKey
 
     def program(self, spec: ExecutionSpec, key: ScoreKey) -> Program:
-        scorer = of_leaves(spec, make_scorer(spec.model, spec.table.tile_size))
-        args = spec.leaves, spec.tiles(key.tiles), ints(spec, key.tiles * spec.table.tile_size)
+        adapt = head_adapter_of(spec)
+        stacks = () if adapt is None else (spec.stacks,)
+        scorer = of_leaves(spec, make_scorer(spec.model, spec.table.tile_size, adapt))
+        packed = ints(spec, key.tiles * (spec.table.tile_size + 1))
+        args = spec.leaves, *stacks, spec.slots.sampling, spec.tiles(key.tiles), packed
         return Program(f"score_{key.tiles}", scorer, args, PartitionSpec())
 
     def run(self, state: DeviceState, key: ScoreKey, array: np.ndarray) -> SampledLogprobs:
+        weights = state.leaves, *state.head_stacks
         scores: SampledLogprobs = start_host_copy(
-            state.programs[key](state.leaves, state.tiles, state.put(array))
+            state.programs[key](*weights, state.slots.sampling, state.tiles, state.put(array))
         )
         return scores
 
     def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         if not any([span.targets for span in plan.spans]):
             return
-        targets = np.zeros((plan.trunk.tiles, spec.table.tile_size), np.int32)
-        for row, (number, offset, length) in zip(targets, spec.table.place(plan.spans).tiles, strict=False):
+        tiles, size = plan.trunk.tiles, spec.table.tile_size
+        packed = np.zeros(tiles * (size + 1), np.int32)
+        targets, slots = packed[: tiles * size].reshape(tiles, size), packed[tiles * size :]
+        for row, (number, offset, length) in enumerate(spec.table.place(plan.spans).tiles):
             wanted = (plan.spans[number].targets or [])[offset : offset + length]
-            row[: len(wanted)] = wanted
-        yield DeviceCall(ScoreKey(plan.trunk.tiles), targets.reshape(-1))
+            targets[row, : len(wanted)], slots[row] = wanted, plan.spans[number].slot
+        yield DeviceCall(ScoreKey(tiles), packed)
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[ScoreKey, StepPlan]:
         def plan(key: ScoreKey) -> StepPlan:

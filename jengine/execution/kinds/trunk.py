@@ -39,7 +39,7 @@ class Trunk(Kind[TrunkKey]):
         )
         own = spec.cache, spec.slots, spec.packed(key)
         out = partitions(spec.cache), *[PartitionSpec()] * 3
-        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}{'_lora' if key.adapted else ''}"
+        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}{f'_lora{key.adapted}' if key.adapted else ''}"
         stacks = (spec.stacks,) if key.adapted else ()
         first = 1 + len(stacks)
         return Program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -31,7 +32,8 @@ def prefill_interference(window: Window) -> Finding | None:
         return None
 
     def alone(step: StepRecord) -> float:
-        return window.step_seconds(step.trunk.rows, 0, step.work._replace(attended=0)) * step.drift
+        work, adapted = step.work._replace(attended=0), step.trunk.adapted
+        return window.step_seconds(step.trunk.rows, 0, work, adapted=adapted) * step.drift
 
     extra = sum([max(step.predicted - alone(step), 0.0) for step in mixed])
     whole = sum([step.device or step.predicted for step in decoding])
@@ -43,7 +45,10 @@ def prefill_interference(window: Window) -> Finding | None:
     budget = window.facts.max_num_seqs + half * window.costs.table.tile_size
     less = (
         window.step_seconds(
-            longest.trunk.rows, half, longest.work._replace(attended=longest.work.attended // 2)
+            longest.trunk.rows,
+            half,
+            longest.work._replace(attended=longest.work.attended // 2),
+            adapted=longest.trunk.adapted,
         )
         * longest.drift
     )
@@ -134,12 +139,9 @@ def padding(window: Window) -> Finding | None:
         seconds = window.costs.base(trunk)
         whole += seconds * step.steps
         if used < trunk.rows:
-            rows += (
-                max(seconds - window.costs.base(type(trunk)(used, trunk.tiles, trunk.pages)), 0.0)
-                * step.steps
-            )
+            rows += max(seconds - window.costs.base(replace(trunk, rows=used)), 0.0) * step.steps
         if trunk.tiles:
-            bare = window.costs.base(type(trunk)(trunk.rows, 0, trunk.pages))
+            bare = window.costs.base(replace(trunk, tiles=0))
             tiles += max(seconds - bare, 0.0) * step.padded_tokens(size) / (trunk.tiles * size)
     if rows + tiles < PADDED * whole:
         return None

@@ -18,7 +18,7 @@ def wrong_drafts(window: Window) -> Finding | None:
     def alone(step: StepRecord) -> float:
         rows, share = step.rows - step.drafts, 1.0 - step.drafts / step.rows
         work = step.work._replace(context=int(step.work.context * share))
-        return window.step_seconds(rows, step.tiles, work) * step.drift
+        return window.step_seconds(rows, step.tiles, work, adapted=step.trunk.adapted) * step.drift
 
     drafts, accepted = sum([step.drafts for step in steps]), sum([step.accepted for step in steps])
     with_drafts = sum([step.device or step.predicted for step in steps])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jengine.insight.explanations.adapters import places_of_adapters
 from jengine.insight.explanations.batches import batches_too_small, padding, prefill_interference
 from jengine.insight.explanations.drafts import wrong_drafts
 from jengine.insight.explanations.finding import Explanation, Finding
@@ -20,6 +21,7 @@ RULES = (
     batches_too_small,
     padding,
     wrong_drafts,
+    places_of_adapters,
     queueing,
     slow_readers,
     masks,

@@ -124,13 +124,17 @@ class Window:
 
     # --- predictions ----------------------------------------------------------------------------------
 
-    def step_seconds(self, rows: int, tiles: int = 0, work: Work | None = None) -> float:
-        """Seconds of a step with this number of rows and tiles, in programs of that size; estimated if there
-        are none.
+    def step_seconds(self, rows: int, tiles: int = 0, work: Work | None = None, *, adapted: int = 0) -> float:
+        """Seconds of a step with this number of rows and tiles, and of places of adapters, in programs of
+        that size; estimated if there are none.
         """
         sampler = SamplerKey(max(rows + tiles, 1), self.variant)
         costs = self.costs
-        return costs.base(TrunkKey(rows, tiles)) + costs.base(sampler) + costs.slopes.seconds(work or Work())
+        return (
+            costs.base(TrunkKey(rows, tiles, adapted=adapted))
+            + costs.base(sampler)
+            + costs.slopes.seconds(work or Work())
+        )
 
     @cached_property
     def variant(self) -> Variant:

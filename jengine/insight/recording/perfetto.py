@@ -157,6 +157,7 @@ def _requests(
             "output tokens": request.output_tokens,
             "preemptions": request.preemptions,
             "client": request.client,
+            "adapter": request.lora,
             "reason": request.reason or "unfinished",
         }
         for name, (start, stop) in zip(("queue", "prefill", "decode"), pairwise(marks), strict=True):

@@ -64,8 +64,9 @@ class TraceRecorder:
         ):
             if value:
                 line[name] = value
-        if request.client:
-            line["client"] = self._digest(request.client.encode())
+        for name, text in (("client", request.client), ("lora", request.lora_name)):
+            if text:
+                line[name] = self._digest(text.encode())
         self._write(line)
 
     def close(self) -> None:

@@ -150,6 +150,7 @@ class RequestRecord(msgspec.Struct, array_like=True, gc=False):
         cached: prompt tokens that it did not compute.
         reason: finish reason; empty while it is unfinished.
         pages: number of pages that it holds, including shared ones; 0 once it has ended.
+        lora: the adapter that it uses; empty: none.
     """
 
     request_id: str
@@ -165,6 +166,7 @@ class RequestRecord(msgspec.Struct, array_like=True, gc=False):
     preemptions: int
     reason: str
     pages: int = 0
+    lora: str = ""
 
 
 class Pause(msgspec.Struct, array_like=True, gc=False):

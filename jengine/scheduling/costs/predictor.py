@@ -17,7 +17,7 @@ class StepPredictor:
         ready: programs that steps may use; replaced when more become ready.
         tile_size: tokens in a tile.
         max_num_batched_tokens: maximum tokens in a step.
-        adapted: whether steps have adapters, as far as is known.
+        adapted: the highest place of an adapter in steps, as far as is known; 0: they have none.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class StepPredictor:
         max_num_batched_tokens: int,
     ) -> None:
         self.ready, self.costs = ready, costs
-        self.adapted = False
+        self.adapted = 0
         self.tile_size, self.max_num_batched_tokens = ready.table.tile_size, max_num_batched_tokens
         self._blocks, self._apart = blocks, composition.apart
 

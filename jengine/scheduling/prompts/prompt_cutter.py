@@ -195,7 +195,7 @@ class PromptCutter:
             attended=plan.work.attended + pairs(start, end - start, self._limits.windows)
         )
         plan.longest = max(plan.longest, end)
-        plan.adapted |= sequence.adapter is not None
+        plan.adapted = max(plan.adapted, sequence.place)
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
         if end == len(sequence.tokens):
@@ -244,7 +244,7 @@ def _set_slots(plan: PlanBuilder, sequence: Sequence) -> None:
                 prompt_len=sequence.prompt_len,
                 stop_token_ids=sequence.suppressed_token_ids,
                 counted=list(sequence.tokens) if request.params.penalizes else None,
-                lora=0 if sequence.adapter is None else sequence.adapter.place,
+                lora=sequence.place,
             )
         )
 

@@ -61,6 +61,10 @@ class Adapters:
     def __iter__(self) -> Iterator[Adapter]:
         return iter([*self.by_name.values()])
 
+    @property
+    def places(self) -> int:
+        return len(self._on)
+
     # --- loading ------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
@@ -158,9 +162,9 @@ class Adapters:
             adapter.used = next(self._clock)
 
     @property
-    def running(self) -> bool:
-        """Whether any running sequence uses an adapter."""
-        return any(one is not None and one.running > 0 for one in self._on)
+    def highest(self) -> int:
+        """The highest place of an adapter that a running sequence uses; 0: there is none."""
+        return max((one.place for one in self._on if one is not None and one.running), default=0)
 
     @property
     def in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -94,6 +94,11 @@ class Sequence:
         self.variant_rank = VARIANTS.index("full" if full else sampler_variant(self.request.params))
 
     @property
+    def place(self) -> int:
+        """On the devices, of its adapter, from 1; 0: it has none."""
+        return 0 if self.adapter is None else self.adapter.place
+
+    @property
     def has_target(self) -> bool:
         return self.ttft < math.inf or self.tpot < math.inf
 

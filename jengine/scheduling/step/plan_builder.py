@@ -24,7 +24,7 @@ class PlanBuilder:
         lengthened: whether a rule has given rows several tokens.
         guesses: number of drafts.
         paced: whether any row has a target for the time between tokens.
-        adapted: whether any of its sequences has an adapter.
+        adapted: the highest place of an adapter of its sequences; 0: none has one.
         rank: highest variant_rank of the sequences that are sampled.
         sampled: sequences that get tokens, in the order of `samples`.
     """
@@ -33,7 +33,7 @@ class PlanBuilder:
         self.now = now
         self.rows: list[Sequence] = []
         self.more_rows = self.tiles = self.longest = self.rank = self.guesses = 0
-        self.steps, self.lengthened, self.paced, self.adapted = 1, False, False, False
+        self.steps, self.lengthened, self.paced, self.adapted = 1, False, False, 0
         self.spans: list[Span] = []
         self.samples: list[Sample] = []
         self.sampled: list[Sequence] = []

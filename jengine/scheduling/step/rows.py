@@ -23,7 +23,7 @@ class Rows:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
         self.last: list[Sequence] | None = []
         # of these rows, as are the lists; a loop over a thousand sequences waits for memory
-        self._rank, self._paced, self._adapted = 0, False, False
+        self._rank, self._paced, self._adapted = 0, False, 0
         self._numbers: list[int] = []
         self._slots: list[int] = []
         self._samples: list[Sample] = []
@@ -73,11 +73,11 @@ class Rows:
         if rows != self.last:
             self.last, self._rank = rows, max([s.variant_rank for s in rows], default=0)
             self._paced = any(s.tpot < math.inf for s in rows)
-            self._adapted = any(s.adapter is not None for s in rows)
+            self._adapted = max([s.place for s in rows], default=0)
             self._numbers, self._slots = [s.number for s in rows], [s.slot for s in rows]
             self._samples = [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
         plan.rows, plan.rank, plan.paced = rows, self._rank, self._paced
-        plan.adapted |= self._adapted
+        plan.adapted = max(plan.adapted, self._adapted)
         plan.spans = [*map(Span, self._numbers, self._slots, positions)]
         plan.samples = [*self._samples]
         plan.sampled = [*rows]
