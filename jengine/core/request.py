@@ -10,6 +10,7 @@ from jengine.base.checks import check_number, check_whole
 from jengine.base.display import answer_html, counted, short
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
+from jengine.core.images import PromptImages
 from jengine.core.pooling import PoolingParams
 from jengine.core.weights import Version
 from jengine.vllm.translate import SAMPLING_SETTINGS, STRUCTURED_SETTINGS, takes, translated, warn
@@ -358,6 +359,7 @@ class Request:
         beams: set if the request asks for a beam search; its sampling parameters are then those of
             beams.sampling_of, with as many log probabilities as are returned.
         lora_name: the loaded adapter that it uses; None: the model alone.
+        images: the prompt's images, if it has any.
     """
 
     request_id: str
@@ -375,6 +377,7 @@ class Request:
     pooling: PoolingParams | None = None
     beams: BeamSearchParams | None = None
     lora_name: str | None = None
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
