@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from jengine.base.checks import check_number, check_targets, check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.core.image_options import image_limit
 from jengine.core.lora import LoraLimits, check_lora_options
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
@@ -71,6 +72,11 @@ class EngineConfig:
             the adapters' own ranks are.
         max_cpu_loras: the most adapters that are loaded at once, each with a copy in host memory; at least
             max_loras. By default, as many as are loaded.
+        limit_mm_per_prompt: the most images of a prompt, as {"image": 4}; by default 999. With {"image": 0}, a
+            model with images serves text alone, and its encoder of images is not loaded.
+        image_pool_rows: embeddings of images that the devices hold, at least those of the largest part of an
+            image that is encoded by itself. A prompt's images must fit; they are kept for later prompts until
+            others need their place. By default max_model_len, but at most 16384, or the largest image's.
         max_model_len: the most tokens of a sequence, prompt and output together. By default the model's
             length.
         max_num_seqs: the most sequences that run at once. By default 32 on a CPU, 256 on a GPU.
@@ -176,6 +182,8 @@ class EngineConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    image_pool_rows: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -242,6 +250,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "compile_threads",
             "cpu_threads",
+            "image_pool_rows",
         ):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, None)
@@ -265,6 +274,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         check_lora_options(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras)
+        image_limit(self.limit_mm_per_prompt)
         if self.embeddings is not None and not isinstance(self.embeddings, bool):
             raise InvalidArgument("embeddings", self.embeddings, "must be True, False or None")
         if (
@@ -349,6 +359,11 @@ class EngineConfig:
         if how is not None and how.on_device and self.burst_steps > 1:
             limit = "must be 1 with a draft model or head: a burst drafts nothing"
             raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, limit)
+
+    @property
+    def max_images(self) -> int:
+        """The most images of a prompt."""
+        return image_limit(self.limit_mm_per_prompt)
 
     @property
     def lora(self) -> LoraLimits | None:

@@ -63,8 +63,8 @@ class SmolVlm:
         self.row_token = self.token = int(config.get("image_token_id", 128257))
         self.marker = "<image>"
         self.patch = int(vision["patch_size"])
-        self.longest = int((processor.get("size") or {}).get("longest_edge", 4 * 364))
-        self.frame = int((processor.get("max_image_size") or {}).get("longest_edge", 364))
+        self.frame = int((processor.get("max_image_size") or {}).get("longest_edge", vision["image_size"]))
+        self.longest = int((processor.get("size") or {}).get("longest_edge", 4 * self.frame))
         self.splits = bool(processor.get("do_image_splitting", True))
         self.resample = int(processor.get("resample", LANCZOS))
         self._mean = np.float32(processor.get("image_mean", [0.5] * 3))

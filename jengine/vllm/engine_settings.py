@@ -197,8 +197,6 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("logits_processors", "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
     unsupported("logits_processor_pattern",
         "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
-    unsupported("limit_mm_per_prompt", TEXT, {"image": 0}, {"image": 0, "video": 0},
-        {"image": 0, "video": 0, "audio": 0}),
     unsupported("mm_processor_kwargs", TEXT),
     unsupported("media_io_kwargs", TEXT),
     unsupported("allowed_local_media_path", TEXT),

@@ -50,12 +50,13 @@ class Images:
         vocab_size: ids from here on name the pool's rows.
 
     Attributes:
+        first: as vocab_size.
         encoded: number of parts that were encoded.
         reused: number of parts that were there when a sequence started to need them.
     """
 
     def __init__(self, rows: int, vocab_size: int) -> None:
-        self.rows, self._first = rows, vocab_size
+        self.rows, self.first = rows, vocab_size
         self._parts: dict[int, Embedded] = {}  # by key
         self._free = [*range(rows)][::-1]
         self._held: dict[Sequence, Held] = {}
@@ -155,7 +156,7 @@ class Images:
         for part in images.parts:
             there = part.key in needed
             rows = self._parts[part.key].rows if there else ()
-            held.ids += [self._first + row for row in rows] if there else [0] * part.rows
+            held.ids += [self.first + row for row in rows] if there else [0] * part.rows
         self.reused += len(needed - self._new)
         self._new -= needed
         self._held[sequence] = held

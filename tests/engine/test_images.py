@@ -1,0 +1,104 @@
+"""Images in prompts, compared with transformers, and through chunks, preemptions and the prefix cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jengine import LLM
+from jengine.core.config import EngineConfig
+from jengine.core.images import PromptImages
+from jengine.core.request import MAX_LOGPROBS, Request, SamplingParams
+from jengine.engine.engine import Engine
+from jengine.engine.operations import ResetPrefixCache
+from jengine.engine.start import start_engine
+from jengine.text.tokenizer import Tokenizer
+from jengine.vision.folder import vision_of
+from jengine.vision.images import with_images
+from tests.engine.on_demand import on_demand
+from tests.engine.running import SMALL, Answer, Estimates, limit_pages
+from tests.golden.images import CASES, picture, pictures, write_image_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=MAX_LOGPROBS)
+OPTIONS = {**SMALL, "max_model_len": 256, "image_pool_rows": 256}
+Prompt = tuple[list[int], PromptImages | None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("smolvlm")
+    write_image_model(folder, "smolvlm")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    with on_demand():
+        engine = start_engine(EngineConfig.of(str(folder), OPTIONS), progress=False)[0]
+    engine.scheduler.predictor.costs = Estimates(engine.scheduler.table)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, np.ndarray]:
+    with np.load(Path(__file__).parents[1] / "golden" / "smolvlm_with_images.npz") as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path, recorded: dict[str, np.ndarray]) -> list[Prompt]:
+    tokenizer = Tokenizer.load(folder)
+    vision = vision_of(folder, lambda text: tokenizer.encode(text, add_special_tokens=False))
+    assert vision is not None
+    texts = [tokenizer.encode(str(recorded[f"text_{case}"])) for case in range(len(CASES))]
+    return [with_images(vision, ids, pictures("smolvlm", case), "image") for case, ids in enumerate(texts)]
+
+
+def run(engine: Engine, prompts: list[Prompt], params: SamplingParams = GREEDY) -> list[Answer]:
+    answers = {}
+    for number, (ids, images) in enumerate(prompts):
+        request = Request(
+            request_id=str(number), prompt_token_ids=list(ids), params=params, images=images
+        )
+        engine.limits.validate(request)
+        for sequence in engine.add(request):
+            answers[sequence.request_id] = Answer(sequence)
+    while engine.has_work:
+        for update in engine.step():
+            answers[update.request_id].updates.append(update)
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.blocks.owned == 0
+    return [*answers.values()]
+
+
+def check(answers: list[Answer], recorded: dict[str, np.ndarray]) -> None:
+    for case, answer in enumerate(answers):
+        assert answer.tokens == recorded[f"tokens_{case}"].tolist()
+        logits = recorded[f"logits_{case}"].astype(np.float64)
+        logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        for update, wanted in zip(answer.updates, logprobs, strict=True):
+            for token, value in update.logprobs.top:
+                assert abs(value - wanted[token]) < 1e-4
+
+
+def test_as_transformers(engine: Engine, prompts: list[Prompt], recorded: dict[str, np.ndarray]) -> None:
+    """Together, then from the cache, preempted, and one after the other: always the recorded tokens."""
+    images, each = engine.scheduler.registry.images, [len(one.parts) for _, one in prompts if one is not None]
+    check(run(engine, prompts), recorded)
+    assert images.encoded == sum(each)
+    again = run(engine, prompts)
+    check(again, recorded)
+    assert images.encoded == sum(each), "an image was encoded twice"
+    assert all(answer.sequence.num_cached >= len(ids) - 17 for answer, (ids, _) in zip(again, prompts, strict=True))
+    engine.do(ResetPrefixCache())
+    before = engine.scheduler.registry.num_preemptions
+    limit_pages(engine, 22)
+    check(run(engine, prompts), recorded)
+    assert engine.scheduler.registry.num_preemptions > before
+    limit_pages(engine, 120)
+    for case, prompt in enumerate(prompts):
+        [answer] = run(engine, [prompt])
+        assert answer.tokens == recorded[f"tokens_{case}"].tolist()
+    assert engine.compiles_since_start == 0
