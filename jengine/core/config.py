@@ -72,8 +72,8 @@ class EngineConfig:
             the adapters' own ranks are.
         max_cpu_loras: the most adapters that are loaded at once, each with a copy in host memory; at least
             max_loras. By default, as many as are loaded.
-        limit_mm_per_prompt: the most images of a prompt, as {"image": 4}; by default 999. With {"image": 0}, a
-            model with images serves text alone, and its encoder of images is not loaded.
+        limit_mm_per_prompt: the most images of a prompt, as {"image": 4}; by default 999. With {"image": 0},
+            a model with images serves text alone, and its encoder of images is not loaded.
         image_pool_rows: embeddings of images that the devices hold, at least those of the largest part of an
             image that is encoded by itself. A prompt's images must fit; they are kept for later prompts until
             others need their place. By default max_model_len, but at most 16384, or the largest image's.

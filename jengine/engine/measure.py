@@ -19,7 +19,16 @@ from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts, SwapCos
 from jengine.scheduling.step_plan import Encoding, Sample, SlotReset, Span, StepPlan, Swaps
 from jengine.scheduling.work import Work, pairs, rows_work
 from jengine.table.pages import SWAPS
-from jengine.table.program_table import VARIANTS, BurstKey, DraftKey, EncoderKey, SamplerKey, TableKey, TrunkKey, Variant
+from jengine.table.program_table import (
+    VARIANTS,
+    BurstKey,
+    DraftKey,
+    EncoderKey,
+    SamplerKey,
+    TableKey,
+    TrunkKey,
+    Variant,
+)
 from jengine.table.ready_programs import ReadyPrograms
 
 RUNS = 4  # of each step, after a warm-up run; the lower median counts

@@ -45,8 +45,7 @@ from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.scheduler import Scheduler
 from jengine.text.tokenizer import Tokenizer, has_tokenizer
-from jengine.vision.family import Vision
-from jengine.vision.folder import vision_of
+from jengine.vision.reader import ImageReader
 
 
 @dataclass(slots=True)
@@ -67,8 +66,6 @@ class Started:
         programs: number of programs in the table. With warm_up="progressive", some are not ready yet.
         kernels: on a CPU, the form of the programs' products, by dtypes and number of rows.
         seconds: duration of each part of the start, in order.
-        vision: how images become prompts; None: the engine reads none.
-        max_images: of a prompt.
         longest_step: seconds of the most expensive measured step, at short contexts.
     """
 
@@ -87,8 +84,6 @@ class Started:
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    vision: Vision | None = None
-    max_images: int = 0
     longest_step: float = 0.0
 
     def require_tokenizer(self) -> Tokenizer:
@@ -234,7 +229,7 @@ def _prepare(
         started.tokenizer = Tokenizer.load(started.tokenizer_folder, config.chat_template)
     if shapes.images is not None and (tokenizer := started.tokenizer) is not None:
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        started.vision, started.max_images = vision_of(started.folder, encode), config.max_images
+        tokenizer.images = ImageReader.of(started.folder, encode, config.max_images)
     lap("tokenizer")
     begin(progress, "loading weights")
     text = (

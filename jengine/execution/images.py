@@ -76,7 +76,11 @@ class ImageShapes:
         targets[:] = self.rows
         for segment, (part, rows) in enumerate(encoding.parts, 1):
             end, row = at + len(part.pixels), at // self.encoder.vision.patches_per_row
-            pixels.view(np.float32)[at:end], places[at:end], segments[at:end] = part.pixels, part.places, segment
+            pixels.view(np.float32)[at:end], places[at:end], segments[at:end] = (
+                part.pixels,
+                part.places,
+                segment,
+            )
             targets[row : row + len(rows)] = rows
             at = end
         return buffer

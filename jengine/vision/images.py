@@ -48,7 +48,9 @@ def read_image(source: Any, field: str, *, paths: bool = True) -> Image:
         elif paths:
             source = Path(source)
         else:
-            raise InvalidArgument(field, source[:200], "must be a data URL, such as data:image/png;base64,...")
+            raise InvalidArgument(
+                field, source[:200], "must be a data URL, such as data:image/png;base64,..."
+            )
     if isinstance(source, Path):
         source = _of_file(source, field)
     if not isinstance(source, bytes | bytearray | memoryview):
@@ -139,8 +141,8 @@ def _decoded(data: bytes, field: str) -> Image:
         try:
             image: Image = pillow.Image.open(io.BytesIO(data), formats=FORMATS)
         except pillow.UnidentifiedImageError:
-            limit = f"must be one of {', '.join(FORMATS)}"
-            raise InvalidArgument(field, f"{len(data)} bytes of another format", limit) from None
+            limit = f"must be a whole file in one of the formats {', '.join(FORMATS)}"
+            raise InvalidArgument(field, f"{len(data)} bytes", limit) from None
         except pillow.Image.DecompressionBombError:
             raise InvalidArgument(field, "too many pixels", f"at most {MOST_PIXELS} pixels") from None
         except Exception as error:

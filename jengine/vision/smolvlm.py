@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 LANCZOS = 1  # Pillow's numbers of filters, as in preprocessor_config.json
 LONGEST = 4096  # pixels; no resized image is longer
 FIELDS = (
-    "image_size", "patch_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_channels", "layer_norm_eps", "hidden_act",
+    "image_size", "patch_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_channels", "layer_norm_eps", "hidden_act",
 )  # fmt: skip
 DEFAULTS = {  # transformers', by model_type
     "smolvlm": {"hidden_size": 1152, "intermediate_size": 3072, "image_size": 224, "patch_size": 32},
@@ -269,7 +269,9 @@ class Encoder(nnx.Module):
         self.dtype, self.per_row = jnp.dtype(dtype), per_row
         filters, inputs = (size, channels, patch, patch), channels * patch**2
         embeddings = f"{name}.embeddings"
-        self.patches = param(filters, dtype, (None,) * 4, Piece(f"{embeddings}.patch_embedding.weight", filters))
+        self.patches = param(
+            filters, dtype, (None,) * 4, Piece(f"{embeddings}.patch_embedding.weight", filters)
+        )
         self.bias = param((size,), dtype, (None,), Piece(f"{embeddings}.patch_embedding.bias", (size,)))
         table, self.inputs = (side**2, size), inputs
         self.positions = param(

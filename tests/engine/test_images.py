@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from jengine.vision.folder import vision_of
 from jengine.vision.images import with_images
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, Estimates, limit_pages
-from tests.golden.images import CASES, picture, pictures, write_image_model
+from tests.golden.images import CASES, pictures, write_image_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=MAX_LOGPROBS)
 OPTIONS = {**SMALL, "max_model_len": 256, "image_pool_rows": 256}
@@ -59,9 +61,7 @@ def prompts(folder: Path, recorded: dict[str, np.ndarray]) -> list[Prompt]:
 def run(engine: Engine, prompts: list[Prompt], params: SamplingParams = GREEDY) -> list[Answer]:
     answers = {}
     for number, (ids, images) in enumerate(prompts):
-        request = Request(
-            request_id=str(number), prompt_token_ids=list(ids), params=params, images=images
-        )
+        request = Request(request_id=str(number), prompt_token_ids=list(ids), params=params, images=images)
         engine.limits.validate(request)
         for sequence in engine.add(request):
             answers[sequence.request_id] = Answer(sequence)
@@ -91,7 +91,9 @@ def test_as_transformers(engine: Engine, prompts: list[Prompt], recorded: dict[s
     again = run(engine, prompts)
     check(again, recorded)
     assert images.encoded == sum(each), "an image was encoded twice"
-    assert all(answer.sequence.num_cached >= len(ids) - 17 for answer, (ids, _) in zip(again, prompts, strict=True))
+    assert all(
+        answer.sequence.num_cached >= len(ids) - 17 for answer, (ids, _) in zip(again, prompts, strict=True)
+    )
     engine.do(ResetPrefixCache())
     before = engine.scheduler.registry.num_preemptions
     limit_pages(engine, 22)
@@ -102,3 +104,47 @@ def test_as_transformers(engine: Engine, prompts: list[Prompt], recorded: dict[s
         [answer] = run(engine, [prompt])
         assert answer.tokens == recorded[f"tokens_{case}"].tolist()
     assert engine.compiles_since_start == 0
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    with on_demand():
+        return LLM(folder, progress=False, **OPTIONS)
+
+
+def test_prompts_and_conversations(llm: LLM, recorded: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """Every form in which an image may be given becomes the recorded prompt and tokens."""
+    [one], text = pictures("smolvlm", 0), str(recorded["text_0"])
+    file, buffer = tmp_path / "one.png", io.BytesIO()
+    one.save(file)
+    one.save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"image": form}} for form in (one, [file], str(file), url)
+    ]
+    for output in llm.generate(prompts, GREEDY, use_tqdm=False):
+        assert output.prompt_token_ids == recorded["prompt_0"].tolist()
+        assert output.outputs[0].token_ids == recorded["tokens_0"].tolist()
+    words = text.removeprefix("<image>")
+    parts = (
+        {"type": "image_url", "image_url": {"url": url, "detail": "auto"}},
+        {"type": "image", "image": buffer.getvalue()},
+        {"type": "image_pil", "image_pil": one},
+    )
+    wanted = llm.chat_prompt(
+        [{"role": "user", "content": [{"type": "image", "image": one}, {"type": "text", "text": words}]}]
+    )
+    assert wanted["prompt"] == f"user:{text}assistant:"
+    inside = recorded["prompt_0"].tolist()
+    assert inside == wanted["prompt_token_ids"][5 : 5 + len(inside)]
+    answers = llm.chat(
+        [[{"role": "user", "content": [part, {"type": "text", "text": words}]}] for part in parts],
+        GREEDY,
+        use_tqdm=False,
+    )
+    assert {tuple(answer.prompt_token_ids) for answer in answers} == {tuple(wanted["prompt_token_ids"])}
+    assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
+    assert llm.engine.scheduler.registry.images.encoded == 4, (
+        "one image in many conversations is encoded once"
+    )
+    assert llm.stats["compiles_since_start"] == 0

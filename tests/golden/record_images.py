@@ -4,11 +4,9 @@ script.
 Run from the repository's root, in a Python with torch, transformers and Pillow: python -m
 tests.golden.record_images
 
-A file holds, for case i of images.CASES: `prompt_i` int32[length], `pixels_i` uint8[frames, 3, height, width],
-the processor's pixels before they are normalized, the
-text that this follows from as `text_i`, `tokens_i` int32[24],
-the greedy continuation, and
-`logits_i` float32[24, vocab].
+A file holds, for case i of images.CASES: `text_i`, its text; `prompt_i` int32[length], the prompt; `pixels_i`
+uint8[frames, 3, height, width], the processor's pixels before they are normalized; `tokens_i` int32[24], the
+greedy continuation; and `logits_i` float32[24, vocab].
 """
 
 from __future__ import annotations

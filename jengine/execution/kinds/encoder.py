@@ -1,4 +1,4 @@
-"""Encoders of images, and the pool of their embeddings. Without images, a table has none of these programs."""
+"""Encoders of images, and the pool of their embeddings; only in tables of engines that read images."""
 
 from __future__ import annotations
 

@@ -193,7 +193,9 @@ class Images:
 
     def _make_room(self, part: ImagePart, kept: set[int]) -> Embedded | None:
         """Rows for a part, if need be of parts that were not used for longest and are not in `kept`."""
-        idle = sorted((one.used, key) for key, one in self._parts.items() if not one.users and key not in kept)
+        idle = sorted(
+            (one.used, key) for key, one in self._parts.items() if not one.users and key not in kept
+        )
         if len(self._free) + sum(len(self._parts[key].rows) for _, key in idle) < part.rows:
             return None
         for _, key in idle:

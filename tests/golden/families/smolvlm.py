@@ -36,7 +36,8 @@ def shapes(config: dict[str, Any]) -> Shapes:
     text, vision, name = config["text_config"], config["vision_config"], "model.vision_model"
     size, patch, scale = vision["hidden_size"], vision["patch_size"], config["scale_factor"]
     found = {
-        tensor.replace("model.", "model.text_model.", 1): shape for tensor, shape in llama.shapes(text).items()
+        tensor.replace("model.", "model.text_model.", 1): shape
+        for tensor, shape in llama.shapes(text).items()
     }
     found |= {
         f"{name}.embeddings.patch_embedding.weight": (size, 3, patch, patch),
