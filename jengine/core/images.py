@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 KEY_BITS = 61  # of the hash of a part's content
 CONTENT = 1 << 62  # at least this in ids that stand for content; above all token ids

@@ -10,13 +10,14 @@ from jengine.base.checks import check_number, check_whole
 from jengine.base.display import answer_html, counted, short
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
-from jengine.core.images import PromptImages
 from jengine.core.pooling import PoolingParams
 from jengine.core.weights import Version
 from jengine.vllm.translate import SAMPLING_SETTINGS, STRUCTURED_SETTINGS, takes, translated, warn
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from jengine.core.images import PromptImages
 
 DEVICE_STOPS = 32  # the width of a slot's list on the device of tokens that min_tokens suppresses
 # with more stop tokens than these, min_tokens needs a mask; the rest of the list is for end-of-sequence

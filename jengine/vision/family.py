@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
-from flax import nnx
 
 if TYPE_CHECKING:
+    import jax
+    from flax import nnx
     from PIL.Image import Image
 
 VISUAL = -1  # in place of a token id: the next embedding row of an image
@@ -25,7 +25,8 @@ class Patches(NamedTuple):
 
 
 class Vision(Protocol):
-    """The images of one model. Made from the configuration files of its folder; holds no weights.
+    """The images of one model. Made from the configuration files of its folder; holds no weights. A server's
+    process, which has no JAX, cuts images and makes prompts, so only `module` and `encode` may import it.
 
     Attributes:
         features: numbers of a patch.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,8 @@ from jengine.vision.family import Vision
 
 Encode = Callable[[str], list[int]]  # text to token ids
 PROCESSORS = "preprocessor_config.json", "processor_config.json"
-_PACKAGE = __name__.rpartition(".")[0]
-
-
-def families() -> dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Encode], Vision]]:
-    """Those of all modules here, by model_type."""
-    path = [str(Path(__file__).parent)]
-    modules = (importlib.import_module(f"{_PACKAGE}.{file.name}") for file in pkgutil.iter_modules(path))
-    return {name: make for module in modules for name, make in getattr(module, "FAMILIES", {}).items()}
+# by model_type: the module and the class; imported when needed
+FAMILIES = {"idefics3": ("smolvlm", "SmolVlm"), "smolvlm": ("smolvlm", "SmolVlm")}
 
 
 def vision_of(folder: Path, encode: Encode) -> Vision | None:
@@ -37,16 +30,19 @@ def vision_of(folder: Path, encode: Encode) -> Vision | None:
     if not file.is_file():
         return None
     config = _read(file)
-    make = families().get(str(config.get("model_type")))
-    if make is None or not isinstance(config.get("vision_config"), dict):
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not isinstance(config.get("vision_config"), dict):
         return None
+    module, name = family
+    make = getattr(importlib.import_module(f"jengine.vision.{module}"), name)
     processor: dict[str, Any] = {}
     for name in reversed(PROCESSORS):
         if (folder / name).is_file():
             fields = _read(folder / name)
             processor |= fields.get("image_processor") or (fields if name == PROCESSORS[0] else {})
     try:
-        return make(config, processor, encode)
+        vision: Vision = make(config, processor, encode)
+        return vision
     except KeyError as missing:
         raise ModelError(f"field {missing} is missing", file=file) from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:

@@ -219,6 +219,7 @@ class Service:
 
     def _render_here(self, tokenizer: Tokenizer, read: Callable[[], Conversation]) -> TokensPrompt:
         messages, options = read()
+        options = {**options, "image_paths": False}  # of this machine's files
         return chat_prompt(tokenizer, messages, max_model_len=self._max_model_len, **options)
 
     @property
