@@ -123,6 +123,8 @@ def source_of(part: dict[str, Any], where: str, *, paths: bool) -> tuple[Any, bo
         if isinstance(source, dict):
             if (detail := source.get("detail", "auto")) not in ("auto", "low", "high", "original", None):
                 raise InvalidArgument(f"{where}.image_url.detail", detail, "must be auto, low or high")
+            if source.keys() - {"url", "detail"}:
+                raise InvalidArgument(f"{where}.image_url", [*source], "must have url and detail only")
             source = source.get("url")
         if not isinstance(source, str):
             raise InvalidArgument(f"{where}.image_url.url", source, "must be a data URL")

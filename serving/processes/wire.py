@@ -78,8 +78,8 @@ class Configure(WireMessage):
 
 
 class Picture(WireMessage, gc=False):
-    """A part of an image, before the prompt that it belongs to. The fields are jengine.ImagePart's, with arrays
-    as bytes.
+    """A part of an image, before the prompt that it belongs to. The fields are those of jengine.ImagePart,
+    with arrays as bytes.
     """
 
     key: int

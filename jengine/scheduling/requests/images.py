@@ -1,8 +1,9 @@
 """Images as the scheduler knows them: which parts are encoded, in which rows of the pool, and for whom.
 
-A part's embeddings are kept by its content until their rows are needed. A sequence may start when all
-embeddings that its prompt still needs are there, or will be before its step; it holds their rows until its
-prompt is computed. Others are not delayed: a step has at most one encoder's program before it.
+A part's embeddings are kept, by the request's cache_salt and by content, until their rows are needed. A
+sequence may start when all embeddings that its prompt still needs are there, or will be before its step; it
+holds their rows until its prompt is computed. Others are not delayed: a step has at most one encoder's
+program before it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from itertools import count
 from jengine.core.images import ImagePart
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.step_plan import Encoding
+
+Key = tuple[str | None, int]  # the salt, so that times do not reveal others' images; and the part's key
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +60,13 @@ class Images:
 
     def __init__(self, rows: int, vocab_size: int) -> None:
         self.rows, self.first = rows, vocab_size
-        self._parts: dict[int, Embedded] = {}  # by key
+        self._parts: dict[Key, Embedded] = {}
         self._free = [*range(rows)][::-1]
         self._held: dict[Sequence, Held] = {}
         self._waiting = 0  # unfinished requests with images
         self._ready: set[Sequence] = set()
         self._planned: Encoding | None = None
-        self._new: set[int] = set()  # keys of parts that no sequence has used yet
+        self._new: set[Key] = set()  # parts that no sequence has used yet
         self._clock = count(1)
         self.encoded = self.reused = 0
 
@@ -98,28 +101,29 @@ class Images:
         self._ready.clear()
         if not self._waiting:
             return
-        kept, encoding, most = set[int](), Encoding(0), buckets[-1] if buckets else 0
+        kept, encoding, most = set[Key](), Encoding(0), buckets[-1] if buckets else 0
         for sequence in waiting:
             if sequence.images is None:
                 continue
             whole = True
             for part in sequence.images.seen_from(cached(sequence)):
-                known = self._parts.get(part.key)
+                key = _key(sequence, part)
+                known = self._parts.get(key)
                 if known is None and most:
                     if briefly and not encoding.parts:
                         most = next(bucket for bucket in buckets if bucket >= len(part.pixels))
                     if encoding.patches + len(part.pixels) <= most:
-                        known = self._make_room(part, kept)
+                        known = self._make_room(key, part.rows, kept)
                         if known is not None:
                             encoding.add(part, known.rows)
-                            self._new.add(part.key)
+                            self._new.add(key)
                     if known is None:
                         most = 0  # parts are encoded in order
                 if known is None:
                     whole = False
                     continue
                 known.used = next(self._clock)
-                kept.add(part.key)
+                kept.add(key)
             if whole:
                 self._ready.add(sequence)
         if encoding.parts:
@@ -144,18 +148,18 @@ class Images:
         images = sequence.images
         if images is None:
             return True
-        needed = {part.key for part in images.seen_from(start)}
+        needed = {_key(sequence, part) for part in images.seen_from(start)}
         if not needed:
             return True
         if not needed <= self._parts.keys():
             self._ready.discard(sequence)
             return False
         held = Held([self._parts[key] for key in needed])
-        for part in held.parts:
-            part.users += 1
+        for one in held.parts:
+            one.users += 1
         for part in images.parts:
-            there = part.key in needed
-            rows = self._parts[part.key].rows if there else ()
+            there = (key := _key(sequence, part)) in needed
+            rows = self._parts[key].rows if there else ()
             held.ids += [self.first + row for row in rows] if there else [0] * part.rows
         self.reused += len(needed - self._new)
         self._new -= needed
@@ -191,18 +195,23 @@ class Images:
         users = sum(len(held.parts) for held in self._held.values())
         assert users == sum(part.users for part in self._parts.values()), "users are miscounted"
 
-    def _make_room(self, part: ImagePart, kept: set[int]) -> Embedded | None:
+    def _make_room(self, new: Key, rows: int, kept: set[Key]) -> Embedded | None:
         """Rows for a part, if need be of parts that were not used for longest and are not in `kept`."""
         idle = sorted(
-            (one.used, key) for key, one in self._parts.items() if not one.users and key not in kept
+            ((one.used, key) for key, one in self._parts.items() if not one.users and key not in kept),
+            key=lambda pair: pair[0],
         )
-        if len(self._free) + sum(len(self._parts[key].rows) for _, key in idle) < part.rows:
+        if len(self._free) + sum(len(self._parts[key].rows) for _, key in idle) < rows:
             return None
         for _, key in idle:
-            if len(self._free) >= part.rows:
+            if len(self._free) >= rows:
                 break
             self._free += self._parts.pop(key).rows
             self._new.discard(key)
-        self._parts[part.key] = Embedded([self._free.pop() for _ in range(part.rows)])
-        kept.add(part.key)
-        return self._parts[part.key]
+        self._parts[new] = Embedded([self._free.pop() for _ in range(rows)])
+        kept.add(new)
+        return self._parts[new]
+
+
+def _key(sequence: Sequence, part: ImagePart) -> Key:
+    return sequence.request.cache_salt, part.key
