@@ -5,23 +5,27 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jengine import LLM
+from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.images import PromptImages
 from jengine.core.request import MAX_LOGPROBS, Request, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
+from jengine.execution.runner import PendingSample
+from jengine.scheduling.step_plan import StepPlan
 from jengine.text.tokenizer import Tokenizer
 from jengine.vision.folder import vision_of
 from jengine.vision.images import with_images
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, Estimates, limit_pages
-from tests.golden.images import CASES, pictures, write_image_model
+from tests.golden.images import CASES, picture, pictures, write_image_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=MAX_LOGPROBS)
 OPTIONS = {**SMALL, "max_model_len": 256, "image_pool_rows": 256}
@@ -83,11 +87,25 @@ def check(answers: list[Answer], recorded: dict[str, np.ndarray]) -> None:
                 assert abs(value - wanted[token]) < 1e-4
 
 
-def test_as_transformers(engine: Engine, prompts: list[Prompt], recorded: dict[str, np.ndarray]) -> None:
+def test_as_transformers(
+    engine: Engine,
+    prompts: list[Prompt],
+    recorded: dict[str, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Together, then from the cache, preempted, and one after the other: always the recorded tokens."""
+    starts, begin = list[tuple[int, int]](), engine.runner.begin
+
+    def watched(plan: StepPlan) -> PendingSample:
+        starts.extend((span.seq, span.start) for span in plan.spans if span.tokens is not None)
+        return begin(plan)
+
+    monkeypatch.setattr(engine.runner, "begin", watched)
     images, each = engine.scheduler.registry.images, [len(one.parts) for _, one in prompts if one is not None]
     check(run(engine, prompts), recorded)
     assert images.encoded == sum(each)
+    inside = [{*one.positions} for _, one in prompts if one is not None]
+    assert any({at - 1, at} <= inside[number] for number, at in starts), "no chunk began inside an image"
     again = run(engine, prompts)
     check(again, recorded)
     assert images.encoded == sum(each), "an image was encoded twice"
@@ -97,6 +115,7 @@ def test_as_transformers(engine: Engine, prompts: list[Prompt], recorded: dict[s
     engine.do(ResetPrefixCache())
     before = engine.scheduler.registry.num_preemptions
     limit_pages(engine, 22)
+    starts.clear()
     check(run(engine, prompts), recorded)
     assert engine.scheduler.registry.num_preemptions > before
     limit_pages(engine, 120)
@@ -148,3 +167,74 @@ def test_prompts_and_conversations(llm: LLM, recorded: dict[str, np.ndarray], tm
         "one image in many conversations is encoded once"
     )
     assert llm.stats["compiles_since_start"] == 0
+
+
+def test_text_alone(folder: Path) -> None:
+    """With a limit of 0, nothing of images is loaded or compiled, and images are refused by name."""
+    with on_demand():
+        llm = LLM(folder, progress=False, limit_mm_per_prompt={"image": 0}, **SMALL, max_model_len=256)
+    spec = llm.engine.runner.spec
+    assert spec.images is None and not spec.table.encoders and "images" not in spec.identity()
+    assert llm.generate("hello", SamplingParams(max_tokens=3), use_tqdm=False)[0].finished
+    prompt = {"prompt": "<image>", "multi_modal_data": {"image": picture("a", (9, 9))}}
+    with pytest.raises(InvalidArgument, match=r"multi_modal_data.image=.*reads no images"):
+        llm.generate(prompt, use_tqdm=False)
+
+
+def test_refused_prompts(llm: LLM) -> None:
+    small = picture("a", (9, 9))
+    for prompt, field in (
+        ({"prompt": "none", "multi_modal_data": {"image": small}}, "multi_modal_data.image=.*0 places"),
+        (
+            {"prompt": "<image>", "multi_modal_data": {"image": [small] * 2}},
+            "multi_modal_data.image=.*1 place",
+        ),
+        ({"prompt": "a", "multi_modal_data": {"audio": [1]}}, "multi_modal_data.audio=.*only images"),
+        (
+            {"prompt": "<image>", "multi_modal_data": {"image": [b"no"]}},
+            r"multi_modal_data.image\[0\]=.*whole file",
+        ),
+        (
+            {"prompt": "<image>" * 9, "multi_modal_data": {"image": [picture("b", (99, 99))] * 9}},
+            "image=.*at most image_pool_rows = 256",
+        ),
+    ):
+        with pytest.raises(InvalidArgument, match=field):
+            llm.generate(prompt, use_tqdm=False)
+    with pytest.raises(InvalidArgument, match="image_pool_rows=5: must be at least 9"):
+        LLM(llm.model, image_pool_rows=5)
+    with pytest.raises(InvalidArgument, match=r"limit_mm_per_prompt.video=1: must be 0"):
+        LLM(llm.model, limit_mm_per_prompt={"video": 1})
+
+
+@pytest.mark.full
+def test_a_hundred_images_compile_nothing(folder: Path) -> None:
+    """Random sizes among text requests, in an engine that starts as any: no compilation after the start."""
+    rng = np.random.default_rng(0)
+    llm = LLM(folder, progress=False, **OPTIONS)
+    sizes = [(int(w), int(h)) for w, h in rng.integers(1, 150, (100, 2)) if max(w, h) < 40 * min(w, h)]
+    prompts: list[Any] = []
+    for number, size in enumerate(sizes):
+        image = picture(str(number), size)
+        prompts.append({"prompt": f"{number}<image>?", "multi_modal_data": {"image": image}})
+        prompts.append(f"text {number}" * int(rng.integers(1, 5)))
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert len(sizes) > 90 and all(len(output.outputs[0].token_ids) == 6 for output in outputs)
+    again = llm.generate(prompts[:20], params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs[:20]]
+    assert llm.stats["compiles_since_start"] == 0
+    llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.full
+def test_equal_bits(folder: Path, prompts: list[Prompt]) -> None:
+    """With batch_invariant, alone and together."""
+    options = {**OPTIONS, "tile_size": 16, "batch_invariant": True}
+    with on_demand(optimized=True):
+        engine = start_engine(EngineConfig.of(str(folder), options), progress=False)[0]
+    together = run(engine, prompts)
+    for prompt, answer in zip(prompts, together, strict=True):
+        engine.do(ResetPrefixCache())
+        [alone] = run(engine, [prompt])
+        assert [update.logprobs for update in alone.updates] == [update.logprobs for update in answer.updates]
