@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jengine.parallel.mesh import with_shardings
 from jengine.scheduling.step_plan import Encoding
 from jengine.vision.declared import Encoder
+from jengine.vision.family import Vision
 
 
 class Visual(NamedTuple):
@@ -86,7 +87,8 @@ class ImageShapes:
         return buffer
 
     def _split[Array: (np.ndarray, jax.Array)](self, packed: Array, patches: int) -> list[Array]:
-        vision, parts, at = self.encoder.vision, list[Array](), 0
+        vision: Vision = self.encoder.vision
+        parts, at = list[Array](), 0
         for shape in (
             *((patches, vision.features), (patches, vision.places), (patches,)),
             (patches // vision.patches_per_row,),

@@ -133,7 +133,8 @@ class SmolVlm:
         """[side, side, n] -> [side * side, n], the patches of each embedding together."""
         rows, scale = self.side // self.scale, self.scale
         blocks = patches.reshape(rows, scale, rows, scale, -1).transpose(0, 2, 1, 3, 4)
-        return np.ascontiguousarray(blocks.reshape(self.side**2, -1))
+        flat: np.ndarray = np.ascontiguousarray(blocks.reshape(self.side**2, -1))
+        return flat
 
     # --- the encoder --------------------------------------------------------------------------------
 
