@@ -238,3 +238,24 @@ def test_equal_bits(folder: Path, prompts: list[Prompt]) -> None:
         engine.do(ResetPrefixCache())
         [alone] = run(engine, [prompt])
         assert [update.logprobs for update in alone.updates] == [update.logprobs for update in answer.updates]
+
+
+@pytest.mark.full
+def test_idefics3(tmp_path: Path) -> None:
+    """Frames without tiles, whose embeddings are blocks of nine patches."""
+    write_image_model(tmp_path, "idefics3")
+    with np.load(Path(__file__).parents[1] / "golden" / "idefics3_with_images.npz") as file:
+        recorded = dict(file)
+    with on_demand():
+        llm = LLM(tmp_path, progress=False, **OPTIONS)
+    prompts: list[Any] = [
+        {"prompt": str(recorded[f"text_{case}"]), "multi_modal_data": {"image": pictures("idefics3", case)}}
+        for case in range(len(CASES))
+    ]
+    for case, output in enumerate(llm.generate(prompts, GREEDY, use_tqdm=False)):
+        assert output.prompt_token_ids == recorded[f"prompt_{case}"].tolist()
+        assert output.outputs[0].token_ids == recorded[f"tokens_{case}"].tolist()
+        logits = recorded[f"logits_{case}"].astype(np.float64)
+        for found, row in zip(output.outputs[0].logprobs or [], logits, strict=True):
+            wanted = row - np.logaddexp.reduce(row)
+            assert all(abs(one.logprob - wanted[token]) < 1e-4 for token, one in found.items())

@@ -13,16 +13,15 @@ from tests.golden.weights import uniform, write_model
 
 SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>"]
 SPECIAL += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "smolvlm": {
-        "do_image_splitting": True,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "max_image_size": {"longest_edge": 24},
-        "resample": 1,
-        "size": {"longest_edge": 72},
-    }
+_SMOLVLM: dict[str, Any] = {
+    "do_image_splitting": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "max_image_size": {"longest_edge": 24},
+    "resample": 1,
+    "size": {"longest_edge": 72},
 }
+PROCESSORS = {"smolvlm": _SMOLVLM, "idefics3": {**_SMOLVLM, "do_image_splitting": False}}
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"

@@ -11,12 +11,14 @@ greedy continuation; and `logits_i` float32[24, vocab].
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -33,7 +35,8 @@ def record(variant: str) -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory() as folder:
         write_image_model(Path(folder), variant)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        processor = SmolVLMImageProcessorPil(**PROCESSORS[variant], return_row_col_info=True)
+        kind = {"smolvlm": SmolVLMImageProcessorPil, "idefics3": Idefics3ImageProcessorPil}[variant]
+        processor = kind(**PROCESSORS[variant], return_row_col_info=True)
         model = transformers.AutoModelForImageTextToText.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
@@ -87,7 +90,7 @@ def continuation(model: torch.nn.Module, prompt: list[int], images: dict[str, to
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name in PROCESSORS:
+    for name in sys.argv[1:] or PROCESSORS:
         arrays = record(name)
         path = Path(__file__).parent / f"{name}_with_images.npz"
         np.savez_compressed(path, **arrays)

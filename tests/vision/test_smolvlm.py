@@ -14,15 +14,16 @@ from jengine.vision.smolvlm import SmolVlm
 from tests.golden.images import CASES, pictures, write_image_model
 
 
+@pytest.mark.parametrize("variant", ["smolvlm", "idefics3"])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_pixels_and_prompt(case: int, tmp_path: Path) -> None:
-    write_image_model(tmp_path, "smolvlm")
+def test_pixels_and_prompt(case: int, variant: str, tmp_path: Path) -> None:
+    write_image_model(tmp_path, variant)
     tokenizer = Tokenizer.load(tmp_path)
     vision = vision_of(tmp_path, lambda text: tokenizer.encode(text, add_special_tokens=False))
     assert isinstance(vision, SmolVlm)
-    with np.load(Path(__file__).parents[1] / "golden" / "smolvlm_with_images.npz") as file:
+    with np.load(Path(__file__).parents[1] / "golden" / f"{variant}_with_images.npz") as file:
         text, prompt, pixels = (file[f"{name}_{case}"] for name in ("text", "prompt", "pixels"))
-    found, images = with_images(vision, tokenizer.encode(str(text)), pictures("smolvlm", case), "image")
+    found, images = with_images(vision, tokenizer.encode(str(text)), pictures(variant, case), "image")
     assert found == prompt.tolist() and images is not None
     assert images.positions == [i for i, token in enumerate(found) if token == vision.row_token]
     assert images.rows <= vision.most_rows * len(CASES[case].sizes)

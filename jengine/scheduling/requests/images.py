@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 from jengine.core.images import ImagePart
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.step_plan import Encoding
 
+AHEAD = (
+    64  # waiting sequences with images that are looked at before a step, so that a long queue costs little
+)
 Key = tuple[str | None, int]  # the salt, so that times do not reveal others' images; and the part's key
 
 
@@ -102,9 +105,8 @@ class Images:
         if not self._waiting:
             return
         kept, encoding, most = set[Key](), Encoding(0), buckets[-1] if buckets else 0
-        for sequence in waiting:
-            if sequence.images is None:
-                continue
+        for sequence in islice((one for one in waiting if one.images is not None), AHEAD):
+            assert sequence.images is not None
             whole = True
             for part in sequence.images.seen_from(cached(sequence)):
                 key = _key(sequence, part)

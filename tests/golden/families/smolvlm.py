@@ -1,4 +1,4 @@
-"""SmolVLM, with its encoder of images."""
+"""SmolVLM and Idefics3, with their encoder of images."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ _VISION = {
     "patch_size": 4,
 }
 
+_SMOLVLM = {
+    "model_type": "smolvlm",
+    "text_config": {**SMALL, "model_type": "llama", "vocab_size": 288, "rms_norm_eps": 1e-5},
+    "vision_config": _VISION,
+    "image_token_id": 256,
+    "scale_factor": 2,
+    "tie_word_embeddings": False,
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
-    "smolvlm": {
-        "model_type": "smolvlm",
-        "text_config": {**SMALL, "model_type": "llama", "vocab_size": 288, "rms_norm_eps": 1e-5},
-        "vision_config": _VISION,
-        "image_token_id": 256,
-        "scale_factor": 2,
-        "tie_word_embeddings": False,
+    "smolvlm": _SMOLVLM,
+    "idefics3": {
+        **_SMOLVLM,
+        "model_type": "idefics3",
+        "vision_config": {**_VISION, "model_type": "idefics3_vision"},
+        "scale_factor": 3,
     },
 }
 
