@@ -182,7 +182,7 @@ class EngineConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
-    limit_mm_per_prompt: dict[str, Any] | None = None
+    limit_mm_per_prompt: dict[str, Any] | str | None = None
     image_pool_rows: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None

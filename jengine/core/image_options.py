@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from jengine.base.checks import check_whole
@@ -20,6 +21,11 @@ def image_limit(given: Any) -> int:
     """
     if given is None:
         return MOST_IMAGES
+    if isinstance(given, str):  # where an option's file or variable gave it
+        try:
+            given = json.loads(given)
+        except ValueError:
+            raise InvalidArgument(NAME, given, 'must be an object such as {"image": 4}') from None
     if not isinstance(given, dict):
         raise InvalidArgument(NAME, given, 'must be an object such as {"image": 4}')
     for name, value in given.items():
