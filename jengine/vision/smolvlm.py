@@ -199,4 +199,5 @@ def _positions(side: int, table: int) -> np.ndarray:
     boundaries = np.arange(1 / table, 1.0, 1 / table).astype(np.float32)
     at = np.arange(side, dtype=np.float32) * (np.float32(1) / np.float32(side))
     bucket = np.searchsorted(boundaries, np.minimum(at, np.float32(1 - 1e-6)), side="right")
-    return (bucket[:, None] * table + bucket).astype(np.int32)
+    places: np.ndarray = (bucket[:, None] * table + bucket).astype(np.int32)
+    return places
