@@ -17,6 +17,7 @@ from jengine.scheduling.requests.sequence_limits import longest_prompt
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
+LONG_TEXT = 10_000  # characters; AsyncLLM tokenizes longer texts in a thread
 # parameters of embedding requests
 POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 
@@ -127,6 +128,15 @@ def make_requests(
         )
         for index in range(params.n)
     ]
+
+
+def is_slow(prompt: object) -> bool:
+    """Whether `make_requests` may take so long for it that others should not wait: long text, or images."""
+    return (
+        bool(prompt.get(FIELD))
+        if isinstance(prompt, dict)
+        else (isinstance(prompt, str) and len(prompt) >= LONG_TEXT)
+    )
 
 
 def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
