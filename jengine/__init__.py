@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.core.beam_params import BeamSearchParams
     from jengine.core.config import EngineConfig
+    from jengine.core.images import ImagePart, PromptImages
     from jengine.core.lora import LoraInfo, LoraLimits, LoRARequest
     from jengine.core.pooling import Embedder, PoolingParams, Reranker
     from jengine.core.request import (
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
     from jengine.text.tokenizer import Tokenizer
+    from jengine.vision.reader import ImageReader
 
 __all__ = [
     "LLM",
@@ -109,6 +111,8 @@ __all__ = [
     "Forward",
     "GenerationParams",
     "GetTrace",
+    "ImagePart",
+    "ImageReader",
     "InvalidArgument",
     "JengineError",
     "Limits",
@@ -130,6 +134,7 @@ __all__ = [
     "PreparedPrompt",
     "Profile",
     "ProfileOptions",
+    "PromptImages",
     "PromptScores",
     "Readers",
     "Request",
@@ -214,6 +219,8 @@ _MODULES = {
     "jengine.insight.recording.records": ("EngineFacts",),
     "jengine.insight.recording.totals": ("StepTotals",),
     "jengine.insight.recording.trace": ("Readers", "Trace"),
+    "jengine.core.images": ("ImagePart", "PromptImages"),
+    "jengine.vision.reader": ("ImageReader",),
     "jengine.core.lora": ("LoRARequest", "LoraInfo", "LoraLimits"),
     "jengine.core.pooling": ("Embedder", "PoolingParams", "Reranker"),
     "jengine.insight.profiling.capture": ("capture_process", "read_profiles"),

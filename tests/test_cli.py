@@ -118,6 +118,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         "gpu_memory_utilization": 0.5,
         "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4,
         "lora_target_modules": ["q_proj", "experts"],
+        "limit_mm_per_prompt": {"image": 3}, "image_pool_rows": 4096,
         "weight_updates": True, "logprobs_mode": "processed_logprobs",
         "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
         "policy": "priority", "priority_ageing": 5.0, "strategy": "memory", "ttft_ms": 500.0, "tpot_ms": 40.0,

@@ -11,15 +11,12 @@ from typing import Any
 from jengine.api.backend import Backend
 from jengine.api.embeddings import EmbeddingRequestOutput
 from jengine.api.loras import AsyncLoras
-from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
+from jengine.api.prompts import PreparedPrompt, Prompt, is_slow, make_requests
 from jengine.api.request_handle import RequestHandle
 from jengine.core.lora import LoRARequest
 from jengine.core.pooling import Pooling, require_embedder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
-
-# characters; longer texts are tokenized in a thread. `generate` also compiles grammars there
-LONG_TEXT = 10_000
 
 
 class AsyncEmbeddings(ABC):
@@ -75,8 +72,7 @@ class AsyncEmbeddings(ABC):
         prepare = partial(
             self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions
         )
-        long = isinstance(prompt, str) and len(prompt) >= LONG_TEXT
-        prepared = await asyncio.to_thread(prepare) if long else prepare()
+        prepared = await asyncio.to_thread(prepare) if is_slow(prompt) else prepare()
         handle = self.submit(
             prepared,
             request_id=request_id,

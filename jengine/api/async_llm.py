@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jengine.api.async_embeddings import LONG_TEXT, AsyncEmbeddings
+from jengine.api.async_embeddings import AsyncEmbeddings
 from jengine.api.backend import Backend, Done, EngineThread, Updates
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, split_options
 from jengine.api.engine_methods import AsyncEngineMethods
 from jengine.api.loras import AsyncLoras
 from jengine.api.outputs import LiveOutputs
-from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
+from jengine.api.prompts import PreparedPrompt, Prompt, is_slow, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
 from jengine.api.rollout_methods import AsyncRolloutMethods
 from jengine.api.vllm_methods import AsyncVllmMethods
@@ -172,8 +172,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         grammar = (
             not self.backend.makes_masks and getattr(sampling_params, "structured_outputs", None) is not None
         )
-        # compiling a grammar may take a second
-        if grammar or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):
+        if grammar or is_slow(prompt):  # compiling a grammar may take a second
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
         own: Any = {"request_id": request_id, "lora_request": lora_request, **options}
         async with self.submit(work, sampling_params, **own) as handle:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
+from jengine.api.image_prompts import IMAGE, images_apart, in_form, reader_of
 from jengine.api.prompts import TokensPrompt, check_length
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.core.request import check_cache_salt
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# {"role": one of ROLES, "content": text, or a list of {"type": "text", "text": text}}
+# {"role": one of ROLES, "content": text, or a list of parts: {"type": "text", "text": text};
+# {"type": "image", "image": a Pillow image, bytes, a path or a data URL};
+# {"type": "image_url", "image_url": {"url": a data URL}}
 Message = dict[str, Any]
 Conversation = list[Message]
 
@@ -62,13 +65,18 @@ def chat_prompt(
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     cache_salt: str | None = None,
+    image_paths: bool = True,
 ) -> TokensPrompt:
     """Make the prompt for one conversation. The options are those of ChatOptions.
+
+    Args:
+        image_paths: whether texts may be paths of images.
 
     Raises:
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.
         ModelError: the model has no chat template, or one that cannot be read.
     """
+    messages, images = images_apart(tokenizer, messages, paths=image_paths)
     messages = checked(messages)
     check_cache_salt(cache_salt)
     if add_generation_prompt is None:
@@ -77,7 +85,7 @@ def chat_prompt(
         raise InvalidArgument("add_generation_prompt", True, "excludes continue_final_message")
     template = own_template(tokenizer, tools is not None, chat_template)
     text = template.render(
-        messages,
+        in_form(template, messages, tokenizer),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         tools=plain_json("tools", tools),
@@ -85,10 +93,12 @@ def chat_prompt(
     )
     check_length(tokenizer, text, max_model_len)
     # Templates write the special tokens themselves.
-    prompt: TokensPrompt = {
-        "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
-        "prompt": text,
-    }
+    ids, placed = tokenizer.encode(text, add_special_tokens=False), None
+    if images:
+        ids, placed = reader_of(tokenizer, "messages").placed(ids, images, "messages")
+    prompt: TokensPrompt = {"prompt_token_ids": ids, "prompt": text}
+    if placed is not None:
+        prompt["multi_modal_data"] = {"image": placed}
     return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
 
 
@@ -168,16 +178,20 @@ def _tool_call(where: str, call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": arguments or {}}}
 
 
-def _text(where: str, content: object) -> str:
+def _text(where: str, content: object) -> str | list[dict[str, Any]]:
+    """Text, joined if it is in parts; or the parts, if some are images."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidArgument(where, content, 'must be text, or a list of {"type": "text", "text": ...}')
     for i, part in enumerate(content):
+        if part == IMAGE:
+            continue
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidArgument(
-                f"{where}[{i}]", part, 'must be {"type": "text", "text": ...}; only text is supported'
-            )
+            limit = 'must be {"type": "text", "text": ...} or an image; only text and images are supported'
+            raise InvalidArgument(f"{where}[{i}]", part, limit)
+    if IMAGE in content:
+        return [part if part == IMAGE else {"type": "text", "text": part["text"]} for part in content]
     return "\n".join(part["text"] for part in content)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
+from jengine.api.image_prompts import FIELD, with_data
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
@@ -16,25 +17,28 @@ from jengine.scheduling.requests.sequence_limits import longest_prompt
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
+LONG_TEXT = 10_000  # characters; AsyncLLM tokenizes longer texts in a thread
 # parameters of embedding requests
 POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
 class TextPrompt(TypedDict):
     """A prompt as text. With a `cache_salt`, it shares cached pages only with prompts that have the same
-    salt.
+    salt. `multi_modal_data` is {"image": one or a list}, for the places that the text has for images.
     """
 
     prompt: str
     cache_salt: NotRequired[str | None]
+    multi_modal_data: NotRequired[dict[str, Any] | None]
 
 
 class TokensPrompt(TypedDict):
-    """A tokenized prompt. `prompt` is its text, for display only; `cache_salt` is as in TextPrompt."""
+    """A tokenized prompt. `prompt` is its text, for display only; the rest is as in TextPrompt."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str | None]
+    multi_modal_data: NotRequired[dict[str, Any] | None]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -71,8 +75,8 @@ def make_requests(
         beams: for a beam search; `params` must be derived from them.
 
     Raises:
-        InvalidArgument: invalid or empty prompt, text that is too long, or invalid SamplingParams or
-            cache_salt.
+        InvalidArgument: invalid or empty prompt, text that is too long, an image that cannot be read, or
+            invalid SamplingParams or cache_salt.
     """
     params = POOLED if pooling is not None else SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
@@ -80,7 +84,8 @@ def make_requests(
     given: Any = prompt
     salt = given.get("cache_salt") if isinstance(given, dict) else None
     check_cache_salt(salt)
-    fields = set(given) - {"cache_salt"} if isinstance(given, dict) else set()
+    fields = set(given) - {"cache_salt", FIELD} if isinstance(given, dict) else set()
+    data = given.get(FIELD) if isinstance(given, dict) else None
     if isinstance(given, str) or fields == {"prompt"}:
         text = given if isinstance(given, str) else given["prompt"]
         if not isinstance(text, str):
@@ -101,7 +106,8 @@ def make_requests(
         )
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
-    ids, arrival = list(ids), time.monotonic()
+    ids, images = with_data(tokenizer, list(ids), data)
+    arrival = time.monotonic()
     fresh: Sequence[TokenMask | None] = (
         _masks(tokenizer, params) if masks and params.masks else [None] * params.n
     )
@@ -118,9 +124,19 @@ def make_requests(
             cache_salt=salt,
             pooling=pooling,
             beams=beams,
+            images=images,
         )
         for index in range(params.n)
     ]
+
+
+def is_slow(prompt: object) -> bool:
+    """Whether `make_requests` may take so long for it that others should not wait: long text, or images."""
+    return (
+        bool(prompt.get(FIELD))
+        if isinstance(prompt, dict)
+        else (isinstance(prompt, str) and len(prompt) >= LONG_TEXT)
+    )
 
 
 def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:

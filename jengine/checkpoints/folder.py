@@ -35,6 +35,8 @@ CONFIG_FILES = [
     "generation_config.json",
     "modules.json",
     "sentence_bert_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     converted.MARK,
 ]  # metadata without weights
 

@@ -86,8 +86,8 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
     """Loads a converted folder, which is laid out for one device. Parameters with another layout here are
     disassembled and reassembled."""
     one = build(model.config, model.dtype, model.config.max_position)
-    sources, parameters = orbax.by_name(model.sources, is_leaf=_is_source), orbax.by_name(targets)
-    taken_apart = orbax.by_name(one.sources, is_leaf=_is_source)
+    sources, parameters = orbax.by_name(model.sources, is_leaf=is_source), orbax.by_name(targets)
+    taken_apart = orbax.by_name(one.sources, is_leaf=is_source)
 
     def where(stored: jax.ShapeDtypeStruct, target: Target) -> jax.ShapeDtypeStruct:
         sharding = plain(target).sharding
@@ -100,7 +100,7 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
         target = parameters[name]
         if array.shape != target.shape:
             tensors = disassemble(np.asarray(array), taken_apart[name])
-            array = _placed(plain(target), sources[name], tensors)
+            array = place_whole(plain(target), sources[name], tensors)
         return fitted(array, target)
 
     return orbax.restore(path / PARAMS, jax.tree.map(where, one.params, targets), finish, count)
@@ -143,18 +143,18 @@ def makers(path: Path, model: Model, targets: Params, given: Tensors | None) -> 
         if model.config.stored is not None and is_weight(target):
             parameter = _kept(quantized(target), source, tensors)
         else:
-            parameter = fitted(_placed(plain(target), source, tensors), target)
+            parameter = fitted(place_whole(plain(target), source, tensors), target)
         gc.collect(0)  # JAX frees the host's copy in Python's garbage collection
         return parameter
 
-    sources = jax.tree.leaves(model.sources, is_leaf=_is_source)
+    sources = jax.tree.leaves(model.sources, is_leaf=is_source)
     return [
         partial(make, target, source)
         for target, source in zip(jax.tree.leaves(targets, is_leaf=is_weight), sources, strict=True)
     ]
 
 
-def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> jax.Array:
+def place_whole(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> jax.Array:
     arrays = {piece.name: tensors[piece.name].array for piece in source}
     if all(isinstance(array, jax.Array) for array in arrays.values()):
         return assemble_on_devices(target, source, cast(dict[str, jax.Array], arrays))
@@ -224,7 +224,7 @@ def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Te
         config = model.config
         tensors = read_gguf(path, [piece.name for piece in pieces], (config.num_heads, config.num_kv_heads))
     else:
-        tensors, fields = _found(path, given), read_json(path / "config.json")
+        tensors, fields = found_tensors(path, given), read_json(path / "config.json")
         if (quantization := quantization_config({**(fields.get("text_config") or {}), **fields})) is not None:
             tensors = read_quantized(tensors, quantization)
         if model.text_part is not None:
@@ -243,7 +243,7 @@ def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Te
         tensors = each_expert(_named(tensors, model.prefix), {piece.name for piece in pieces})
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.unread}
     place = path if given is None else PLACE
-    _check(place, tensors, pieces, model.config.tie_embeddings, _of_integers(model))
+    check_tensors(place, tensors, pieces, model.config.tie_embeddings, _of_integers(model))
     return tensors
 
 
@@ -251,7 +251,7 @@ def _of_integers(model: Model) -> set[str]:
     """Names of the tensors of parameters that are integers in programs, too."""
     parameters = zip(
         jax.tree.leaves(model.params, is_leaf=is_weight),
-        jax.tree.leaves(model.sources, is_leaf=_is_source),
+        jax.tree.leaves(model.sources, is_leaf=is_source),
         strict=True,
     )
     return {
@@ -262,7 +262,7 @@ def _of_integers(model: Model) -> set[str]:
     }
 
 
-def _found(path: Path, given: Tensors | None) -> dict[str, Tensor]:
+def found_tensors(path: Path, given: Tensors | None) -> dict[str, Tensor]:
     if given is None:
         return read_tensors(path, skipped=CONSTANTS)
     return {name: tensor for name, tensor in given.items() if not name.endswith(CONSTANTS)}
@@ -270,7 +270,7 @@ def _found(path: Path, given: Tensors | None) -> dict[str, Tensor]:
 
 def has_tensors(path: Path, prefix: str, given: Tensors | None = None) -> bool:
     """Whether a folder has tensors whose names, beside "model.", begin with the prefix."""
-    names = _found(path, given)
+    names = found_tensors(path, given)
     return any(name.removeprefix("model.").startswith(prefix.removeprefix("model.")) for name in names)
 
 
@@ -280,7 +280,7 @@ def has_output_head(path: Path, config: ModelConfig, given: Tensors | None = Non
         config.tie_embeddings
         or is_converted(path)
         or is_gguf(path)
-        or not _found(path, given).keys().isdisjoint(OUTPUT_HEADS)
+        or not found_tensors(path, given).keys().isdisjoint(OUTPUT_HEADS)
     )
 
 
@@ -318,7 +318,7 @@ def _turned(array: np.ndarray) -> np.ndarray:
     return array if array.ndim < 2 else array.swapaxes(-1, -2)
 
 
-def _is_source(node: Any) -> bool:
+def is_source(node: Any) -> bool:
     return isinstance(node, tuple) and all(isinstance(piece, Piece) for piece in node)
 
 
@@ -332,10 +332,8 @@ def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _of_text(tensors: dict[str, Tensor], part: TextPart) -> dict[str, Tensor]:
     """The text model's tensors, named as in its own checkpoints."""
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    mine = _without(bare, part.skipped, "only text is supported")
-    return {
-        name.removeprefix("language_model.").removeprefix("model."): tensor for name, tensor in mine.items()
-    }
+    mine = _without(bare, part.skipped, part.why)
+    return {name.removeprefix(part.name).removeprefix("model."): tensor for name, tensor in mine.items()}
 
 
 def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> dict[str, Tensor]:
@@ -345,7 +343,7 @@ def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> 
         if skipped
         else tensors
     )
-    if len(mine) < len(tensors):
+    if len(mine) < len(tensors) and why:
         parts = ", ".join(name.removesuffix(".") for name in skipped)
         log.warning(
             "%d tensors of %s are not loaded with the model: %s", len(tensors) - len(mine), parts, why
@@ -353,7 +351,7 @@ def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> 
     return mine
 
 
-def _check(
+def check_tensors(
     path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bool, integers: set[str]
 ) -> None:
     for piece in wanted:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from jengine.base.checks import check_number, check_targets, check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.core.image_options import image_limit
 from jengine.core.lora import LoraLimits, check_lora_options, target_modules
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
@@ -74,6 +75,11 @@ class EngineConfig:
         lora_target_modules: what adapters may change, by names of modules or parts of names, such as q_proj
             or experts; several with commas between them, or as a list. All else has no places for adapters on
             the device. By default all linear layers but those of experts.
+        limit_mm_per_prompt: the most images of a prompt, as {"image": 4}; by default 999. With {"image": 0},
+            a model with images serves text alone, and its encoder of images is not loaded.
+        image_pool_rows: embeddings of images that the devices hold, at least those of the largest part of an
+            image that is encoded by itself. A prompt's images must fit; they are kept for later prompts until
+            others need their place. By default max_model_len, but at most 16384, or the largest image's.
         max_model_len: the most tokens of a sequence, prompt and output together. By default the model's
             length.
         max_num_seqs: the most sequences that run at once. By default 32 on a CPU, 256 on a GPU.
@@ -180,6 +186,8 @@ class EngineConfig:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     lora_target_modules: list[str] | tuple[str, ...] | str | None = None
+    limit_mm_per_prompt: dict[str, Any] | str | None = None
+    image_pool_rows: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -246,6 +254,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "compile_threads",
             "cpu_threads",
+            "image_pool_rows",
         ):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, None)
@@ -271,6 +280,7 @@ class EngineConfig:
         targets = target_modules(self.lora_target_modules)
         object.__setattr__(self, "lora_target_modules", targets)  # hashable
         check_lora_options(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras, targets)
+        image_limit(self.limit_mm_per_prompt)
         if self.embeddings is not None and not isinstance(self.embeddings, bool):
             raise InvalidArgument("embeddings", self.embeddings, "must be True, False or None")
         if (
@@ -355,6 +365,11 @@ class EngineConfig:
         if how is not None and how.on_device and self.burst_steps > 1:
             limit = "must be 1 with a draft model or head: a burst drafts nothing"
             raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, limit)
+
+    @property
+    def max_images(self) -> int:
+        """The most images of a prompt."""
+        return image_limit(self.limit_mm_per_prompt)
 
     @property
     def lora(self) -> LoraLimits | None:

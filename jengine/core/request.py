@@ -17,6 +17,8 @@ from jengine.vllm.translate import SAMPLING_SETTINGS, STRUCTURED_SETTINGS, takes
 if TYPE_CHECKING:
     import numpy as np
 
+    from jengine.core.images import PromptImages
+
 DEVICE_STOPS = 32  # the width of a slot's list on the device of tokens that min_tokens suppresses
 # with more stop tokens than these, min_tokens needs a mask; the rest of the list is for end-of-sequence
 # tokens
@@ -358,6 +360,7 @@ class Request:
         beams: set if the request asks for a beam search; its sampling parameters are then those of
             beams.sampling_of, with as many log probabilities as are returned.
         lora_name: the loaded adapter that it uses; None: the model alone.
+        images: the prompt's images, if it has any.
     """
 
     request_id: str
@@ -375,6 +378,7 @@ class Request:
     pooling: PoolingParams | None = None
     beams: BeamSearchParams | None = None
     lora_name: str | None = None
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

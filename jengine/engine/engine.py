@@ -28,6 +28,7 @@ from jengine.engine.live_weights import FixedWeights
 from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_masks
 from jengine.engine.operations import Operation
+from jengine.engine.planning import next_step
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
 from jengine.engine.step_updates import (
@@ -153,6 +154,7 @@ class Engine:
             embedder=self._embedder,
             reranker=self._reranker,
             lora=None if self.adapters is None else self.adapters.limits,
+            image_rows=scheduler.registry.images.rows,
         )
 
     @property
@@ -293,7 +295,7 @@ class Engine:
         now = time.perf_counter()
         self._clock.planning(now, self.scheduler.predictor.costs)
         self.records.turn(now)
-        plan, swapping = self._plan()
+        plan, beside = next_step(self.scheduler, self.runner)
         planned = time.perf_counter()
         self.records.planned()
         updates += self._rejected()
@@ -323,21 +325,10 @@ class Engine:
             self._clock.dispatched(plan, now, self.scheduler.predictor.costs)
         record = self.records.dispatched(plan, planned, step.started, now, masking)
         counted = any([reset.counted is not None for reset in plan.resets])
-        self._in_flight.append((record, not masked and not counted and not swapping, step))
+        self._in_flight.append((record, not masked and not counted and not beside, step))
         updates += self._read_all_but(1 if self.overlap else 0)
         self.records.turned(time.perf_counter())
         return updates
-
-    def _plan(self) -> tuple[StepPlan | None, bool]:
-        """Plans the next step. Returns it, and whether pages move between device and host before it."""
-        scheduler = self.scheduler
-        if scheduler.blocks.tier is None:
-            return scheduler.schedule(), False
-        scheduler.swapped(*self.runner.swapped())
-        plan, swaps = scheduler.schedule(), scheduler.take_swaps()
-        if swaps is not None:
-            self.runner.swap(swaps)
-        return plan, swaps is not None
 
     def _rejected(self) -> list[Update]:
         """Updates for requests that the scheduler has just rejected, since their targets cannot be met."""

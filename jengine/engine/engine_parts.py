@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jengine.execution.runner import InFlight, PendingSample, StepResult
-from jengine.scheduling.step_plan import StepPlan, Swaps
+from jengine.scheduling.step_plan import Encoding, StepPlan, Swaps
 
 
 class ModelRunner(Protocol):
@@ -31,6 +31,9 @@ class ModelRunner(Protocol):
 
     def use_adapters(self, packed: Mapping[int, np.ndarray]) -> None:
         """Plans name LoRA adapters by these numbers."""
+
+    def encode(self, encoding: Encoding) -> Any:
+        """Starts to encode parts of images, before the next step."""
 
     def swap(self, swaps: Swaps) -> None:
         """Starts to move pages between device and host, before the next step."""

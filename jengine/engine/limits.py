@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
+from jengine.core.images import PromptImages
 from jengine.core.lora import LoraLimits
 from jengine.core.pooling import Embedder, Reranker, require_embedder
 from jengine.core.request import Request
@@ -24,6 +26,7 @@ class Limits:
         embedder: how the model embeds; None if the engine has no programs for embeddings.
         reranker: how the model scores pairs of texts; None if its folder does not say.
         lora: limits of adapters; None if the engine has no programs for them.
+        image_rows: embeddings that a prompt's images may have; 0 if the engine reads no images.
     """
 
     sequence: SequenceLimits
@@ -34,6 +37,7 @@ class Limits:
     embedder: Embedder | None = None
     reranker: Reranker | None = None
     lora: LoraLimits | None = None
+    image_rows: int = 0
 
     def require_lora(self, field: str, value: object) -> LoraLimits:
         """The limits of adapters. Raises InvalidArgument if the engine has no programs for them."""
@@ -58,6 +62,16 @@ class Limits:
         )
         raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
+    def _check_images(self, request: Request, images: PromptImages) -> None:
+        given = counted(len(images.parts), "part")
+        if not self.image_rows:
+            raise InvalidArgument("image", given, "this model, or this engine, reads no images")
+        if request.pooling is not None:
+            raise InvalidArgument("image", given, "not in a request for an embedding")
+        if images.rows > self.image_rows:
+            limit = f"{images.rows} embeddings; at most image_pool_rows = {self.image_rows}"
+            raise InvalidArgument("image", given, limit)
+
     def validate(self, request: Request) -> None:
         """Checks one of a prompt's requests, as a representative of all of them.
 
@@ -67,6 +81,8 @@ class Limits:
         """
         if request.lora_name is not None:
             self.require_lora("lora_request", request.lora_name)
+        if request.images is not None:
+            self._check_images(request, request.images)
         if request.pooling is not None:
             require_embedder(self.embedder).validate(request.pooling, len(request.prompt_token_ids))
         elif self.embedder is not None and not self.embedder.generates:

@@ -16,10 +16,19 @@ from jengine.execution.kinds import DeviceCall
 from jengine.execution.runner import InFlight, Runner
 from jengine.models.cache import paged
 from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts, SwapCosts
-from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan, Swaps
+from jengine.scheduling.step_plan import Encoding, Sample, SlotReset, Span, StepPlan, Swaps
 from jengine.scheduling.work import Work, pairs, rows_work
 from jengine.table.pages import SWAPS
-from jengine.table.program_table import VARIANTS, BurstKey, DraftKey, SamplerKey, TableKey, TrunkKey, Variant
+from jengine.table.program_table import (
+    VARIANTS,
+    BurstKey,
+    DraftKey,
+    EncoderKey,
+    SamplerKey,
+    TableKey,
+    TrunkKey,
+    Variant,
+)
 from jengine.table.ready_programs import ReadyPrograms
 
 RUNS = 4  # of each step, after a warm-up run; the lower median counts
@@ -44,9 +53,10 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
     samplers = [key for key in ready.samplers() if key not in known and key.rows in rows]
     bursts = [key for key in ready.bursts() if key not in known]
     drafts = [key for key in ready.drafts() if key not in known]
+    encoders = [key for key in map(EncoderKey, ready.encoders) if key not in known]
     fitted = any(isinstance(key, TrunkKey) for key in known)
     with progress_bar(
-        total=len(samplers) + len(trunks) + len(bursts) + len(drafts),
+        total=len(samplers) + len(trunks) + len(bursts) + len(drafts) + len(encoders),
         desc="measuring",
         unit="program",
         show=progress,
@@ -65,10 +75,13 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
         for draft in drafts:
             known[draft] = Cost(bench.drafts(draft))
             bar.update()
+        for encoder in encoders:
+            known[encoder] = Cost(bench.encoder(encoder))
+            bar.update()
     if runner.spec.host_pages and costs.swaps is None:
         costs.swaps = bench.swaps()
     runner.forget()
-    return {*samplers, *trunks, *bursts, *drafts}
+    return {*samplers, *trunks, *bursts, *drafts, *encoders}
 
 
 class Bench:
@@ -114,6 +127,17 @@ class Bench:
             return InFlight(nothing, self._runner.call(DeviceCall(key, packed)))
 
         return self._typical(dispatch(), dispatch)
+
+    def encoder(self, key: EncoderKey) -> float:
+        """Seconds of a program that encodes images, of padding: its work does not depend on them."""
+        times = []
+        for _ in range(RUNS):
+            begun = time.perf_counter()
+            jax.block_until_ready(self._runner.encode(Encoding(key.patches)))
+            times.append(time.perf_counter() - begun)
+            if sum(times) > ENOUGH:
+                break
+        return min(times)
 
     def slopes(self) -> Slopes:
         """Fits the slopes to one trunk of decode rows and one of tiles, at three contexts each."""

@@ -27,6 +27,7 @@ from jengine.checkpoints import (
     resolve,
 )
 from jengine.checkpoints.converted import is_converted
+from jengine.checkpoints.encoder import load_encoder
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.checkpoints.in_memory import Tensors, in_memory
 from jengine.core.config import EngineConfig
@@ -37,6 +38,8 @@ from jengine.hub.files import HUB_FILES, WITHOUT_WEIGHTS
 from jengine.models import Params
 from jengine.models.config import ModelConfig
 from jengine.models.eagle3 import of_model
+from jengine.vision.family import Vision
+from jengine.vision.folder import no_text, vision_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class ModelSource:
         embedder: how the model embeds; None: it does not.
         params: weights in memory, by the names of a checkpoint's tensors; None: they are in the folder.
         draft: the draft model or head that the options name, if any.
+        vision: how it reads images; None: it serves text alone.
     """
 
     folder: Path
@@ -56,6 +60,7 @@ class ModelSource:
     embedder: Embedder | None
     params: Tensors | None = None
     draft: ModelSource | None = None
+    vision: Vision | None = None
 
     @property
     def draft_config(self) -> ModelConfig | None:
@@ -99,7 +104,9 @@ class ModelSource:
     @classmethod
     def _read(cls, options: EngineConfig, folder: Path) -> ModelSource:
         config = read_config(folder)
-        return cls(folder, config, choose_embedder(options.embeddings, folder, config.hidden_size))
+        embedder = choose_embedder(options.embeddings, folder, config.hidden_size)
+        vision = vision_of(folder, no_text) if options.max_images and not is_converted(folder) else None
+        return cls(folder, config, embedder, vision=vision)
 
     def _draft(self, options: EngineConfig, weights: bool = True) -> ModelSource | None:
         """The draft model or head that the options name, if any.
@@ -149,6 +156,12 @@ class ModelSource:
         if calibration is None:
             return load(self.folder, spec.model, spec.mesh, progress, self.params)
         return load_calibrated(self.folder, spec.model, spec.mesh, calibration, progress, self.params)
+
+    def load_encoder(self, spec: ExecutionSpec) -> Params:
+        """The weights of the encoder of images, on the devices; None: there is none."""
+        if spec.images is None:
+            return None
+        return load_encoder(self.folder, spec.images.params, spec.images.encoder.sources, self.params)
 
     def load_draft(self, spec: ExecutionSpec, params: Params, progress: Progress) -> Params:
         """The weights of the draft model or head, on the devices; None: there is none.

@@ -19,6 +19,7 @@ from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
 from jengine.engine.devices import Devices
 from jengine.engine.draft_model import build_draft, with_draft
+from jengine.engine.image_shapes import with_images
 from jengine.engine.model_source import ModelSource
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.engine.program_set import given_programs
@@ -33,6 +34,7 @@ from jengine.models import Model, build
 from jengine.models.config import ModelConfig
 from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
+from jengine.vision.family import Vision
 from pallas_kernels.products import cpu_refused
 from pallas_kernels.support import DTYPES, HOPPER, capability
 
@@ -66,7 +68,9 @@ def spec_of(
         str(jnp.dtype(choose_dtype(config.dtype, source.config, device, devices.root)))
     )
     config = dataclasses.replace(config, dtype=dtype)
-    shapes = describe(config, source.config, devices.mesh, devices.root, source.draft_config)
+    shapes = describe(
+        config, source.config, devices.mesh, devices.root, source.draft_config, vision=source.vision
+    )
     forms = devices.agree(product_forms(shapes, devices.root) if given is None else given.product_forms)
     return config, with_forms(shapes, dict(forms))
 
@@ -84,13 +88,19 @@ def with_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> E
 
 
 def describe(
-    config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path, draft: ModelConfig | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    mesh: Mesh,
+    root: Path,
+    draft: ModelConfig | None = None,
+    vision: Vision | None = None,
 ) -> ExecutionSpec:
     """Everything that determines the programs' shapes, with 0 as the number of pages. Allocates nothing on a
     device.
 
     Args:
         draft: configuration of the draft model, if the options name one.
+        vision: how the model reads images; None: it serves text alone.
 
     Raises:
         InvalidArgument: the model or device does not support an option.
@@ -136,6 +146,9 @@ def describe(
     )
     if draft is not None:
         spec = dataclasses.replace(spec, draft=build_draft(_stored(draft, str(dtype), device), spec))
+    if vision is not None:
+        spec = with_images(config, spec, vision)
+        table = spec.table
     for one in with_draft(spec):
         check_attention_backend(one)
     if spec.num_states:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ from jengine.models.cache import paged
 from jengine.models.config import ModelConfig
 from jengine.parallel.link import Follower, Leader, Link
 from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.requests.images import Images
 from jengine.scheduling.scheduler import Scheduler
 from jengine.text.tokenizer import Tokenizer, has_tokenizer
+from jengine.vision.reader import ImageReader
 
 
 @dataclass(slots=True)
@@ -224,6 +227,9 @@ def _prepare(
     if config.process_id == 0 and has_tokenizer(started.tokenizer_folder):
         # before the weights, so that errors show early
         started.tokenizer = Tokenizer.load(started.tokenizer_folder, config.chat_template)
+    if shapes.images is not None and (tokenizer := started.tokenizer) is not None:
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        tokenizer.images = ImageReader.of(started.folder, encode, config.max_images)
     lap("tokenizer")
     begin(progress, "loading weights")
     text = (
@@ -232,9 +238,11 @@ def _prepare(
         else read_text(config.calibration_data, started.require_tokenizer())
     )
     weights = source.load(shapes, text, progress)
-    draft = source.load_draft(shapes, weights, progress)
+    draft, encoder = source.load_draft(shapes, weights, progress), source.load_encoder(shapes)
     if config.weight_updates:
         why = why_not_updatable(shapes.model, source, config.num_processes)
+        if shapes.images is not None:
+            why = 'must be False with images; limit_mm_per_prompt={"image": 0} serves text alone'
         if why is not None:
             raise InvalidArgument("weight_updates", True, why)
         warm(shapes.model, shapes.params)
@@ -251,7 +259,7 @@ def _prepare(
     lap("programs")
     if spec.host_pages:
         check_host_memory(config.swap_space, spec)
-    worker = Worker(spec, programs.programs, weights, draft)
+    worker = Worker(spec, programs.programs, weights, draft, encoder)
     devices.agree(None)  # wait until all are ready
     if isinstance(link, Leader):
         link.watch()
@@ -301,6 +309,7 @@ def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -
         host_pages=spec.host_pages,
         staged=spec.staged,
         max_loras=0 if spec.lora is None else spec.lora.max_loras,
+        images=None if spec.images is None else Images(spec.images.rows, spec.model.config.vocab_size),
         options=SchedulingOptions.of(config),
         costs=warmed_up.costs,
     )

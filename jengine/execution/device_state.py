@@ -16,6 +16,7 @@ from jengine.execution.trunk import ToSample
 from jengine.models import Params
 
 ALLOCATE, ALLOCATE_COUNTS, ALLOCATE_ADAPTERS = "allocate", "allocate-counts", "allocate-adapters"
+ALLOCATE_POOL = "allocate-pool"
 
 
 class ByKey(Protocol):
@@ -32,12 +33,21 @@ class DeviceState:
         draft_leaves, both_leaves: those of the draft model's parameters, if there is one, and of both.
         own_of_draft: those of `draft_leaves` that are none of the model's; a head shares some.
         stacks: the stacked adapters; none without programs for them.
+        pool: embeddings of images; None without programs for them.
+        encoder_leaves: those of the parameters of the images' encoder.
         counts: see ExecutionSpec.counts; None: not allocated.
         to_sample, tiles: results of the last trunk, for the programs that follow it.
         store: pages in host memory; None: there is no host tier.
     """
 
-    def __init__(self, spec: ExecutionSpec, programs: ByKey, params: Params, draft: Params = None) -> None:
+    def __init__(
+        self,
+        spec: ExecutionSpec,
+        programs: ByKey,
+        params: Params,
+        draft: Params = None,
+        encoder: Params = None,
+    ) -> None:
         self.spec, self.programs = spec, programs
         self._shared = _shared_leaves(spec)
         self.put_leaves(jax.tree.leaves(params), self.only_of_draft(jax.tree.leaves(draft)))
@@ -45,6 +55,8 @@ class DeviceState:
         self.slots: Any
         self.cache, self.slots = programs[ALLOCATE]()
         self.stacks: Stacks = programs[ALLOCATE_ADAPTERS]() if spec.stacks else ()
+        self.pool: jax.Array | None = programs[ALLOCATE_POOL]() if spec.images else None
+        self.encoder_leaves = tuple(jax.tree.leaves(encoder))
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None
         self.tiles: jax.Array | None = None

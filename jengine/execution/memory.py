@@ -68,7 +68,7 @@ class DeviceMemory:
         working = max(program.working for program in programs)
         return cls(
             limit,
-            device_bytes(spec.weights),
+            device_bytes((spec.weights, spec.of_images)),
             state,
             working,
             spec.page_bytes,
@@ -137,7 +137,8 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
     else:
         stats = device.memory_stats() or {}
         limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-        beside = spec.staging_bytes + spec.num_states * spec.state_bytes + device_bytes(spec.stacks)
+        beside = spec.staging_bytes + spec.num_states * spec.state_bytes
+        beside += device_bytes(spec.stacks if spec.images is None else (spec.stacks, spec.images.pool))
         free = limit - used - limit // PROGRAM_SHARE - beside
         count = min(everyone, free // each // PAGE_GRID * PAGE_GRID)
     return _enough(count, spec, each)
@@ -168,8 +169,9 @@ def check_room(spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> None:
     if "bytes_limit" not in stats:  # a CPU
         return
     memory = DeviceMemory.of(stats["bytes_limit"], spec, programs)
+    held = device_bytes((spec.both_leaves, () if spec.images is None else spec.images.leaves))
     need, free = (
-        spec.num_pages * memory.page + memory.beside - device_bytes(spec.both_leaves),
+        spec.num_pages * memory.page + memory.beside - held,
         stats["bytes_limit"] - stats["bytes_in_use"],
     )
     if need > free:

@@ -31,11 +31,12 @@ from jengine.execution.kinds import (
     Key,
 )
 from jengine.execution.kinds.adapters import write_call
+from jengine.execution.kinds.encoder import encode_call
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
 from jengine.parallel.link import Link, SingleProcess
-from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens
+from jengine.scheduling.step_plan import Encoding, StepPlan, Swaps, Tokens
 from jengine.table.pages import SWAPS
 from jengine.table.ready_programs import ReadyPrograms
 
@@ -171,6 +172,10 @@ class Runner:
         else:
             tokens = [sampled.tokens[: span.length, row].tolist() for row, span in enumerate(step.plan.spans)]
         return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, tiles, waited)
+
+    def encode(self, encoding: Encoding) -> Any:
+        """Starts to encode parts of images, before the next step. Returns what is ready when it has."""
+        return self.call(encode_call(self.spec, encoding))
 
     def swap(self, swaps: Swaps) -> None:
         """Starts to move pages, before the next step. Returns before they have arrived."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PACKAGES = Path(__file__).parents[2]  # the folder that contains jengine and pallas_kernels
 TRACED = "jengine.execution.programs"  # lowers every program
-FAMILIES = "jengine/models"  # whose __init__ imports all of its modules
+FAMILIES = "jengine/models", "jengine/vision"  # all of their modules count
 KERNELS = "pallas_kernels"
 
 # Import statements anywhere in a file. A regular expression, since parsing the files takes a fifth of a
@@ -36,8 +36,8 @@ def source_digest(packages: Path = PACKAGES) -> str:
 
 
 def source_files(packages: Path = PACKAGES) -> list[Path]:
-    """The import closure within jengine of the module that lowers programs and of the models, and all of
-    pallas_kernels with its tables; sorted."""
+    """The import closure within jengine of the module that lowers programs, of models and of encoders, and
+    all of pallas_kernels with its tables; sorted."""
     kernels = (
         file for file in (packages / KERNELS).rglob("*") if file.is_file() and "__pycache__" not in file.parts
     )
@@ -46,7 +46,10 @@ def source_files(packages: Path = PACKAGES) -> list[Path]:
 
 def _closure(packages: Path) -> set[Path]:
     found: set[Path] = set()
-    waiting = [*_files(packages, TRACED), *(packages / FAMILIES).glob("*.py")]
+    waiting = [
+        *_files(packages, TRACED),
+        *(file for name in FAMILIES for file in (packages / name).glob("*.py")),
+    ]
     while waiting:
         file = waiting.pop()
         if file not in found:

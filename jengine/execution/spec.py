@@ -22,6 +22,7 @@ from jengine.core.lora import LoraLimits
 from jengine.devices.cpu_threads import cpu_threads
 from jengine.execution.adapters import AdapterShapes, Stacks
 from jengine.execution.batch import BatchLayout
+from jengine.execution.images import ImageShapes
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
@@ -58,6 +59,7 @@ class ExecutionSpec:
             drawn from.
         draft: a model or head that drafts on the device; its one cache group is apart. None: there is none.
         lora: limits of adapters; None: there are no programs for them.
+        images: the encoder of images; None: there are no programs for it.
     """
 
     model: Model
@@ -76,6 +78,7 @@ class ExecutionSpec:
     processed_logprobs: bool = False
     draft: Model | None = None
     lora: LoraLimits | None = None
+    images: ImageShapes | None = None
 
     @functools.cached_property
     def adapters(self) -> AdapterShapes | None:
@@ -94,7 +97,9 @@ class ExecutionSpec:
     def drafting(self) -> ExecutionSpec | None:
         """The same for the draft model alone, with its part of the cache."""
         return (
-            None if self.draft is None else dataclasses.replace(self, model=self.draft, draft=None, lora=None)
+            None
+            if self.draft is None
+            else dataclasses.replace(self, model=self.draft, draft=None, lora=None, images=None)
         )
 
     @property
@@ -193,6 +198,11 @@ class ExecutionSpec:
         own = self.draft.alone
         return (*self.leaves, *jax.tree.leaves(with_shardings(self.mesh, own.params, own.axes)))
 
+    @property
+    def of_images(self) -> tuple[Any, ...]:
+        """Abstract arrays of the encoder's weights and of the pool of embeddings, if there are images."""
+        return () if self.images is None else (self.images.leaves, self.images.pool)
+
     @functools.cached_property
     def cache(self) -> Cache:
         return abstract_cache(self.cached, self.pool_pages, self.page_size, self.cache_dtype, self.mesh)
@@ -254,6 +264,7 @@ class ExecutionSpec:
             "draft": None if self.draft is None else _facts(self.draft),
             "processed_logprobs": self.processed_logprobs,
             "adapters": None if self.adapters is None else [self.adapters.places, self.adapters.columns],
+            **({} if self.images is None else {"images": self.images.facts}),
             "cache_dtype": str(self.cache_dtype),
             "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),

@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jengine.core.config import AttentionBackend
 from jengine.execution.adapters import Stacks
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
+from jengine.execution.images import Visual, visual
 from jengine.execution.kv_cache import Cache
 from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
@@ -50,14 +52,16 @@ def make_trunk(
     follow: Callable[..., tuple[Cache, SlotState]] | None = None,
     reads: Sequence[int] | None = None,
     adapt: Adapt | None = None,
+    sees: bool = False,
 ) -> Callable[..., TrunkOut]:
-    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states
-    of tiles).
+    """The function to compile: (params, cache, slots, packed batch, pool of embeddings if it sees images) ->
+    (cache, slots, ToSample, hidden states of tiles).
 
     Args:
         follow: makes the keys and values of the draft model or head, see draft.py; params is then a pair.
         reads: states that a head reads, see `models.family.Head`; None: there is no head.
         adapt: for a trunk with adapters, whose second argument is their stacks.
+        sees: whether token ids beyond the vocabulary name rows of a pool, which is the last argument.
         device: a device that it is compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
         batch_invariant: see `PagedAttention`.
@@ -78,12 +82,15 @@ def make_trunk(
     how: Any = {"batch_invariant": batch_invariant, "following": following, "compute": hidden_and_states}
     run = make_pass(model, layout.key, page_size, device, backend, adapt, **how)
 
-    def trunk(params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
+    def trunk(
+        params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array, *pool: jax.Array
+    ) -> TrunkOut:
+        assert len(pool) == sees
         batch, of_draft = layout.unpack(packed), None
         slots = updated(slots, batch.table, batch.resets)
         if follow is not None:
             params, of_draft = params
-        cache, axis, (hidden, states) = run(params, cache, slots, batch, stacks=stacks)
+        cache, axis, (hidden, states) = run(params, cache, slots, batch, stacks=stacks, pool=pool)
         if follow is not None:
             # a head must not change how XLA rounds what the sampler reads
             cache, slots = follow(of_draft, cache, slots, batch, lax.optimization_barrier(states))
@@ -126,6 +133,7 @@ def make_pass(
 ) -> Callable[..., tuple[Cache, TokenAxis, Any]]:
     """(params, cache, slots, batch, ..., stacks=) -> (cache, the token axis, what `compute` returns, by
     default the hidden states). The slots already include the batch's updates. Only `adapt` uses the stacks.
+    `pool`: that of embeddings, if there is one.
 
     Args:
         compute: takes the model's module, tokens, positions, `attend`, and what follows the batch.
@@ -133,9 +141,18 @@ def make_pass(
     groups = model.groups
 
     def run(
-        params: Params, cache: Cache, slots: SlotState, batch: Batch, *more: Any, stacks: Stacks = ()
+        params: Params,
+        cache: Cache,
+        slots: SlotState,
+        batch: Batch,
+        *more: Any,
+        stacks: Stacks = (),
+        pool: Sequence[jax.Array] = (),
     ) -> tuple[Cache, TokenAxis, Any]:
-        axis = TokenAxis(slots.last, batch, slots.drafts)
+        axis, seen = TokenAxis(slots.last, batch, slots.drafts), None
+        for rows in pool:
+            seen = visual(axis.tokens, rows, model.config.vocab_size)
+            axis.tokens = jnp.where(seen.here, 0, axis.tokens)
         if adapt is not None:
             params = adapt(params, stacks, slots.sampling[axis.owner])
         cache = [list(pool) for pool in cache]
@@ -148,7 +165,7 @@ def make_pass(
         if any(group.kind == "state" for group in groups):
             on_cpu = device.platform == "cpu"
             recurrence = Recurrence(batch, axis, key, following=following, in_order=on_cpu)
-        attend = LayerCaches(cache, groups, attentions, recurrence)
+        attend = LayerCaches(cache, groups, attentions, recurrence, seen)
         out = compute(model.bind(params), axis.tokens, axis.positions, attend, *more)
         return cache, axis, out
 
@@ -166,7 +183,9 @@ class LayerCaches:
         groups: tuple[CacheGroup, ...],
         attentions: list[PagedAttention],
         recurrence: Recurrence | None,
+        visual: Visual | None = None,
     ) -> None:
+        self.visual = visual
         self._cache, self._groups, self._home = cache, groups, homes(groups)
         self._attentions, self._recurrence = attentions, recurrence
 

@@ -35,11 +35,19 @@ class Worker:
 
     Args:
         draft: parameters of the draft model, if there is one.
+        encoder: those of the images' encoder, if there is one.
     """
 
-    def __init__(self, spec: ExecutionSpec, programs: Programs, params: Params, draft: Params = None) -> None:
+    def __init__(
+        self,
+        spec: ExecutionSpec,
+        programs: Programs,
+        params: Params,
+        draft: Params = None,
+        encoder: Params = None,
+    ) -> None:
         self.spec, self.programs = spec, programs
-        self.state = DeviceState(spec, programs, params, draft)
+        self.state = DeviceState(spec, programs, params, draft, encoder)
 
     def execute(self, call: DeviceCall) -> Any:
         """Executes a call without waiting for its result; see `CallKind.run`."""
@@ -49,10 +57,12 @@ class Worker:
         """Bytes on this process's devices, by use."""
         devices, state = len(self.spec.mesh.local_devices), self.state
         parts = {
-            "weights": (state.leaves, state.own_of_draft, state.stacks),
+            "weights": (state.leaves, state.own_of_draft, state.stacks, state.encoder_leaves),
             "cache": state.cache,
             "slots and counts": (state.slots, state.counts),
         }
+        if state.pool is not None:
+            parts["embeddings of images"] = state.pool
         found = {name: devices * device_bytes(tree) for name, tree in parts.items()}
         memory = [*self.programs.memory.values()]
         return {

@@ -76,15 +76,19 @@ class TextPart:
     """The text model of a model with several parts, such as a vision model. Only the text model is served.
 
     config.json has the text model's fields under text_config, and the checkpoint has its tensors under
-    language_model.
+    `name`.
 
     Attributes:
         model_types: model types that text_config may have; the first is the default.
         skipped: prefixes of the tensor names of other parts.
+        name: the prefix of the text model's tensors.
+        why: why other parts are not loaded; "": they are.
     """
 
     model_types: tuple[str, ...]
     skipped: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
+    name: str = "language_model."
+    why: str = "only text is supported"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from jengine.models.layers import (
     param,
     value,
     vocabulary,
+    with_images,
 )
 from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
@@ -95,7 +96,7 @@ class Llama(nnx.Module):
         """The same, and the residual stream [N, hidden] before each of these layers; the number of layers
         stands for the end.
         """
-        x: jax.Array | Sum = self.embedded(tokens)
+        x: jax.Array | Sum = with_images(self.embedded(tokens), attend)
         states = dict[int, jax.Array]()
         everywhere = nearby = self.rope.cos_sin(positions)
         if self.local_rope != self.rope:

@@ -24,6 +24,7 @@ from jengine.scheduling.prompts.prefix_lookup import PrefixLookup
 from jengine.scheduling.prompts.prompt_cutter import PromptCutter
 from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.composition import BatchInvariant, Composition
+from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
@@ -40,7 +41,7 @@ from jengine.scheduling.step.timeline import Timeline
 from jengine.scheduling.step_plan import Sample, StepPlan, Swaps, Tokens
 from jengine.scheduling.work import Work, rows_work
 from jengine.table.pages import SWAPS
-from jengine.table.program_table import VARIANTS, ProgramTable
+from jengine.table.program_table import VARIANTS, EncoderKey, ProgramTable
 from jengine.table.ready_programs import ReadyPrograms
 
 NOTHING_FOUND: Mapping[int, ScoredToken] = MappingProxyType({})
@@ -71,6 +72,7 @@ class Scheduler:
         host_pages: pages of host memory for evicted pages (see HostTier); 0: no host tier.
         staged: maximum number of pages in flight between device and host, in each direction.
         max_loras: places of adapters on the devices.
+        images: embeddings of images on the devices; None: there are none.
         options: order, batching and targets of requests.
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
         predictor: class of the object that predicts steps.
@@ -109,6 +111,7 @@ class Scheduler:
         host_pages: int = 0,
         staged: int = SWAPS,
         max_loras: int = 0,
+        images: Images | None = None,
         options: SchedulingOptions = DEFAULTS,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -144,7 +147,7 @@ class Scheduler:
         )
         self.timeline = Timeline()
         self.registry = Registry(
-            self.blocks, self.composition, max_num_seqs=max_num_seqs, options=options, places=max_loras
+            self.blocks, self.composition, max_num_seqs, options=options, places=max_loras, images=images
         )
         self.predictor = predictor(
             ReadyPrograms(table), costs, self.blocks, self.composition, max_num_batched_tokens
@@ -277,6 +280,7 @@ class Scheduler:
         self.predictor.adapted = self.registry.adapters.highest
         self.prompts.land()
         self.admission.begin_step(plan.now)
+        self.prompts.prepare_images()
         if how.prompts_first:
             self._add_tiles(plan, self.rows.decoding())
         if not plan.tiles:
@@ -330,7 +334,7 @@ class Scheduler:
                 known = min(len(sequence.tokens), sequence.num_computed)
                 span.states = states.row(
                     span.seq,
-                    sequence.tokens,
+                    sequence.keys,
                     known,
                     span.start + span.length,
                     self.table.tile_size,
@@ -360,6 +364,8 @@ class Scheduler:
         if plan.guesses and (drafting := built.drafting):
             built.draft = ready.draft(len(drafting), pages)
             built.seconds += costs.draft_seconds(built.draft)
+        if patches := self.registry.images.planned:
+            built.seconds += costs.encoder_seconds(EncoderKey(patches))
         if self.blocks.tier is not None:
             built.seconds += costs.swap_seconds(*self.blocks.tier.planned)
         expect(plan, self.timeline.plan(plan.now, built.seconds))

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from jengine.core.images import ImagePart
 from jengine.core.request import SamplingParams
 from jengine.scheduling.work import NO_WORK, Work
-from jengine.table.program_table import BurstKey, DraftKey, SamplerKey, TrunkKey
+from jengine.table.program_table import BurstKey, DraftKey, EncoderKey, SamplerKey, TrunkKey
 
 Tokens = list[int] | list[list[int]]  # a step's tokens by sample: one each, or lists of one or more
 
@@ -123,6 +124,29 @@ class StepPlan:
     def drafting(self) -> list[Span]:
         """Spans whose drafts are still to be proposed on the device."""
         return [span for span in self.spans if span.guesses and span.following and span.following[0] < 0]
+
+
+@dataclass(slots=True)
+class Encoding:
+    """Parts of images to encode before the step that was planned with them.
+
+    Attributes:
+        bucket: patches of the program.
+        parts: with the rows of the pool that get their embeddings.
+        patches: of all parts.
+    """
+
+    bucket: int
+    parts: list[tuple[ImagePart, list[int]]] = field(default_factory=list)
+    patches: int = 0
+
+    def add(self, part: ImagePart, rows: list[int]) -> None:
+        self.parts.append((part, rows))
+        self.patches += len(part.pixels)
+
+    @property
+    def key(self) -> EncoderKey:
+        return EncoderKey(self.bucket)
 
 
 class Swaps(msgspec.Struct, gc=False):

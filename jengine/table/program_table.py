@@ -111,7 +111,17 @@ class DraftKey:
         return f"draft[{self.rows},{self.tokens}" + (f",{self.pages}p]" if self.pages else "]")
 
 
-TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey | DraftKey
+@dataclass(frozen=True, slots=True, order=True)
+class EncoderKey:
+    """Encodes parts of images that have up to `patches` patches together."""
+
+    patches: int
+
+    def __str__(self) -> str:
+        return f"encoder[{self.patches}]"
+
+
+TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey | DraftKey | EncoderKey
 
 
 class Tokens(Protocol):
@@ -160,6 +170,7 @@ class ProgramTable:
     steps: int = 1  # steps of a burst; 1: no bursts
     drafts: int = 0  # tokens that a draft model proposes for a sequence; 0: there is none
     adapters: int = 0  # places of adapters, for which there are trunks and bursts
+    encoders: tuple[int, ...] = ()  # patches of the programs that encode images
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
@@ -302,7 +313,7 @@ class ProgramTable:
     def all_keys(self) -> list[TableKey]:
         """Keys of all kinds of programs that the scheduler picks."""
         keys: list[TableKey] = [*self.trunks(), *self.samplers(), *self.scores(), *self.pools()]
-        return [*keys, *self.bursts(), *self.draft_keys()]
+        return [*keys, *self.bursts(), *self.draft_keys(), *self.encoder_keys()]
 
     def trunks(self) -> list[TrunkKey]:
         plain = [(r, 0, p) for r in self.row_buckets for p in self._page_buckets(0)]
@@ -335,6 +346,9 @@ class ProgramTable:
         """Keys of programs of the draft model, if there is one."""
         pages = self._page_buckets(0)
         return [DraftKey(r, self.drafts, p) for r in self.row_buckets for p in pages if self.drafts]
+
+    def encoder_keys(self) -> list[EncoderKey]:
+        return [EncoderKey(patches) for patches in self.encoders]
 
     def row_programs(self, rows: int) -> list[DraftKey]:
         """Programs that propose tokens for all rows of a trunk, whatever their sequences' lengths."""

@@ -37,6 +37,7 @@ class ReadyPrograms:
         max_rows: maximum number of running sequences.
         max_tiles: maximum number of prompt tiles in a step, beside any number of rows.
         tile_buckets: those of the table up to max_tiles.
+        encoders: patches of the ready programs that encode images.
     """
 
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
@@ -46,6 +47,7 @@ class ReadyPrograms:
         self._bursts = {key for key in keys if isinstance(key, BurstKey)}
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
         self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
+        self.encoders = tuple(key.patches for key in table.encoder_keys() if key in keys)
         self._chosen: dict[TrunkKey, TrunkKey] = {}  # keyed by the choice from the whole table
         serving = [key for key in self._trunks if key == table.longest(key.rows, key.tiles)]
         if table.batch_invariant:  # a trunk has either rows or tiles
@@ -136,7 +138,7 @@ def first_needed(table: ProgramTable) -> list[TableKey]:
     few, mixed = _first_trunks(table)
     rows = table.sample_rows(mixed)
     decode = table.longest(rows, 0) if rows in table.row_buckets else few
-    return _with_others(table, [mixed, decode], VARIANTS[-1:])
+    return [*_with_others(table, [mixed, decode], VARIANTS[-1:]), *table.encoder_keys()]
 
 
 def by_use(table: ProgramTable) -> list[TableKey]:

@@ -53,6 +53,17 @@ class ChatTemplate:
         """All variables that the template mentions."""
         return frozenset(name.name for name in self._tree.find_all(nodes.Name))
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it shows messages whose content is a list of parts, with images."""
+        return any(constant.value == "image" for constant in self._tree.find_all(nodes.Const))
+
+    @cached_property
+    def only_parts(self) -> bool:
+        """Whether it needs such lists for all messages, since it never looks whether a content is text."""
+        tests = {test.name for test in self._tree.find_all(nodes.Test)}
+        return self.takes_parts and tests.isdisjoint(("string", "iterable", "sequence", "mapping"))
+
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -65,7 +76,8 @@ class ChatTemplate:
         """Renders the conversation in the form that the model was trained on, with special tokens.
 
         Args:
-            messages: with "role" and "content", plain JSON.
+            messages: with "role" and "content", plain JSON. A content is text or a list of parts:
+                {"type": "text", "text": ...} and {"type": "image"}.
             add_generation_prompt: whether to end with the beginning of an answer.
             continue_final_message: whether to end inside the last message.
             tools: descriptions of tools, as JSON schemas.
@@ -78,7 +90,7 @@ class ChatTemplate:
         if tools is not None and "tools" not in self.names:
             raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
         if continue_final_message:
-            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
+            messages = [*messages[:-1], {**messages[-1], "content": _marked(messages[-1]["content"])}]
         known = {
             "tools": tools,
             "documents": None,
@@ -157,6 +169,10 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
     if not found and tekken.is_file() and (source := generated_template(tekken)) is not None:
         found["default"] = source, tekken
     return {name: ChatTemplate(source, special_tokens, file) for name, (source, file) in found.items()}
+
+
+def _marked(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return content + MARK if isinstance(content, str) else [*content, {"type": "text", "text": MARK}]
 
 
 def _up_to_mark(text: str, messages: list[dict[str, Any]]) -> str:

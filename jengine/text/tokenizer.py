@@ -18,6 +18,7 @@ from jengine.text.token_bytes import most_bytes_of_a_token
 
 if TYPE_CHECKING:
     from jengine.text.chat_template import ChatTemplate
+    from jengine.vision.reader import ImageReader
 
 FILES = (
     "tokenizer.json",
@@ -35,8 +36,11 @@ class Tokenizer:
     """A model's tokenizer: a `tokenizers.Tokenizer`, and the folder's special tokens.
 
     `special_tokens` are those that the folder defines, by SPECIAL_TOKENS. `eos_token_id` is None if it
-    defines no end-of-sequence token.
+    defines no end-of-sequence token. `images` reads the images of prompts, if the engine does; it is set when
+    that has started.
     """
+
+    images: ImageReader | None = None
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ SAME: dict[str, str] = {
     "max_lora_rank": "any up to 512",
     "max_cpu_loras": "by default, as many as are loaded",
     "lora_target_modules": "by default all linear layers but those of experts",
+    "limit_mm_per_prompt": "for images; video and audio must be 0",
     "speculative_config": (
         "auto, or methods ngram, suffix, draft_model, mtp and eagle3; it changes no output"
     ),
@@ -46,7 +47,8 @@ PROGRAMS = (
     "a fixed table of programs is compiled before the first request; see max_num_seqs, max_num_batched_tokens"
     " and warm_up"
 )
-TEXT = "only text is served: leave it out"
+TEXT = "not supported for images: leave it out"
+MEDIA = "no addresses or files are opened for clients: they send images as data URLs"
 SPECULATION = "see speculative_config, with method ngram, suffix, draft_model, mtp or eagle3"
 EXPERTS = "experts are split over the devices of tensor_parallel_size"
 REPLICAS = "run several engines: jengine.ray serves replicas behind one address"
@@ -141,10 +143,11 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("ray_workers_use_nsight", "see `jengine profile`", False),
     no_effect("lora_dtype", "adapters have the model's dtype", "auto"),
     no_effect("fully_sharded_loras", "adapters are sharded as the weights that they change", False),
-    no_effect("language_model_only", "only text is ever served", True, False),
-    no_effect("skip_mm_profiling", "only text is served", False, True),
-    no_effect("mm_processor_cache_gb", "only text is served"),
-    no_effect("disable_mm_preprocessor_cache", "only text is served", False, True),
+    Setting("language_model_only", "renamed", "limit_mm_per_prompt={\"image\": 0}",
+        gives={True: {"limit_mm_per_prompt": {"image": 0}}, False: {}}, switch=True),
+    no_effect("skip_mm_profiling", "encoders are measured as all programs are", False, True),
+    no_effect("mm_processor_cache_gb", "embeddings of images are kept on the device; see image_pool_rows"),
+    no_effect("disable_mm_preprocessor_cache", "there is none", False, True),
     no_effect("model_impl", "model families are part of jengine", "auto", "vllm"),
     # --- not supported
     unsupported(
@@ -198,12 +201,10 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("logits_processors", "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
     unsupported("logits_processor_pattern",
         "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
-    unsupported("limit_mm_per_prompt", TEXT, {"image": 0}, {"image": 0, "video": 0},
-        {"image": 0, "video": 0, "audio": 0}),
-    unsupported("mm_processor_kwargs", TEXT),
-    unsupported("media_io_kwargs", TEXT),
-    unsupported("allowed_local_media_path", TEXT),
-    unsupported("allowed_media_domains", TEXT),
+    unsupported("mm_processor_kwargs", "images are processed as preprocessor_config.json says"),
+    unsupported("media_io_kwargs", "images are read as transformers does it"),
+    unsupported("allowed_local_media_path", MEDIA),
+    unsupported("allowed_media_domains", MEDIA),
     unsupported("enable_mm_embeds", TEXT, False),
     unsupported("enable_prompt_embeds", "prompts are text or token ids", False),
     unsupported("kv_transfer_config", TRANSFER),

@@ -52,7 +52,9 @@ from jengine.serving.processes.wire import (
     Do,
     End,
     Frames,
+    Gallery,
     Order,
+    Picture,
     Quit,
     Ready,
     Starting,
@@ -77,6 +79,7 @@ class EngineChild:
     def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
         self._server, self._heartbeat = server, heartbeat
         self._frames: Frames[Order] = Frames(Order)
+        self._gallery = Gallery()
         # functions to call in the loop; None ends it
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
@@ -196,9 +199,13 @@ class EngineChild:
         os._exit(0)  # the server has gone
 
     def _pass_on(self, order: Order) -> None:
+        if isinstance(order, Add) and order.pictures is not None:
+            self._gallery.give(order.pictures)
         match order:
             case Configure():
                 self._configured.put(order)
+            case Picture():
+                self._gallery.keep(order)
             case Add() if has_masks(order):
                 self._masks.put(order)
             case Add():

@@ -59,6 +59,7 @@ from jengine.serving.processes.wire import (
     add_order,
     error_of,
     frame,
+    picture_orders,
 )
 
 QUIT_SECONDS = 3.0  # time for a child to quit before it is killed, since it may be in the middle of a step
@@ -209,10 +210,12 @@ class EngineProcess:
 
     def add(self, *requests: Request) -> None:
         try:
-            self._order(frame(add_order(requests)))
+            orders = [frame(order) for order in (*picture_orders(requests), add_order(requests))]
         except TooLarge as large:
             limit = f"at most {large.most} bytes, the sampling parameters included"
             raise InvalidArgument("prompt", f"{large.size} bytes", limit) from None
+        for order in orders:
+            self._order(order)
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         self._order(frame(End(Ended(request_id, reason, stop_reason))))

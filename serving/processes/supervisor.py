@@ -10,9 +10,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from jengine import AsyncLLM, EngineDead, Load, SamplingParams, StepTotals, Tokenizer
+from jengine import AsyncLLM, EngineDead, ImageReader, Load, SamplingParams, StepTotals, Tokenizer
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import RESTART_SECONDS, ModelInfo, NotReady
 from jengine.serving.processes.engine_process import EngineProcess
@@ -306,6 +307,9 @@ class Supervisor:
         if self._tokenizer is None:
             assert info.tokenizer_folder is not None
             self._tokenizer = Tokenizer.load(Path(info.tokenizer_folder), info.chat_template)
+            if info.image_folder is not None:
+                encode = partial(self._tokenizer.encode, add_special_tokens=False)
+                self._tokenizer.images = ImageReader.of(Path(info.image_folder), encode, info.max_images)
         facts = ModelInfo(
             name=self._name,
             limits=engine.limits,

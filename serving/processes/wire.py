@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from jengine import (
     BeamsFound,
     Ended,
     EngineDead,
+    ImagePart,
     InvalidArgument,
     JengineError,
     Limits,
@@ -26,6 +27,7 @@ from jengine import (
     OutOfMemory,
     Pooled,
     PoolingParams,
+    PromptImages,
     PromptScores,
     Request,
     SamplingParams,
@@ -75,6 +77,33 @@ class Configure(WireMessage):
     options: str
 
 
+class Picture(WireMessage, gc=False):
+    """A part of an image, before the prompt that it belongs to. The fields are those of jengine.ImagePart,
+    with arrays as bytes.
+    """
+
+    key: int
+    pixels: bytes
+    places: bytes
+    patches: int
+    rows: int
+    grid: tuple[int, int]
+
+
+class Pictures(msgspec.Struct, array_like=True, gc=False):
+    """The images of a prompt.
+
+    Attributes:
+        keys: of its parts, in order; each was sent as a Picture.
+        positions: as in jengine.PromptImages.
+        parts: not sent; filled in by `Gallery`.
+    """
+
+    keys: list[int]
+    positions: list[int]
+    parts: list[Picture] = []
+
+
 class PromptSample(msgspec.Struct, array_like=True, gc=False):
     """One of a prompt's requests."""
 
@@ -92,6 +121,7 @@ class Add(WireMessage):
         pooling: for embeddings.
         beams: for beam searches, the BeamSearchParams, encoded like `params`.
         lora_name: the adapter that they use.
+        pictures: of the prompt, if it has any.
     """
 
     prompt_token_ids: list[int]
@@ -106,6 +136,7 @@ class Add(WireMessage):
     pooling: PoolingParams | None = None
     beams: str = ""
     lora_name: str | None = None
+    pictures: Pictures | None = None
 
 
 class End(WireMessage):
@@ -128,7 +159,7 @@ class Quit(WireMessage):
     """The last message."""
 
 
-Order = Configure | Add | End | Do | Quit
+Order = Configure | Picture | Add | End | Do | Quit
 
 
 # --- from the engine to the server
@@ -149,6 +180,8 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     sampling_defaults: dict[str, Any] = {}  # defaults for requests, where they differ from SamplingParams
     longest_step: float = 0.0
     stream_interval: int = 1
+    image_folder: str | None = None  # the folder that says how the model reads images; None: it reads none
+    max_images: int = 0  # of a prompt
     chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
 
 
@@ -299,8 +332,46 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     priority = max(-(2**63), min(first.priority, 2**63 - 1))  # the range of msgpack integers
     level = priority, first.arrival, first.cache_salt, first.ttft_ms, first.tpot_ms, first.client
     beams = "" if first.beams is None else json.dumps(dataclasses.asdict(first.beams))
-    params, more = _params_text(first.params), (first.pooling, beams, first.lora_name)
+    images, pictures = first.images, None
+    if images is not None:
+        pictures = Pictures([part.key for part in images.parts], images.positions)
+    params, more = _params_text(first.params), (first.pooling, beams, first.lora_name, pictures)
     return Add(first.prompt_token_ids, params, samples, *level, *more)
+
+
+def picture_orders(requests: tuple[Request, ...]) -> Iterator[Picture]:
+    """The parts of a prompt's images, which are sent before it."""
+    images = requests[0].images
+    parts = {} if images is None else {part.key: part for part in images.parts}
+    for part in parts.values():
+        arrays = part.pixels.tobytes(), part.places.tobytes()
+        yield Picture(part.key, *arrays, len(part.pixels), part.rows, part.grid)
+
+
+class Gallery:
+    """Parts of images that were received before their prompt."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Picture] = {}
+
+    def keep(self, part: Picture) -> None:
+        self._parts[part.key] = part
+
+    def give(self, pictures: Pictures) -> None:
+        """Adds the parts to the prompt that they were sent for."""
+        pictures.parts = [self._parts[key] for key in pictures.keys]
+        self._parts.clear()
+
+
+def images_of(pictures: Pictures) -> PromptImages:
+    import numpy as np  # imported here, since only the engine's process needs it
+
+    parts = {}
+    for one in pictures.parts:
+        pixels = np.frombuffer(one.pixels, np.float32).reshape(one.patches, -1)
+        places = np.frombuffer(one.places, np.int32).reshape(one.patches, -1)
+        parts[one.key] = ImagePart(one.key, pixels, places, one.rows, one.grid)
+    return PromptImages(tuple(parts[key] for key in pictures.keys), pictures.positions)
 
 
 def has_masks(order: Add) -> bool:
@@ -321,6 +392,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None, make: MakeMasks | None 
     first, others = params_of_samples(params)
     beams = BeamSearchParams(**json.loads(order.beams)) if order.beams else None
     masks: Sequence[TokenMask | None] = [None] * len(order.samples)
+    images = None if order.pictures is None else images_of(order.pictures)
     if params.masks and tokenizer is not None:
         from jengine import make_masks  # imported here, since only structured outputs need llguidance
 
@@ -341,6 +413,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None, make: MakeMasks | None 
             pooling=order.pooling,
             beams=beams,
             lora_name=order.lora_name,
+            images=images,
         )
         for i, sample in enumerate(order.samples)
     ]

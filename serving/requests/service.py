@@ -215,6 +215,7 @@ class Service:
 
 def _render_here(model: NamedModel, read: Callable[[], Conversation]) -> TokensPrompt:
     messages, options = read()
+    options = {**options, "image_paths": False}  # of this machine's files
     return chat_prompt(model.tokenizer, messages, max_model_len=model.max_model_len, **options)
 
 

@@ -26,7 +26,7 @@ from tests.models import test_golden as in_logits
 OTHER_FORMS = {"operand_in_registers", "in_place"}  # parameters of kernels: False for Pallas's interpreter
 
 # programs that only a table with a host tier or with adapters has
-OPTIONAL = ("spill", "fill", "allocate-adapters", "write-adapter")
+OPTIONAL = ("spill", "fill", "allocate-adapters", "write-adapter", "allocate-pool")
 
 
 def said(page: str, pattern: str) -> list[str]:

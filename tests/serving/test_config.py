@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB",
     "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4,
     "lora_target_modules": ("q_proj",),
+    "limit_mm_per_prompt": '{"image": 3}', "image_pool_rows": 4096,
     "lora_modules": ("sql=adapters/sql",), "lora_dir": "adapters", "allow_lora_hub": True,
     "gpu_memory_utilization": 0.5, "weight_updates": True, "logprobs_mode": "processed_logprobs",
     "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,

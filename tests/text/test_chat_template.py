@@ -179,9 +179,19 @@ def test_without_a_template(byte_level_folder: Path) -> None:
         ),
         ([{"role": "user", "content": 5}], "messages[0].content", "must be text, or a list"),
         (
-            [{"role": "user", "content": [{"type": "image_url"}]}],
+            [{"role": "user", "content": [{"type": "input_audio"}]}],
             "messages[0].content[0]",
-            "only text is supported",
+            "only text and images are supported",
+        ),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}],
+                }
+            ],
+            "messages[0].content[0].image_url",
+            "reads no images",
         ),
         ([{"role": "user", "content": "x", "extra": object()}], "messages[0]", "must be plain JSON"),
         ([{"role": "assistant", "content": "x"}], "messages", "roles must alternate"),

@@ -104,7 +104,8 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
         The errors of `shapes.describe`.
     """
     root, source = cache_root(config.cache_dir), ModelSource.without_weights(config)
-    spec = describe(source.complete(config), source.config, mesh, root, source.draft_config)
+    options, own = source.complete(config), source.config
+    spec = describe(options, own, mesh, root, source.draft_config, source.vision)
     return with_forms(spec, product_forms(spec, root))
 
 

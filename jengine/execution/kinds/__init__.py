@@ -9,6 +9,7 @@ from jengine.execution.kinds.allocate import Allocate
 from jengine.execution.kinds.burst import Burst
 from jengine.execution.kinds.counts import AllocateCounts, Count, Forget
 from jengine.execution.kinds.draft import Draft
+from jengine.execution.kinds.encoder import AllocatePool, EncodeImages
 from jengine.execution.kinds.kind import CallKind, DeviceCall, Key, Kind, Program
 from jengine.execution.kinds.page_copies import PageCopies
 from jengine.execution.kinds.pool import Pool
@@ -29,6 +30,8 @@ KINDS: tuple[Kind[Any], ...] = (
     AllocateCounts(),
     AllocateAdapters(),
     WriteAdapter(),
+    AllocatePool(),
+    EncodeImages(),
     *BEFORE,
     Spill(),
     Fill(),

@@ -36,8 +36,9 @@ class Trunk(Kind[TrunkKey]):
             else make_follow(spec.model, spec.draft, key, spec.page_size, device, spec.attention_backend),
             reads=None if spec.draft is None else spec.draft.reads,
             adapt=adapter_of(spec, key),
+            sees=spec.images is not None,
         )
-        own = spec.cache, spec.slots, spec.packed(key)
+        own = spec.cache, spec.slots, spec.packed(key), *(() if spec.images is None else (spec.images.pool,))
         out = partitions(spec.cache), *[PartitionSpec()] * 3
         name = f"trunk_{key.rows}_{key.tiles}_{key.pages}{f'_lora{key.adapted}' if key.adapted else ''}"
         stacks = (spec.stacks,) if key.adapted else ()
@@ -48,7 +49,8 @@ class Trunk(Kind[TrunkKey]):
 
     def run(self, state: DeviceState, key: TrunkKey, array: np.ndarray) -> None:
         stacks = (state.stacks,) if key.adapted else ()
-        outs = state.programs[key](state.both_leaves, *stacks, state.cache, state.slots, state.put(array))
+        own = state.cache, state.slots, state.put(array), *(() if state.pool is None else (state.pool,))
+        outs = state.programs[key](state.both_leaves, *stacks, *own)
         state.cache, state.slots, state.to_sample, state.tiles = outs
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[TrunkKey, StepPlan]:

@@ -16,6 +16,7 @@ from jengine.table.program_table import (
     VARIANTS,
     BurstKey,
     DraftKey,
+    EncoderKey,
     ProgramTable,
     SamplerKey,
     TableKey,
@@ -164,6 +165,10 @@ class StepCosts:
         """Predicted device seconds that this program adds to a step."""
         return self._drift.factor * self.base(key)
 
+    def encoder_seconds(self, key: EncoderKey) -> float:
+        """Predicted device seconds that this program adds to a step."""
+        return self._drift.factor * self.base(key)
+
     def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
         """The same for a whole burst."""
         return self._drift.factor * (self.base(key) + self.slopes.seconds(work))
@@ -309,6 +314,8 @@ class StepCosts:
         if isinstance(key, DraftKey):
             of = TrunkKey(key.rows, 0, key.pages, self.table.kinds_of_trunks[0])
             return key.tokens * DRAFT_SHARE * self.base(of)
+        if isinstance(key, EncoderKey):
+            return _linear(key.patches)
         seconds = self._estimates.get(key)
         if seconds is None:
             assert isinstance(key, TrunkKey | SamplerKey), f"{key} is not a part of predictions"

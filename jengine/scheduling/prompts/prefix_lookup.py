@@ -47,7 +47,7 @@ class PrefixLookup:
             return NO_HIT
         question = sequence.number, self._blocks.version
         if self._last_match[0] != question:  # the first waiting sequence is looked up in every step
-            tokens, count, salt = sequence.tokens, self._composition.prefilled(sequence), sequence.salt
+            tokens, count, salt = sequence.keys, self._composition.prefilled(sequence), sequence.salt
             tokens = tokens[:count] if count < len(tokens) else tokens
             hit = self._blocks.match(tokens, salt)
             self._last_match = question, self.or_fetch(hit, self._blocks.match_both(tokens, salt, hit), count)

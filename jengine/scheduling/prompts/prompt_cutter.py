@@ -67,6 +67,16 @@ class PromptCutter:
             sequence.state = State.PREFILLING
             self._landed[sequence] = None
 
+    def prepare_images(self) -> None:
+        """Decides which waiting sequences may start with their images, and what to encode before the step."""
+        registry = self._registry
+        registry.images.prepare(
+            registry.waiting,
+            lambda sequence: self._prefixes.match(sequence).tokens,
+            self._predictor.ready.encoders,
+            briefly=any(s.state is State.DECODING for s in registry.running),
+        )
+
     def begun(self) -> list[Sequence]:
         """Running sequences whose prompts are not computed to the end."""
         return [s for s in self._registry.running if s.state is State.PREFILLING]
@@ -87,9 +97,8 @@ class PromptCutter:
             Counter[int](),
             len(self._registry.running),
         )
-        may_start = self._registry.adapters.may_start
         for sequence in self._registry.waiting:
-            if not may_start(sequence.adapter):
+            if not self._registry.may_start(sequence):
                 continue
             if pending.count >= limit or admitting <= 0 or room < sequence.slots or sequence.in_flight:
                 break
@@ -120,8 +129,10 @@ class PromptCutter:
             hit = self._prefixes.match(first)
             if blocks.coming(hit) or not self._fits(self._needed(first, hit), len(registry.running)):
                 break
+            if not registry.images.hold(first, hit.tokens):
+                continue
             self._start(first)
-            blocks.admit(first.number, hit, self._composition.prefilled(first), first.salt, first.tokens)
+            blocks.admit(first.number, hit, self._composition.prefilled(first), first.salt, first.keys)
             first.num_computed = hit.tokens
             self._prefixes.note_hit(first, hit.tokens, plan.now, hit)
             if first.num_preemptions:
@@ -186,18 +197,17 @@ class PromptCutter:
         plan.enter(sequence.slot, blocks.grow(number, end))
         wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
         states = None if blocks.states is None else blocks.states.tiles(number, start, end, size, last)
-        plan.spans.append(
-            Span(
-                number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted, states=states
-            )
-        )
+        inputs = self._registry.images.inputs(sequence, start, end)
+        plan.spans.append(Span(number, sequence.slot, start, end - start, inputs, *wanted, states=states))
         plan.work = plan.work._replace(
             attended=plan.work.attended + pairs(start, end - start, self._limits.windows)
         )
         plan.longest = max(plan.longest, end)
         plan.adapted = max(plan.adapted, sequence.place)
         sequence.num_computed = end
-        blocks.commit(number, sequence.tokens, end)
+        blocks.commit(number, sequence.keys, end)
+        if end >= sequence.prompt_len:
+            self._registry.images.forget(sequence)
         if end == len(sequence.tokens):
             _sample(plan, sequence)
             if end == sequence.prompt_len:

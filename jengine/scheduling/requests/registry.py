@@ -15,6 +15,7 @@ from jengine.scheduling.requests.batching import Batches
 from jengine.scheduling.requests.beams import Beams
 from jengine.scheduling.requests.composition import Composition
 from jengine.scheduling.requests.fair_shares import FairQueue
+from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.policy import Waiting, WaitingQueue, order_of
 from jengine.scheduling.requests.sequence import Order, Sequence, State
 
@@ -42,6 +43,7 @@ class Registry:
         max_num_seqs: maximum number of running sequences. They own slots 1 to max_num_seqs; slot 0 is the
             null slot.
         places: of adapters on the devices.
+        images: embeddings of images.
 
     Attributes:
         waiting: sequences that may be admitted, in admission order.
@@ -61,16 +63,17 @@ class Registry:
         self,
         blocks: BlockManager,
         composition: Composition,
-        *,
         max_num_seqs: int,
+        *,
         options: SchedulingOptions,
         places: int = 0,
+        images: Images | None = None,
     ) -> None:
         self.blocks, self.max_num_seqs, self.options = blocks, max_num_seqs, options
         self._composition = composition
         self.num_preemptions = self.releases = 0
         self.ended: list[Sequence] = []
-        self.adapters = Adapters(places)
+        self.adapters, self.images = Adapters(places), images or Images(0, 0)
         self.by_slack, self.may_preempt = False, True
         self.rememberers: List[Rememberer] = ()
         self.fair = FairQueue() if options.policy == "fair" else None
@@ -142,6 +145,7 @@ class Registry:
             adapter=adapter,
         )
         self.adapters.came(adapter)
+        self.images.came(sequence)
         self._arrivals += 1
         self.stop_ids.update(sequence.stop_token_ids)
         self.by_id[request.request_id] = self.by_number[number] = sequence
@@ -172,11 +176,15 @@ class Registry:
 
     @property
     def next(self) -> Sequence | None:
-        """The first waiting sequence whose adapter has a place or can get one."""
-        first, may_start = self.waiting.first, self.adapters.may_start
-        if first is None or may_start(first.adapter):
+        """The first waiting sequence that may start."""
+        first = self.waiting.first
+        if first is None or self.may_start(first):
             return first
-        return next((one for one in self.waiting if may_start(one.adapter)), None)
+        return next((one for one in self.waiting if self.may_start(one)), None)
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether its adapter has a place or can get one, and its images are encoded."""
+        return self.images.may_start(sequence) and self.adapters.may_start(sequence.adapter)
 
     def order(self, sequence: Sequence) -> Order:
         options, sequence = self.options, _leader(sequence)
@@ -228,6 +236,7 @@ class Registry:
         sequence.state, sequence.in_flight, sequence.tentative = State.FINISHED, 0, 0
         self.ended.append(sequence)
         self.adapters.ended(sequence.adapter)
+        self.images.ended(sequence)
         del self.by_id[sequence.request_id], self.by_number[sequence.number]
         for token in sequence.stop_token_ids:
             self.stop_ids[token] -= 1
@@ -236,13 +245,14 @@ class Registry:
 
     def _release(self, sequence: Sequence) -> None:
         self.adapters.stop(sequence.adapter)
+        self.images.forget(sequence)
         for member in _members(sequence):
             del self.running[member]
             for part in self.rememberers:
                 part.forget(member)
             # Known tokens that are planned are certain: only later ones may not come.
             self.blocks.commit(
-                member.number, member.tokens, min(member.num_computed, self._composition.prefilled(member))
+                member.number, member.keys, min(member.num_computed, self._composition.prefilled(member))
             )
             self.blocks.release(member.number)
             self.free_slots.append(member.slot)
@@ -256,6 +266,7 @@ class Registry:
         """Raises AssertionError unless every page, slot and request is in exactly one place."""
         self.blocks.check_integrity()
         self.adapters.check_integrity()
+        self.images.check_integrity()
         running, waiting = list(self.running), [*self.waiting, *self.held]
         requests = {_leader(sequence) for sequence in running}
         assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from jengine.core.images import PromptImages
 from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
@@ -81,10 +82,13 @@ class Sequence:
     variant_rank: int = field(init=False)  # index of its sampler variant in VARIANTS, which is sorted by cost
     searches: bool = field(init=False)  # whether its request is a beam search
     salt: Salt = field(init=False)  # which its cached pages are found by
+    images: PromptImages | None = field(init=False)  # of its prompt
+    _keys: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.request_id, self.client = self.request.request_id, self.request.client
         self.pooled = None if self.request.pooling is None else PooledStates()
+        self.images = self.request.images
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
         self.searches = self.request.beams is not None
@@ -101,6 +105,16 @@ class Sequence:
     @property
     def has_target(self) -> bool:
         return self.ttft < math.inf or self.tpot < math.inf
+
+    @property
+    def keys(self) -> list[int]:
+        """What its cached pages are found by, beside the salt: its tokens, with ids for images' content."""
+        if self.images is None:
+            return self.tokens
+        if self.searches or not self._keys:  # beams exchange their tokens
+            self._keys = self.images.keyed(self.tokens)
+        self._keys += self.tokens[len(self._keys) :]
+        return self._keys
 
     @property
     def slots(self) -> int:

@@ -1,0 +1,219 @@
+"""Images as the scheduler knows them: which parts are encoded, in which rows of the pool, and for whom.
+
+A part's embeddings are kept, by the request's cache_salt and by content, until their rows are needed. A
+sequence may start when all embeddings that its prompt still needs are there, or will be before its step; it
+holds their rows until its prompt is computed. Others are not delayed: a step has at most one encoder's
+program before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from jengine.core.images import ImagePart
+from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.step_plan import Encoding
+
+AHEAD = (
+    64  # waiting sequences with images that are looked at before a step, so that a long queue costs little
+)
+Key = tuple[str | None, int]  # the salt, so that times do not reveal others' images; and the part's key
+
+
+@dataclass(slots=True, eq=False)
+class Embedded:
+    """A part whose embeddings are in the pool, or will be before the next step.
+
+    Attributes:
+        rows: of the pool.
+        users: running sequences that hold them.
+        used: when they were last needed; larger is later.
+    """
+
+    rows: list[int]
+    users: int = 0
+    used: int = 0
+
+
+@dataclass(slots=True)
+class Held:
+    """The embeddings that a running sequence holds.
+
+    Attributes:
+        ids: for each embedding of its prompt, the id by which programs know it; 0: it is not needed.
+    """
+
+    parts: list[Embedded]
+    ids: list[int] = field(default_factory=list)
+
+
+class Images:
+    """
+    Args:
+        rows: of the pool; 0: there are no images.
+        vocab_size: ids from here on name the pool's rows.
+
+    Attributes:
+        first: as vocab_size.
+        encoded: number of parts that were encoded.
+        reused: number of parts that were there when a sequence started to need them.
+    """
+
+    def __init__(self, rows: int, vocab_size: int) -> None:
+        self.rows, self.first = rows, vocab_size
+        self._parts: dict[Key, Embedded] = {}
+        self._free = [*range(rows)][::-1]
+        self._held: dict[Sequence, Held] = {}
+        self._waiting = 0  # unfinished requests with images
+        self._ready: set[Sequence] = set()
+        self._planned: Encoding | None = None
+        self._new: set[Key] = set()  # parts that no sequence has used yet
+        self._clock = count(1)
+        self.encoded = self.reused = 0
+
+    def came(self, sequence: Sequence) -> None:
+        """A request was added."""
+        self._waiting += sequence.images is not None
+
+    def ended(self, sequence: Sequence) -> None:
+        """A request has ended, and does not run."""
+        self._waiting -= sequence.images is not None
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether a sequence has the embeddings that it needs, as of the last call of `prepare`."""
+        return sequence.images is None or sequence in self._ready
+
+    def prepare(
+        self,
+        waiting: Iterable[Sequence],
+        cached: Callable[[Sequence], int],
+        buckets: tuple[int, ...],
+        *,
+        briefly: bool,
+    ) -> None:
+        """Decides which waiting sequences may start in the next step, and what to encode before it.
+
+        Args:
+            waiting: in the order in which they start.
+            cached: the number of tokens that a sequence would not compute.
+            buckets: patches of the encoder's programs that are ready, ascending.
+            briefly: whether others wait for the step: it then gets no more than one part needs.
+        """
+        self._ready.clear()
+        if not self._waiting:
+            return
+        kept, encoding, most = set[Key](), Encoding(0), buckets[-1] if buckets else 0
+        for sequence in islice((one for one in waiting if one.images is not None), AHEAD):
+            assert sequence.images is not None
+            whole = True
+            for part in sequence.images.seen_from(cached(sequence)):
+                key = _key(sequence, part)
+                known = self._parts.get(key)
+                if known is None and most:
+                    if briefly and not encoding.parts:
+                        most = next(bucket for bucket in buckets if bucket >= len(part.pixels))
+                    if encoding.patches + len(part.pixels) <= most:
+                        known = self._make_room(key, part.rows, kept)
+                        if known is not None:
+                            encoding.add(part, known.rows)
+                            self._new.add(key)
+                    if known is None:
+                        most = 0  # parts are encoded in order
+                if known is None:
+                    whole = False
+                    continue
+                known.used = next(self._clock)
+                kept.add(key)
+            if whole:
+                self._ready.add(sequence)
+        if encoding.parts:
+            encoding.bucket = next(bucket for bucket in buckets if bucket >= encoding.patches)
+            self.encoded += len(encoding.parts)
+            self._planned = encoding
+
+    def take_encoding(self) -> Encoding | None:
+        """What to encode before the next step, if anything."""
+        planned, self._planned = self._planned, None
+        return planned
+
+    @property
+    def planned(self) -> int:
+        """Patches of the program that runs before the next step; 0: none does."""
+        return 0 if self._planned is None else self._planned.bucket
+
+    def hold(self, sequence: Sequence, start: int) -> bool:
+        """A sequence starts to compute its prompt from this position on. Returns False, and holds nothing, if
+        embeddings that it needs are not there.
+        """
+        images = sequence.images
+        if images is None:
+            return True
+        needed = {_key(sequence, part) for part in images.seen_from(start)}
+        if not needed:
+            return True
+        if not needed <= self._parts.keys():
+            self._ready.discard(sequence)
+            return False
+        held = Held([self._parts[key] for key in needed])
+        for one in held.parts:
+            one.users += 1
+        for part in images.parts:
+            there = (key := _key(sequence, part)) in needed
+            rows = self._parts[key].rows if there else ()
+            held.ids += [self.first + row for row in rows] if there else [0] * part.rows
+        self.reused += len(needed - self._new)
+        self._new -= needed
+        self._held[sequence] = held
+        return True
+
+    def inputs(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """The ids of a sequence's known tokens [start, end), as programs read them."""
+        tokens, held = sequence.tokens[start:end], self._held.get(sequence)
+        if held is None or sequence.images is None:
+            return tokens
+        return sequence.images.placed(tokens, start, held.ids)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its prompt is computed, or it gives up its pages. See also Rememberer."""
+        held = self._held.pop(sequence, None)
+        if held is not None:
+            for part in held.parts:
+                part.users -= 1
+
+    def clear(self) -> None:
+        """The pool has lost its content. No sequence runs."""
+        assert not self._held, "a sequence lost its embeddings"
+        self._parts.clear()
+        self._new.clear()
+        self._ready.clear()
+        self._free, self._planned = [*range(self.rows)][::-1], None
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every row is free or belongs to one part."""
+        owned = [row for part in self._parts.values() for row in part.rows]
+        assert sorted([*self._free, *owned]) == [*range(self.rows)], "a row of the pool is shared or lost"
+        users = sum(len(held.parts) for held in self._held.values())
+        assert users == sum(part.users for part in self._parts.values()), "users are miscounted"
+
+    def _make_room(self, new: Key, rows: int, kept: set[Key]) -> Embedded | None:
+        """Rows for a part, if need be of parts that were not used for longest and are not in `kept`."""
+        idle = sorted(
+            ((one.used, key) for key, one in self._parts.items() if not one.users and key not in kept),
+            key=lambda pair: pair[0],
+        )
+        if len(self._free) + sum(len(self._parts[key].rows) for _, key in idle) < rows:
+            return None
+        for _, key in idle:
+            if len(self._free) >= rows:
+                break
+            self._free += self._parts.pop(key).rows
+            self._new.discard(key)
+        self._parts[new] = Embedded([self._free.pop() for _ in range(rows)])
+        kept.add(new)
+        return self._parts[new]
+
+
+def _key(sequence: Sequence, part: ImagePart) -> Key:
+    return sequence.request.cache_salt, part.key
