@@ -81,10 +81,12 @@ class TextPart:
     Attributes:
         model_types: model types that text_config may have; the first is the default.
         skipped: prefixes of the tensor names of other parts.
+        inline: in older configurations the text model's fields are the whole model's.
     """
 
     model_types: tuple[str, ...]
     skipped: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
+    inline: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,14 @@ def embed(table: Weight, tokens: jax.Array) -> jax.Array:
     return all_reduce(jnp.where(((own >= 0) & (own < table.shape[0]))[:, None], lookup(table, own), 0))
 
 
+def with_images(x: jax.Array, attend: Attend) -> jax.Array:
+    """Embeddings of tokens [N, hidden], with those of images in the place of tokens that stand for them."""
+    visual = getattr(attend, "visual", None)
+    if visual is None:
+        return x
+    return jnp.where(visual.here[:, None], visual.rows[:, : x.shape[1]].astype(x.dtype), x)
+
+
 def unit(x: jax.Array, eps: float) -> jax.Array:
     """A root mean square norm without a weight."""
     y = x.astype(jnp.float32)

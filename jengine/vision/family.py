@@ -1,0 +1,72 @@
+"""What a family of vision models provides: how images are cut, how prompts refer to them, and the encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    from flax import nnx
+    from PIL.Image import Image
+
+VISUAL = -1  # in place of a token id: the next embedding row of an image
+
+
+class Patches(NamedTuple):
+    """An image, or a part of one that the encoder reads by itself, cut into patches."""
+
+    pixels: np.ndarray  # float32 [patches, features]
+    places: np.ndarray  # int32 [patches, P]: what the family's encoder needs to know of each patch's place
+    rows: int  # embeddings that the encoder makes of it
+    grid: tuple[int, int]  # height and width of these rows in the image
+
+
+class Vision(Protocol):
+    """The images of one model. Made from the configuration files of its folder; holds no weights. A server's
+    process, which has no JAX, cuts images and makes prompts, so only `module` and `encode` may import it.
+
+    Attributes:
+        features: numbers of a patch.
+        places: numbers of its place.
+        patches_per_row: patches of one embedding.
+        levels: hidden sizes in an embedding row: 1, or more with DeepStack.
+        smallest, largest: patches of the smallest and of the largest part that `cut` makes. All parts have a
+            multiple of `smallest` patches.
+        most_rows: embeddings of the largest image.
+        token: the token that stands for an image in a text prompt, before `prompt` replaces it.
+        marker: its text, as chat templates write it.
+        row_token: the token that stands for one embedding row, where prompts are shown or counted.
+    """
+
+    features: int
+    places: int
+    patches_per_row: int
+    levels: int
+    smallest: int
+    largest: int
+    most_rows: int
+    token: int
+    marker: str
+    row_token: int
+
+    def cut(self, image: Image) -> list[Patches]:
+        """An RGB image as its parts, in the order of their embeddings in a prompt."""
+
+    def prompt(self, parts: Sequence[Patches]) -> list[int]:
+        """Token ids that stand for the image in a prompt; VISUAL at each embedding row."""
+
+    def module(self, dtype: Any) -> nnx.Module:
+        """The encoder. Declares its weights as a Decoder does, with sources in the checkpoint."""
+
+    def encode(self, module: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
+        """pixels float32 [N, features], places int32 [N, P], segments int32 [N] -> [N // patches_per_row,
+        hidden * levels].
+
+        Several parts lie one after the other, told apart by their segments; 0 is padding. Each begins at a
+        multiple of patches_per_row, and a patch attends to those of its own segment.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """All that the encoder's programs depend on, as plain data."""
