@@ -98,9 +98,10 @@ docs: setup ## build the documentation into site/ (`.venv/bin/mkdocs serve` show
 goldens: ## record the golden tests' expected values again, under PyTorch
 	@test -e .venv-goldens/.ready || { \
 	    python=$$(tools/find_python 3.11) && "$$python" -m venv --clear .venv-goldens \
-	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 accelerate gguf && touch .venv-goldens/.ready; }
+	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 accelerate gguf pillow && touch .venv-goldens/.ready; }
 	.venv-goldens/bin/python -m tests.golden.record
 	.venv-goldens/bin/python -m tests.golden.record_heads
+	.venv-goldens/bin/python -m tests.golden.record_vision
 	.venv-goldens/bin/python -m tests.golden.record_embeddings
 	.venv-goldens/bin/python -m tests.golden.record_beams
 	.venv-goldens/bin/python -m tests.golden.smollm2 $$(.venv-goldens/bin/python tools/smollm2.py)

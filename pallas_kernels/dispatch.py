@@ -183,6 +183,7 @@ def paged_attention_prefill(
     options: AttentionOptions,
     *,
     pages: int = 0,
+    until: jax.Array | None = None,
     impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> jax.Array:
@@ -198,8 +199,10 @@ def paged_attention_prefill(
     """
     where = block_tables, positions, lengths
     refused = why_prefill_unsupported(q, k_pages, v_pages, options, device=device)
+    if until is not None:
+        refused = "until: kernels are causal"
     if not kernel_serves(impl, refused, device):
-        return xla.paged_attention_prefill(q, k_pages, v_pages, *where, options, pages=pages)
+        return xla.paged_attention_prefill(q, k_pages, v_pages, *where, options, pages=pages, until=until)
     if on_cpu(device):
         from pallas_kernels.cpu import attention
 

@@ -90,6 +90,8 @@ def paged_attention_prefill(
     positions: jax.Array,
     lengths: jax.Array,
     options: AttentionOptions,
+    *,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """See `xla.paged_attention_prefill`."""
     tiles, tile, heads, head_dim = q.shape
@@ -111,11 +113,13 @@ def paged_attention_prefill(
     k, v = tokens(k_pages), tokens(v_pages)
     at = positions[:, None] + jnp.arange(tile)
     token, window = jnp.arange(width), options.window or width + tile
+    last = at if until is None else until
     # attended to by any query
-    used = (token < (positions + lengths)[:, None]) & (token > positions[:, None] - window)
+    end = jnp.where(jnp.arange(tile) < lengths[:, None], last + 1, 0).max(1)
+    used = (token < end[:, None]) & (token > positions[:, None] - window)
     v = jnp.where(used[:, None, :, None], v, 0.0)
     distance = at[..., None] - token
-    seen = (distance >= 0) & (distance < window) & used[:, None]
+    seen = (token <= last[..., None]) & (distance < window) & used[:, None]
     scores = jnp.einsum("tqhgd,thkd->thgqk", grouped, k) * options.scale
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)

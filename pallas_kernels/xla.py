@@ -166,8 +166,9 @@ def paged_attention_prefill(
     options: AttentionOptions,
     *,
     pages: int = 0,
+    until: jax.Array | None = None,
 ) -> jax.Array:
-    """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
+    """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages, or further.
 
     Args:
         q: [tiles, tile, heads, head_dim]; the tile's own keys and values are already in the pages.
@@ -176,17 +177,28 @@ def paged_attention_prefill(
             or the null page.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
+        until: int32 [tiles, tile], the position of the last token that each query sees, at least its own;
+            all keys and values up to there are in the pages. None: its own position.
 
     Returns:
         [tiles, tile, heads, head_dim], in q's dtype.
+
+    Raises:
+        ValueError: until is given with slopes.
     """
+    if until is not None and options.slopes is not None:
+        raise ValueError("until: not with slopes, which take no distance to later tokens")
 
     def one(i: jax.Array, tiles: jax.Array) -> jax.Array:
         tile, table, position, length = (
             lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, block_tables, positions, lengths)
         )
-        how = options, pages, PREFILL_BLOCK, q.dtype
-        out = _attend(tile, k_pages, v_pages, table, position, position + length, *how)
+        how, end, last = (options, pages, PREFILL_BLOCK, q.dtype), position + length, None
+        if until is not None:
+            real = jnp.arange(q.shape[1]) < length[:, None]
+            last = jnp.where(real, lax.dynamic_slice_in_dim(until, i, 1), 0)
+            end = jnp.where(length > 0, jnp.maximum(end, last.max(1) + 1), end)
+        out = _attend(tile, k_pages, v_pages, table, position, end, *how, until=last)
         return lax.dynamic_update_slice_in_dim(tiles, out, i, 0)
 
     out: jax.Array = lax.fori_loop(0, q.shape[0], one, q)  # results replace the queries: nothing is copied
@@ -218,9 +230,10 @@ def _attend(
     pages: int,
     block: int,
     dtype: jax.typing.DTypeLike,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """q [n, queries, heads, head_dim] at positions[n] + arange(queries), over tokens [0, ends[n]); products
-    in dtype.
+    in dtype. until [n, queries]: the last token that each query sees; None: its own.
     """
     n, queries, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
@@ -232,6 +245,7 @@ def _attend(
         q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).astype(dtype)
     )
     at = positions[:, None] + jnp.arange(queries)
+    last = at if until is None else until
     # earlier tokens may be another sequence's, or NaN
     oldest = None if window is None else positions - window + 1
 
@@ -255,7 +269,7 @@ def _attend(
             s -= slopes.reshape(*s.shape[1:3], 1, 1) * (at[..., None] - token)[:, None, None].astype(
                 jnp.float32
             )
-        seen = (token <= at[..., None]) & used[:, None]
+        seen = (token <= last[..., None]) & used[:, None]
         if window is not None:
             seen &= token > at[..., None] - window
         seen = seen[:, None, None]  # [n, 1, 1, queries, span]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference, xla
+from jengine.models.whole_sequences import WholeSequences
+from pallas_kernels import dispatch, reference, xla
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import HeadNorm, Qkv, QkvProduct
 from pallas_kernels.quantized import Quantized, dequantize, movable, quantize
@@ -117,6 +118,38 @@ def test_prefill_matches_reference(tile, page_size, pages, how):
     for i, n in enumerate(np.asarray(lengths)):
         np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)
     assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 20, "soft_cap": 0.5}])
+@pytest.mark.parametrize("pages", [0, WIDTH])
+def test_tokens_of_an_image_see_each_other_across_tiles(how, pages):
+    """As attention of the whole sequence has it. The image ends within a tile; NaN follows the last token."""
+    tokens, tile, options = 3 * 16 - 5, 16, AttentionOptions(0.3, **how)
+    rng, until = np.random.default_rng(6), np.arange(48, dtype=np.int32)
+    until[6:38] = 37
+    q, k, v = (jnp.asarray(rng.normal(size=(48, heads, 32)), jnp.float32) for heads in (4, 2, 2))
+    whole = WholeSequences(1, jnp.asarray(until[:tokens]))
+    want = whole(0, Qkv(q[:tokens], k[:tokens], v[:tokens]), None, options)
+    tables = jnp.asarray(rng.permutation(np.arange(1, 1 + WIDTH)), jnp.int32)
+    known = jnp.arange(48) < tokens
+    own = [
+        jnp.full((NUM_PAGES, 2, 16, 32), jnp.nan)
+        .at[tables[:3]]
+        .set(jnp.where(known[:, None, None], x, jnp.nan).reshape(3, 16, 2, 32).swapaxes(1, 2))
+        for x in (k, v)
+    ]
+    where = jnp.tile(tables, (3, 1)), jnp.arange(3) * tile, jnp.array([tile, tile, tile - 5])
+    until = jnp.asarray(until).reshape(3, tile)
+    for attend in (partial(xla.paged_attention_prefill, pages=pages), reference.paged_attention_prefill):
+        got = jax.jit(partial(attend, options=options))(q.reshape(3, tile, 4, 32), *own, *where, until=until)
+        np.testing.assert_allclose(got.reshape(48, 4, 32)[:tokens], want, atol=2e-6)
+    with pytest.raises(ValueError, match=r"^until: not with slopes"):
+        slopes = replace(options, slopes=jnp.ones(4))
+        xla.paged_attention_prefill(q.reshape(3, tile, 4, 32), *own, *where, slopes, until=until)
+    with pytest.raises(ValueError, match="until: kernels are causal"):
+        dispatch.paged_attention_prefill(
+            q.reshape(3, tile, 4, 32), *own, *where, options, until=until, impl="llvm"
+        )
 
 
 def test_a_window_and_a_cap_change_the_result_and_a_wide_window_does_not():

@@ -21,6 +21,7 @@ HARMLESS = (
     "unsloth*", "_commit_hash", "custom_pipelines", "finetuning_task", "for_llm_compressor", "id2label",
     "is_llama_config", "label2id", "problem_type", "base_model*", "task_specific_params", "tokenizer_class",
     "_num_labels", "num_labels", "model_name", "quantization_status", "text_config", "license",
+    "vision_config",
     # Tokens and generation
     "*_token_id", "*_token_ids", "*_token_index", "bad_words_ids", "begin_suppress_tokens", "suppress_tokens",
     "do_sample", "prefix", "early_stopping", "max_length", "min_length", "max_new_tokens", "num_beam*",

@@ -82,7 +82,7 @@ def model_config(
     for name, neutral in UNLESS_READ.items():
         if name not in hf.seen and hf.get(name) not in (None, neutral):
             raise ModelError(f"{name} is not supported", file=file)
-    text = fields if families[family].text_part is None else fields["text_config"]
+    text = fields if families[family].text_part is None else fields.get("text_config", fields)
     warn_of_unknown(hf, text, frozenset(("layer_types", *UNLESS_READ)), file)
     return config
 
@@ -105,6 +105,8 @@ def _fields(fields: dict[str, Any], family: Family) -> Fields:
     part = family.text_part
     if part is None:
         return Fields({**family.defaults, **fields})
+    if part.inline and "text_config" not in fields:
+        return Fields({**family.defaults, **fields})
     text = {"model_type": part.model_types[0], **fields["text_config"]}
     model_type = text["model_type"]
     if model_type not in part.model_types:
@@ -112,7 +114,8 @@ def _fields(fields: dict[str, Any], family: Family) -> Fields:
             f"text_config.model_type {model_type!r} is not supported; {', '.join(part.model_types)} are"
         )
     ends = {"eos_token_id": fields["eos_token_id"]} if fields.get("eos_token_id") is not None else {}
-    return Fields({**FAMILIES[model_type].defaults, **family.defaults, **fields, **text, **ends})
+    own = FAMILIES[model_type].defaults if model_type in FAMILIES else {}
+    return Fields({**own, **family.defaults, **fields, **text, **ends})
 
 
 def _layer_types(config: ModelConfig) -> list[str]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jengine.core.config import AttentionBackend
-from jengine.execution.batch import Batch
+from jengine.execution.batch import AXES, Batch
 from jengine.execution.kv_cache import Place, views
 from jengine.models.cache import CacheGroup
 from jengine.table.program_table import TrunkKey
@@ -23,6 +23,9 @@ class TokenAxis:
     Attributes:
         tokens: token ids.
         positions: positions in their sequences.
+        rotary: the positions that rotary embedding takes: these or, with mrope, int32 [3, tokens].
+        until: int32 [tiles, tile_size], for models whose images' tokens see each other, see
+            `xla.paged_attention_prefill`; otherwise None.
         owner: slots.
         real: False for padding.
     """
@@ -47,6 +50,9 @@ class TokenAxis:
         )  # jnp.repeat would add up constants, which XLA folds slowly
         self.owner = jnp.concatenate([batch.row_slots, tile_owner.reshape(-1)])
         self.real = jnp.concatenate([batch.row_slots > 0, (within < batch.tile_lengths[:, None]).reshape(-1)])
+        turns = jnp.concatenate([batch.row_turns[:, :AXES], batch.tile_turns.reshape(-1, AXES)])
+        self.rotary = self.positions + turns.T if len(turns) else self.positions
+        self.until = tile_positions + batch.tile_ahead if batch.tile_ahead.shape[0] else None
 
 
 class PagedAttention:
@@ -81,7 +87,7 @@ class PagedAttention:
         self._row_lengths = jnp.where(batch.row_slots > 0, axis.positions[: key.rows] + 1, 0)
         self._group, self._batch, self._key, self._page_size = group, batch, key, page_size
         self._device, self._backend, self._batch_invariant = device, backend, batch_invariant
-        self._latent = group.kind == "latent"
+        self._latent, self._until = group.kind == "latent", axis.until
         # Traced and lowered once for all layers with the same static options, part and shapes.
         self._one_layer = jax.jit(self._layer, static_argnames="part")
         # by window: made by the first layer of the group, for all
@@ -176,7 +182,7 @@ class PagedAttention:
                 q, own[0], *where, options, rank=rank, most_pages=most, device=self._device
             )
         return dispatch.paged_attention_prefill(
-            q, own[0], own[1], *where, options, pages=most, device=self._device
+            q, own[0], own[1], *where, options, pages=most, until=self._until, device=self._device
         )
 
     def _of_part(self, pages: jax.Array, part: int) -> jax.Array:

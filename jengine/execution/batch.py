@@ -15,6 +15,7 @@ from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
 from jengine.table.program_table import ProgramTable, TrunkKey
 
 ENTRY_WORDS, RESET_WORDS = 4, 1 + SAMPLING_WORDS
+AXES, TURNS = 3, 4  # of positions with mrope
 NULL_STATES = [0, 0]  # for plans used only in measurements
 Entry = tuple[int, int, int, int]  # see StepPlan.table
 
@@ -38,6 +39,9 @@ class Batch(NamedTuple):
     sample_slots: jax.Array  # [samples]
     table: jax.Array  # [entries, ENTRY_WORDS]: cache group, slot, index in its block table, page
     resets: jax.Array  # [tiles, RESET_WORDS]: slot, then its sampling row
+    row_turns: jax.Array  # [rows, TURNS], see Span: turns, then `after`; [0, TURNS] for models without mrope
+    tile_turns: jax.Array  # [tiles, tile_size, AXES], or [0, tile_size, AXES]
+    tile_ahead: jax.Array  # [tiles, tile_size], see Span; [0, tile_size] for models that see no later token
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,15 @@ class BatchLayout:
 
     @classmethod
     def of(
-        cls, key: TrunkKey, table: ProgramTable, *, page_size: int, groups: int, states: bool = False
+        cls,
+        key: TrunkKey,
+        table: ProgramTable,
+        *,
+        page_size: int,
+        groups: int,
+        states: bool = False,
+        turns: bool = False,
+        ahead: bool = False,
     ) -> BatchLayout:
         """The buffer has room for the entries of rows that each enter a page, and of tiles that each begin
         and end in one.
@@ -60,12 +72,14 @@ class BatchLayout:
         Args:
             groups: number of cache groups with block tables.
             states: whether the model has recurrent states.
+            turns: whether images have positions of three numbers; ahead: whether their tokens see each other.
         """
         entries = groups * (key.rows + key.tiles * (table.tile_size // page_size + 1))
         rows, tiles, samples = (key.rows,), (key.tiles,), (table.sample_rows(key),)
         tokens, resets = (key.tiles, table.tile_size), (key.tiles, RESET_WORDS)
         row_states, tile_states = ((count * states, 2) for count in (key.rows, key.tiles))
         table_entries = entries, ENTRY_WORDS
+        row_turns, tile_turns = (key.rows * turns, TURNS), (key.tiles * turns, table.tile_size, AXES)
         shapes = (
             rows,
             rows,
@@ -80,6 +94,9 @@ class BatchLayout:
             samples,
             table_entries,
             resets,
+            row_turns,
+            tile_turns,
+            (key.tiles * ahead, table.tile_size),
         )
         ends = np.cumsum([int(np.prod(s)) for s in shapes]).tolist()
         return cls(table, key, shapes, (0, *ends[:-1]), ends[-1])
@@ -92,7 +109,10 @@ class BatchLayout:
     @property
     def states(self) -> bool:
         """Whether the model has recurrent states."""
-        return bool(sum(self.shapes[Batch._fields.index(name)][0] for name in ("row_states", "tile_states")))
+        return self._has("row_states", "tile_states")
+
+    def _has(self, *names: str) -> bool:
+        return any(self.shapes[Batch._fields.index(name)][0] for name in names)
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """int32 [size], a new buffer, since the last one may still be in transfer. Omits entries and resets
@@ -110,6 +130,9 @@ class BatchLayout:
         buffer[at.row_tokens : at.row_tokens + rows] = tokens
         if self.states:
             _fill(buffer, at.row_states, _states_of(on_rows))  # type: ignore[arg-type]
+        turns, ahead = self._has("row_turns", "tile_turns"), self._has("tile_ahead")
+        if turns:
+            _fill(buffer, at.row_turns, [row for span in on_rows for row in _row_turns(span)])  # type: ignore[arg-type]
         # `first` is the index of each span's first token on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]
@@ -121,6 +144,12 @@ class BatchLayout:
                 _fill(buffer, at.tile_states + 2 * i, span.states[offset // size :][:2])  # type: ignore[arg-type]
             start = at.tile_tokens + i * size
             buffer[start : start + length] = span.tokens[offset : offset + length]
+            within = slice(offset, offset + length)
+            if turns:
+                own = np.full((length, AXES), span.after) if span.turns is None else span.turns[within]
+                _fill(buffer, at.tile_turns + i * size * AXES, own)  # type: ignore[arg-type]
+            if ahead and span.ahead is not None:
+                _fill(buffer, at.tile_ahead + i * size, span.ahead[within])  # type: ignore[arg-type]
             if not offset:
                 first.append(self.key.rows + i * size)
         samples = len(plan.samples)
@@ -158,6 +187,13 @@ def _on_several_rows(spans: Sequence[Span]) -> tuple[list[int], list[int], list[
 def _states_of(spans: Sequence[Span]) -> list[tuple[int, int]]:
     """The state pages of all rows of spans. A span without any is only measured, and has one row."""
     return [pages for span in spans for pages in pairwise(span.states or NULL_STATES)]
+
+
+def _row_turns(span: Span) -> list[list[int]]:
+    """For each row of a span, its turns and those of later steps of a burst, which lie behind the prompt."""
+    if span.turns is None:
+        return [[span.after] * TURNS] * (1 + len(span.following or ()))
+    return [[*row, span.after] for row in span.turns.tolist()]
 
 
 def _fill(buffer: np.ndarray, start: int, rows: object) -> None:

@@ -57,6 +57,7 @@ def make_burst(
                 row_slots=jnp.where(going, batch.row_slots, 0),
                 row_tokens=jnp.where(going, jnp.where(number == 0, batch.row_tokens, -1), 0),
                 row_states=_states(batch.row_states, going, number),
+                row_turns=jnp.where(number == 0, batch.row_turns, batch.row_turns[:, -1:]),
                 sample_slots=jnp.where(going[batch.sample_tokens], batch.sample_slots, 0),
             )
             cache, axis, hidden = run(params, cache, slots._replace(last=last), now, stacks=stacks)

@@ -18,7 +18,7 @@ from jax import lax
 
 from jengine.core.config import AttentionBackend
 from jengine.execution.attention import TokenAxis
-from jengine.execution.batch import ENTRY_WORDS, RESET_WORDS, Batch
+from jengine.execution.batch import AXES, ENTRY_WORDS, RESET_WORDS, TURNS, Batch
 from jengine.execution.head_states import noted, read, states_before
 from jengine.execution.kv_cache import SHARED, Cache
 from jengine.execution.sampler import Sampled, make_proposer
@@ -146,6 +146,9 @@ def empty_batch(rows: int) -> Batch:
         sample_slots=zeros(rows),
         table=zeros(0, ENTRY_WORDS),
         resets=zeros(0, RESET_WORDS),
+        row_turns=zeros(0, TURNS),
+        tile_turns=zeros(0, 1, AXES),
+        tile_ahead=zeros(0, 1),
     )
 
 

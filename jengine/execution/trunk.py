@@ -166,7 +166,7 @@ def make_pass(
             on_cpu = device.platform == "cpu"
             recurrence = Recurrence(batch, axis, key, following=following, in_order=on_cpu)
         attend = LayerCaches(cache, groups, attentions, recurrence, seen)
-        out = compute(model.bind(params), axis.tokens, axis.positions, attend, *more)
+        out = compute(model.bind(params), axis.tokens, axis.rotary, attend, *more)
         return cache, axis, out
 
     return run

@@ -37,6 +37,9 @@ class Rotary:
         local_theta: theta of layers with a window, if it differs from that of the others. Their frequencies
             are then not scaled.
         unrotated: layers that do not rotate.
+        sections: how many of a head's frequencies turn with each of a position's three numbers (mrope); (): a
+            position is one number.
+        interleaved: whether frequencies take these numbers in turn, and not one section after the other.
     """
 
     theta: float = 10000.0
@@ -44,6 +47,8 @@ class Rotary:
     dim: int | None = None
     local_theta: float | None = None
     unrotated: tuple[int, ...] = ()
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

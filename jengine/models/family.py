@@ -83,12 +83,14 @@ class TextPart:
         skipped: prefixes of the tensor names of other parts.
         name: the prefix of the text model's tensors.
         why: why other parts are not loaded; "": they are.
+        inline: in older configurations the text model's fields are the whole model's.
     """
 
     model_types: tuple[str, ...]
     skipped: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     name: str = "language_model."
     why: str = "only text is supported"
+    inline: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ ROPE_OPTIONS = (
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
     "mscale_all_dim", "truncate",
 )  # fmt: skip
-# Other fields that rope scaling may have: read below, or without effect on results. A text token has a single
-# position, so mrope's do nothing.
+# Other fields that rope scaling may have: read below, or without effect on results.
 ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor",
     "short_factor", "long_factor", "finetuned", "mrope_section", "mrope_interleaved",
@@ -68,9 +67,13 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> Rotary:
     theta = float(parameters.get("rope_theta") or older or 10000.0)
     if parameters.get("partial_rotary_factor") not in (None, 1.0):
         raise ModelError("partial_rotary_factor is not supported")
+    sections: Any = {
+        "sections": tuple(int(size) for size in parameters.get("mrope_section") or ()),
+        "interleaved": bool(parameters.get("mrope_interleaved", False)),
+    }
     kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "default":
-        return Rotary(theta=theta)
+    if kind in ("default", "mrope"):
+        return Rotary(theta=theta, **sections)
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
     longest = int(hf.get("max_position_embeddings", 2048))
@@ -89,7 +92,7 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> Rotary:
     scaling = RopeScaling(
         kind=kind, factor=float(parameters["factor"]), original_max_position=original, **given
     )
-    return Rotary(theta=theta, scaling=scaling)
+    return Rotary(theta=theta, scaling=scaling, **sections)
 
 
 def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[dict[str, Any], float]:
@@ -121,6 +124,18 @@ def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None =
         if share == 1.0
         else {**fields, "rope": replace(fields["rope"], dim=int(fields["head_dim"] * share))}
     )
+
+
+def interleaved(fields: dict[str, Any], usual: tuple[int, int, int]) -> dict[str, Any]:
+    """`decoder`'s fields for a family in which frequencies always take a position's three numbers in turn.
+
+    Args:
+        usual: the default of mrope_section, if as many channels rotate.
+    """
+    rotary: Rotary = fields["rope"]
+    fits = sum(usual) == (rotary.dim or fields["head_dim"]) // 2
+    sections = rotary.sections or (usual if fits else ())
+    return {**fields, "rope": replace(rotary, sections=sections, interleaved=bool(sections))}
 
 
 def attention_biases(hf: Fields) -> dict[str, Any]:
@@ -181,6 +196,12 @@ def check(config: ModelConfig) -> None:
     rotary, scaling = config.rope.dim or config.head_dim, config.rope.scaling
     if rotary % 2:
         raise ModelError(f"head_dim={rotary} must be even, for rotary embedding")
+    sections = config.rope.sections
+    if sections and (len(sections) != 3 or sum(sections) != rotary // 2):
+        raise ModelError(
+            f"mrope_section={list(sections)} must be three numbers whose sum is {rotary // 2}, half of the"
+            " channels that rotate"
+        )
     if scaling is not None and scaling.kind == "longrope":
         for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
             if len(factors) != rotary // 2:

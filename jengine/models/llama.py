@@ -29,6 +29,7 @@ from jengine.models.layers import (
 )
 from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
+from jengine.models.visual import with_deeper_images
 from pallas_kernels.rows import Sum, array_of
 
 
@@ -91,10 +92,17 @@ class Llama(nnx.Module):
         return self.hidden_and_states(tokens, positions, attend)[0]
 
     def hidden_and_states(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, before: Sequence[int] = ()
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        before: Sequence[int] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
         """The same, and the residual stream [N, hidden] before each of these layers; the number of layers
         stands for the end.
+
+        Args:
+            positions: int32[3, N] for images in a model with mrope.
         """
         x: jax.Array | Sum = with_images(self.embedded(tokens), attend)
         states = dict[int, jax.Array]()
@@ -106,6 +114,7 @@ class Llama(nnx.Module):
                 x = states[i] = array_of(x)
             rotation = everywhere if self.config.window(i) is None else nearby
             x = layer(i, x, None if i in self.config.rope.unrotated else rotation, attend)
+            x = with_deeper_images(x, attend, i)
         x = states[len(self.layers)] = array_of(x)
         return self.norm(x), [states[i] for i in before]
 

@@ -17,7 +17,7 @@ from jengine.base.errors import ModelError
 from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
-from jengine.models.hf_config import attention_biases, partly_rotated
+from jengine.models.hf_config import attention_biases, interleaved, partly_rotated
 from jengine.models.layers import (
     Attend,
     Block,
@@ -277,7 +277,7 @@ def read_qwen3_5(hf: Fields) -> dict[str, Any]:
     if not hf.get("attn_output_gate", True):
         raise ModelError("attn_output_gate=false is not supported")
     return {
-        **partly_rotated(hf, 0.25),
+        **interleaved(partly_rotated(hf, 0.25), (11, 11, 10)),
         **attention_biases(hf),
         "norm_offset": 1.0,
         "parts": (read_linear_attention(hf),),

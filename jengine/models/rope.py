@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,32 @@ class Rope:
 
     frequencies: tuple[float, ...]  # radians per token; channel i rotates with channel i + rotary_dim / 2
     magnitude: float = 1.0  # factor of cos and sin (yarn, longrope)
+    axes: tuple[int, ...] = ()  # for each frequency: which number of a position it turns with
 
     def cos_sin(self, positions: jax.Array) -> Rotation:
-        """cos and sin for positions int32[N], for `pallas_kernels.xla.rotate`."""
-        angles = positions.astype(jnp.float32)[:, None] * jnp.array(self.frequencies, jnp.float32)
+        """cos and sin for positions int32[N], or int32[axes, N], for `pallas_kernels.xla.rotate`."""
+        places = positions[:, None] if positions.ndim == 1 else positions[jnp.array(self.axes)].T
+        angles = places.astype(jnp.float32) * jnp.array(self.frequencies, jnp.float32)
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
 
 def rope(config: ModelConfig, max_model_len: int) -> Rope:
+    """The model's rotary embedding, of positions with one number or, in models with mrope, three."""
+    found, sections = _rope(config, max_model_len), config.rope.sections
+    return replace(found, axes=_axes(sections, config.rope.interleaved)) if sections else found
+
+
+def _axes(sections: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
+    """The number of a position with which each frequency turns: one after the other, or in turn until each
+    has as many as its section says, with the first for the rest.
+    """
+    if not interleaved:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    in_turn = ((i % 3, i // 3) for i in range(sum(sections)))
+    return tuple(axis if place < sections[axis] else 0 for axis, place in in_turn)
+
+
+def _rope(config: ModelConfig, max_model_len: int) -> Rope:
     """The model's frequencies, by the formulas of transformers' modeling_rope_utils.
 
     Dynamic scaling and longrope are fixed for sequences of max_model_len tokens, so a token's result depends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,16 @@ class WholeSequences:
     """See layers.Attend. The token axis holds `rows` sequences of equal length, one after the other.
 
     Scores and weights are float32, and all of them are kept, so memory grows with the square of the length.
+
+    Args:
+        until: int32 [tokens], for each query the index in its sequence of the last token that it sees, if not
+            its own.
+        visual: embeddings of images: `here`, bool [tokens], says which tokens stand for one, and `rows`,
+            [tokens, hidden * levels], has them. None: there are none.
     """
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: int, until: jax.Array | None = None, visual: Any = None) -> None:
+        self._rows, self._until, self.visual = rows, until, visual
         self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}  # keys and values, for layers that reuse them
 
     def __call__(
@@ -39,10 +46,13 @@ class WholeSequences:
             self._kept[layer] = k, v
         k, v = (array.reshape(self._rows, -1, *array.shape[1:]) for array in self._kept[layer])
         grouped = q.reshape(self._rows, k.shape[1], k.shape[2], -1, q.shape[-1])
-        return _attention(grouped, k, v, options).reshape(len(q), -1, v.shape[-1])
+        until = None if self._until is None else self._until.reshape(self._rows, -1)
+        return _attention(grouped, k, v, options, until).reshape(len(q), -1, v.shape[-1])
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions) -> jax.Array:
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions, until: jax.Array | None
+) -> jax.Array:
     """q [rows, length, kv_heads, group, dim]; k, v [rows, length, kv_heads, dim] -> as q, with v's dim."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -53,7 +63,9 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptio
     heads = 1, *q.shape[2:4], 1, 1
     if options.slopes is not None:
         scores -= options.slopes.reshape(heads) * distance
-    seen = distance >= 0
+    tokens = jnp.arange(q.shape[1])
+    last = tokens[None] if until is None else until  # [rows or 1, length]
+    seen = tokens <= last[:, None, None, :, None]
     if options.window is not None:
         seen &= distance < options.window
     scores = jnp.where(seen, scores, -jnp.inf)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from jengine.core.images import ImagePart
 from jengine.core.request import SamplingParams
@@ -39,6 +40,11 @@ class Span(msgspec.Struct, gc=False):
         states: for a model with recurrent states, the page that the first tile reads, then the page that each
             tile writes and the next one reads. A row counts as one tile. Of several rows, only the last may
             write the page that the first one reads.
+        turns: int32 [length, 3], of a model with mrope: the numbers that each token rotates with, less its
+            position. None: `after`, three times.
+        after: the same number of all tokens behind a prompt; 0 without images.
+        ahead: int32 [length], for tiles of a model whose images' tokens see each other: how many tokens
+            behind it each token sees. All of these are in the span. None: 0.
     """
 
     seq: int
@@ -52,6 +58,9 @@ class Span(msgspec.Struct, gc=False):
     states: list[int] | None = None
     following: list[int] | None = None
     guesses: int = 0
+    turns: np.ndarray | None = None
+    after: int = 0
+    ahead: np.ndarray | None = None
 
 
 class Sample(msgspec.Struct, gc=False):

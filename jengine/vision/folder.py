@@ -14,7 +14,16 @@ from jengine.vision.family import Vision
 Encode = Callable[[str], list[int]]  # text to token ids
 PROCESSORS = "preprocessor_config.json", "processor_config.json"
 # by model_type: the module and the class; imported when needed
-FAMILIES = {"idefics3": ("smolvlm", "SmolVlm"), "smolvlm": ("smolvlm", "SmolVlm")}
+FAMILIES = {
+    "gemma3": ("gemma3", "Gemma3Vision"),
+    "idefics3": ("smolvlm", "SmolVlm"),
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen25Vision"),
+    "qwen3_5": ("qwen3_vl", "Qwen3Vision"),
+    "qwen3_5_moe": ("qwen3_vl", "Qwen3Vision"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3Vision"),
+    "qwen3_vl_moe": ("qwen3_vl", "Qwen3Vision"),
+    "smolvlm": ("smolvlm", "SmolVlm"),
+}
 
 
 def vision_of(folder: Path, encode: Encode) -> Vision | None:

@@ -348,7 +348,10 @@ GEMMA3_TEXT |= {
     "sliding_window": 512,
 }
 GEMMA3_TEXT |= {"sliding_window_pattern": 6, "cache_implementation": "hybrid"}
-VISION = {"hidden_size": 32, "model_type": "siglip_vision_model", "num_hidden_layers": 2}
+VISION = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2},
+    **{"image_size": 56, "model_type": "siglip_vision_model", "patch_size": 14, "vision_use_head": False},
+}
 MIXTRAL = {
     **mistral(),
     "architectures": ["MixtralForCausalLM"],

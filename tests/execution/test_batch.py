@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from hypothesis import given
@@ -70,6 +72,12 @@ TABLES = st.builds(
 )
 
 
+def turned(length: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of a span with positions of three numbers, or of text."""
+    turns = st.none() | st.just(np.arange(3 * length).reshape(length, 3) - 100)
+    return st.fixed_dictionaries({"turns": turns, "after": st.integers(-9, 0)})
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[StepPlan, BatchLayout]:
     """A plan that fills its program to any degree, and the program's layout."""
@@ -80,9 +88,11 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, BatchLayout]:
             first = draw(WHOLE) if more else draw(st.integers(-1, 5))
             start = draw(st.integers(0, 2**30))
             spans.append(Span(draw(WHOLE), draw(WHOLE), start, 1 + len(more), known=first,
-                              following=more or None))  # fmt: skip
+                              following=more or None, **draw(turned(1 + len(more)))))  # fmt: skip
     for tokens in draw(st.lists(ids, max_size=3)):
-        span = Span(draw(WHOLE), draw(WHOLE), draw(st.integers(0, 2**30)), len(tokens), tokens)
+        where = draw(WHOLE), draw(WHOLE), draw(st.integers(0, 2**30))
+        ahead = draw(st.none() | st.just(np.arange(len(tokens))[::-1]))
+        span = Span(*where, len(tokens), tokens, ahead=ahead, **draw(turned(len(tokens))))
         if len(table.place([*spans, span]).tiles) <= table.max_tiles:
             spans.append(span)
     placement, samples = table.place(spans), []
@@ -91,7 +101,12 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, BatchLayout]:
         samples.append(Sample(span, draw(st.integers(0, spans[span].length - 1)), draw(WHOLE), draw(WHOLE)))
     trunk = table.trunk(placement.rows, len(placement.tiles), samples=len(samples))
     layout = BatchLayout.of(
-        trunk, table, page_size=draw(st.sampled_from([16, 64])), groups=draw(st.integers(1, 3))
+        trunk,
+        table,
+        page_size=draw(st.sampled_from([16, 64])),
+        groups=draw(st.integers(1, 3)),
+        turns=draw(st.booleans()),
+        ahead=draw(st.booleans()),
     )
     plan = StepPlan(
         trunk=trunk,
@@ -102,6 +117,10 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, BatchLayout]:
         table=draw(st.lists(st.tuples(WHOLE, WHOLE, WHOLE, WHOLE), max_size=150)),
     )
     return plan, layout
+
+
+def turns_of(span: Span) -> list[list[int]]:
+    return [[span.after] * 3] * span.length if span.turns is None else span.turns.tolist()
 
 
 @given(plans())
@@ -133,6 +152,16 @@ def test_pack_and_unpack(case: tuple[StepPlan, BatchLayout]) -> None:
     assert got.tile_tokens == padded(
         [padded([*tokens], 0, size) for _, _, tokens in tiles], [0] * size, key.tiles
     )
+    if any(layout.shapes[Batch._fields.index(name)][0] for name in ("row_turns", "tile_turns")):
+        wanted = [[*turn, span.after] for span in on_rows for turn in turns_of(span)]
+        assert got.row_turns == padded(wanted, [0] * 4, key.rows)
+        by_tile = [padded(turns_of(span)[at : at + size], [0] * 3, size) for span, at, _ in tiles]
+        assert got.tile_turns == padded(by_tile, [[0] * 3] * size, key.tiles)
+    else:
+        assert got.row_turns == got.tile_turns == []
+    if got.tile_ahead:
+        aheads = [[0] * size if span.ahead is None else span.ahead[at : at + size] for span, at, _ in tiles]
+        assert got.tile_ahead == padded([padded([*one], 0, size) for one in aheads], [0] * size, key.tiles)
     axis = [*rows, *[None] * (key.rows - len(rows))]  # of each place, the span that is there
     axis += [span for span, _, tokens in tiles for _ in padded([*tokens], 0, size)]
     begins = [next(i for i, other in enumerate(axis) if other is span) for span in plan.spans]
@@ -183,6 +212,25 @@ def test_a_row_takes_both_token_and_position_from_its_slot_or_neither() -> None:
     axis = TokenAxis(last, layout.unpack(layout.pack(StepPlan(layout.key, SamplerKey(8, "greedy"), spans))))  # type: ignore[arg-type]
     assert axis.tokens.tolist() == [20, 5, 0, *[0] * 5, 8, 9, *[0] * 14]
     assert axis.positions.tolist() == [21, 7, 9, *[0] * 5, *range(40, 56)]
+
+
+def test_rows_and_tiles_rotate_with_positions_of_three_numbers() -> None:
+    """A row that takes its position from its slot, too, and what an image's tokens see behind them."""
+    layout = BatchLayout.of(
+        TrunkKey(8, 1), ProgramTable((8,), (8,), (1,), 16), page_size=16, groups=1, turns=True, ahead=True
+    )
+    image = np.array([[-1, 0, 1], [-1, 1, 0]])
+    spans = [
+        Span(1, 2, 99, after=-3),
+        Span(2, 1, 7, 2, known=5, following=[6], turns=image, after=-4),
+        Span(4, 4, 40, 3, [8, 9, 9], turns=np.array([[0, 0, 0], *image.tolist()]), ahead=np.array([0, 1, 0])),
+    ]
+    last = np.array([[0, 0], [10, 11], [20, 21], [30, 31], [40, 41]], np.int32)
+    axis = TokenAxis(last, layout.unpack(layout.pack(StepPlan(layout.key, SamplerKey(8, "greedy"), spans))))  # type: ignore[arg-type]
+    assert axis.positions[:3].tolist() == [21, 7, 8]
+    assert axis.rotary[:, :3].tolist() == [[18, 6, 7], [18, 7, 9], [18, 8, 8]]
+    assert axis.rotary[:, 8:12].tolist() == [[40, 40, 41, 43], [40, 41, 43, 43], [40, 42, 42, 43]]
+    assert axis.until is not None and axis.until[0, :4].tolist() == [40, 42, 42, 43]
 
 
 def test_each_pack_has_a_buffer_of_its_own() -> None:

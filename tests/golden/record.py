@@ -50,7 +50,8 @@ class Oracle:
         with tempfile.TemporaryDirectory() as folder:
             kind = VARIANTS[variant]["model_type"]
             write_model(Path(folder), variant, model_type=SAME.get(kind, kind))
-            parts = "text_config" in VARIANTS[variant] and kind not in TEXT_ALONE
+            parts = not {"text_config", "vision_config"}.isdisjoint(VARIANTS[variant])
+            parts = parts and kind not in TEXT_ALONE
             if kind in TEXT_ALONE:
                 (Path(folder) / "config.json").write_text(json.dumps(VARIANTS[variant]["text_config"]))
             loader = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM

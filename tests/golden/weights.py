@@ -66,9 +66,19 @@ def weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
         scaled = next((scale for family, scale in TABLES.items() if variant.startswith(family)), 0.5) * noise
     else:
         stacked = (
-            ".experts." in name and len(shape) == 3 and variant.startswith(("gpt_oss", "llama4"))
+            ".experts." in name
+            and len(shape) == 3
+            and variant.startswith(("gpt_oss", "llama4", "qwen3_vl_moe"))
         )  # [experts, in, out], as GPT-2's are [in, out]
-        inputs = shape[0] if ".c_" in name else shape[1] if stacked else shape[-1]
+        inputs = (
+            shape[0]
+            if ".c_" in name
+            else math.prod(shape[1:])  # of an image's patches
+            if len(shape) > 3
+            else shape[1]
+            if stacked
+            else shape[-1]
+        )
         scaled = 1.3 / math.sqrt(inputs) * noise
     if ties and not EACH_EXPERT.search(name) and any(part in name for part in OF_EXPERTS):
         scaled[1::2] = scaled[::2]

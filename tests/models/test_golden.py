@@ -173,6 +173,9 @@ ONE_EACH += [
     "olmoe_ties",
     "phimoe",
     "qwen2_moe",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
 ]
 SHARDED = ["llama_attention_bias", *(pytest.param(variant, marks=pytest.mark.full) for variant in ONE_EACH)]
 

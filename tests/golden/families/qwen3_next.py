@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.golden.declaring import SMALL, Shapes, decoder, experts, gated, head_norms, linear, without
+from tests.golden.families.qwen_vl import IDS, encoder3
 
 _SIZES = {
     "linear_num_key_heads": 2,
@@ -73,27 +74,20 @@ _QWEN3_5_MOE = {
     },
 }
 _VISION = {
-    **{
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-    },
-    "patch_size": 14,
+    **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4},
+    **{"out_hidden_size": 64, "num_position_embeddings": 16},
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_next_mixed": _MIXED,
     "qwen3_5": {
-        "model_type": "qwen3_5",
+        **{"model_type": "qwen3_5", **IDS},
         "text_config": _QWEN3_5,
         "vision_config": {**_VISION, "model_type": "qwen3_5"},
     },
     "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe",
+        **{"model_type": "qwen3_5_moe", **IDS},
         "text_config": _QWEN3_5_MOE,
         "vision_config": {**_VISION, "model_type": "qwen3_5_moe"},
     },
@@ -103,19 +97,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def shapes(config: dict[str, Any]) -> Shapes:
-    """With images, as published: also some tensors of a vision model, and a layer for multi-token
-    prediction.
-    """
+    """With images, as published: also a tensor of a layer for multi-token prediction."""
     if "text_config" in config:
         hidden = config["text_config"]["hidden_size"]
         named = {
             name.replace("model.", "model.language_model.", 1): shape
             for name, shape in shapes(config["text_config"]).items()
         }
-        return named | {
-            "model.visual.merger.norm.weight": (config["vision_config"]["hidden_size"],),
-            "mtp.norm.weight": (hidden,),
-        }
+        return named | encoder3("model.visual", config["vision_config"]) | {"mtp.norm.weight": (hidden,)}
     every = config.get("full_attention_interval", 4)
     usual = [
         "linear_attention" if (i + 1) % every else "full_attention"

@@ -1,0 +1,57 @@
+"""Sizes, and forms of images that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jengine import InvalidArgument, ModelError
+from jengine.vision.pixels import MOST_STRETCHED, fitting, most_fitting, rgb
+from jengine.vision.qwen import Preparation
+
+LARGE = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+
+
+def test_sizes_are_those_of_transformers() -> None:
+    with np.load(Path(__file__).parent.parent / "golden" / "fitted.npz") as file:
+        cases = file["fitted"].tolist()
+    assert len(cases) > 300
+    for height, width, least, most, *expected in cases:
+        assert [*fitting((height, width), 28, least, most)] == expected
+        assert expected[0] * expected[1] <= most_fitting(28, least, most)
+
+
+def test_the_most_pixels_are_a_bound() -> None:
+    """Also where an extreme ratio leaves a side no choice."""
+    for least, most in ((784, 784), (3136, 6000), (3136, 100000)):
+        for ratio in (1, 7, 50, MOST_STRETCHED):
+            for side in (1, 3, 40, 211):
+                pixels = np.prod(fitting((side, ratio * side), 28, least, most))
+                assert pixels <= most_fitting(28, least, most)
+    with pytest.raises(InvalidArgument, match="image='402 x 2 pixels': may be 200 times as long as wide"):
+        fitting((2, 402), 28, 3136, 6000)
+
+
+def test_transparent_is_white() -> None:
+    image = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    image.putpixel((1, 0), (10, 20, 30, 255))
+    assert np.asarray(rgb(image)).tolist() == [[[255, 255, 255], [10, 20, 30]]]
+
+
+def test_options_of_a_processor() -> None:
+    read = Preparation.read
+    assert (read(LARGE, {}).least, read(LARGE, {}).most) == (65536, 16777216)
+    older = {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
+    assert read(older, {}).most == 12845056
+    assert read(older, {"max_pixels": 501760}).most == 501760
+    assert read(older, {"size": {"longest_edge": 501760}}).most == 501760
+    assert read(older, {"max_pixels": 501760}).largest == 501760 // 14**2
+    with pytest.raises(InvalidArgument, match=r"^mm_processor_kwargs='pan': must be one of max_pixels, "):
+        read(LARGE, {"pan": 1})
+    with pytest.raises(InvalidArgument, match=r"^max_pixels=100: must be at least min_pixels=65536"):
+        read(LARGE, {"max_pixels": 100})
+    with pytest.raises(ModelError, match=r"^do_resize=False is not supported, only True"):
+        read({**LARGE, "do_resize": False}, {})
