@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from jengine.base.checks import check_number, check_targets, check_whole
 from jengine.base.errors import InvalidArgument
-from jengine.core.image_options import image_limit
+from jengine.core.image_options import IMAGE_ROWS, image_limit
 from jengine.core.lora import LoraLimits, check_lora_options, target_modules
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
@@ -80,6 +80,8 @@ class EngineConfig:
         image_pool_rows: embeddings of images that the devices hold, at least those of the largest part of an
             image that is encoded by itself. A prompt's images must fit; they are kept for later prompts until
             others need their place. By default max_model_len, but at most 16384, or the largest image's.
+            Where a model reads images of any size, larger images are scaled down to this many embeddings, by
+            default 1024.
         max_model_len: the most tokens of a sequence, prompt and output together. By default the model's
             length.
         max_num_seqs: the most sequences that run at once. By default 32 on a CPU, 256 on a GPU.
@@ -370,6 +372,11 @@ class EngineConfig:
     def max_images(self) -> int:
         """The most images of a prompt."""
         return image_limit(self.limit_mm_per_prompt)
+
+    @property
+    def image_rows(self) -> int:
+        """The most embeddings of an image, if the family reads images of any size."""
+        return self.image_pool_rows or IMAGE_ROWS
 
     @property
     def lora(self) -> LoraLimits | None:

@@ -9,6 +9,7 @@ from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
 
 NAME = "limit_mm_per_prompt"
+IMAGE_ROWS = 1024  # embeddings of an image, of families that read images of any size
 MOST_IMAGES = 999  # as vLLM's default
 OTHERS = ("video", "audio")
 

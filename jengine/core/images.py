@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+VISUAL = -1  # in place of a token id: the next embedding row of an image
 KEY_BITS = 61  # of the hash of a part's content
 CONTENT = 1 << 62  # at least this in ids that stand for content; above all token ids
 

@@ -39,7 +39,7 @@ from jengine.models import Params
 from jengine.models.config import ModelConfig
 from jengine.models.eagle3 import of_model
 from jengine.vision.family import Vision
-from jengine.vision.folder import no_text, vision_of
+from jengine.vision.folder import no_text, served_vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,8 @@ class ModelSource:
     def _read(cls, options: EngineConfig, folder: Path) -> ModelSource:
         config = read_config(folder)
         embedder = choose_embedder(options.embeddings, folder, config.hidden_size)
-        vision = vision_of(folder, no_text) if options.max_images and not is_converted(folder) else None
+        reads = options.max_images and not is_converted(folder)
+        vision = served_vision(folder, no_text, options.image_rows) if reads else None
         return cls(folder, config, embedder, vision=vision)
 
     def _draft(self, options: EngineConfig, weights: bool = True) -> ModelSource | None:

@@ -229,7 +229,7 @@ def _prepare(
         started.tokenizer = Tokenizer.load(started.tokenizer_folder, config.chat_template)
     if shapes.images is not None and (tokenizer := started.tokenizer) is not None:
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        tokenizer.images = ImageReader.of(started.folder, encode, config.max_images)
+        tokenizer.images = ImageReader.of(started.folder, encode, config.max_images, config.image_rows)
     lap("tokenizer")
     begin(progress, "loading weights")
     text = (
@@ -309,7 +309,9 @@ def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -
         host_pages=spec.host_pages,
         staged=spec.staged,
         max_loras=0 if spec.lora is None else spec.lora.max_loras,
-        images=None if spec.images is None else Images(spec.images.rows, spec.model.config.vocab_size),
+        images=None
+        if spec.images is None
+        else Images(spec.images.rows, spec.model.config.vocab_size, turns=spec.turns),
         options=SchedulingOptions.of(config),
         costs=warmed_up.costs,
     )

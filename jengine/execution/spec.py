@@ -170,7 +170,13 @@ class ExecutionSpec:
             page_size=self.page_size,
             groups=len(paged(self.groups)),
             states=self.num_states > 0,
+            turns=self.turns,
         )
+
+    @property
+    def turns(self) -> bool:
+        """Whether tokens of images have positions of three numbers (mrope)."""
+        return self.images is not None and bool(self.model.config.rope.sections)
 
     # Abstract values, with shardings, from which programs are lowered.
 

@@ -61,16 +61,16 @@ SECTIONS = (24, 20, 20)  # transformers' default
 DEFAULTS = {"head_dim": 128, "max_position_embeddings": 128000}
 FAMILIES = {
     "qwen2_5_vl": Family(
-        "Qwen2.5-VL (the text model)",
+        "Qwen2.5-VL",
         Llama,
         read_qwen2,
         text_part=TextPart(("qwen2_5_vl_text",), IMAGES, inline=True),
     ),
     "qwen3_vl": Family(
-        "Qwen3-VL (the text model)", Qwen3, read_qwen3_vl, DEFAULTS, TextPart(("qwen3_vl_text",), IMAGES)
+        "Qwen3-VL", Qwen3, read_qwen3_vl, DEFAULTS, TextPart(("qwen3_vl_text",), IMAGES)
     ),
     "qwen3_vl_moe": Family(
-        "Qwen3-VL with experts (the text model)",
+        "Qwen3-VL with experts",
         Qwen3VlMoe,
         read_qwen3_vl_moe,
         DEFAULTS,

@@ -354,6 +354,7 @@ class Scheduler:
         if plan.rows:
             for rule in self.rules:
                 rule.planned(plan)
+        self.registry.images.turn(plan.spans, self.registry.by_number)
         built = plan.build(trunk, sampler)
         built.loras = self.registry.adapters.take_writes()
         built.seconds = (

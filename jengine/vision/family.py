@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from jengine.core.images import VISUAL as VISUAL
+
 if TYPE_CHECKING:
     import jax
     import numpy as np
     from flax import nnx
     from PIL.Image import Image
-
-VISUAL = -1  # in place of a token id: the next embedding row of an image
 
 
 class Patches(NamedTuple):
@@ -53,6 +53,11 @@ class Vision(Protocol):
 
     def cut(self, image: Image) -> list[Patches]:
         """An RGB image as its parts, in the order of their embeddings in a prompt."""
+
+    def limited(self, rows: int) -> Vision:
+        """The same for images of at most this many embeddings: larger ones are scaled down, if the family
+        reads images of any size.
+        """
 
     def prompt(self, parts: Sequence[Patches]) -> list[int]:
         """Token ids that stand for the image in a prompt; VISUAL at each embedding row."""

@@ -26,6 +26,10 @@ FAMILIES = {
 }
 
 
+# whose text models do not take images from the engine yet: tokens of images see later ones, recurrent states
+UNSERVED = "gemma3", "qwen3_5", "qwen3_5_moe"
+
+
 def vision_of(folder: Path, encode: Encode) -> Vision | None:
     """The images of a model; None: it has none, or they are not supported.
 
@@ -56,6 +60,18 @@ def vision_of(folder: Path, encode: Encode) -> Vision | None:
         raise ModelError(f"field {missing} is missing", file=file) from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
         raise ModelError(f"a field has the wrong type or value: {wrong}", file=file) from None
+
+
+def served_vision(folder: Path, encode: Encode, rows: int) -> Vision | None:
+    """The same for an engine; None also for families whose images it does not serve yet.
+
+    Args:
+        rows: the most embeddings of an image, if the family reads images of any size.
+    """
+    vision = vision_of(folder, encode)
+    if vision is None or _read(folder / "config.json")["model_type"] in UNSERVED:
+        return None
+    return vision.limited(rows)
 
 
 def no_text(text: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Gemma3Vision:
     patch's place is the number of its learned position.
 
     The text model lets the tokens of an image see each other, before and after them, see
-    `positions.last_seen`.
+    `core.image_positions.last_seen`.
     """
 
     places = levels = 1
@@ -85,6 +85,9 @@ class Gemma3Vision:
         cells = patches(normalized(resized, self._mean, self._std), self._size, self._order)
         grid = self._rows, self._rows
         return [Patches(cells.reshape(len(cells), -1), self._places, self.most_rows, grid)]
+
+    def limited(self, rows: int) -> Self:
+        return self
 
     def prompt(self, parts: Sequence[Patches]) -> list[int]:
         """Between the tokens of its begin and end, and empty lines."""

@@ -132,6 +132,7 @@ class QwenVision(ABC):
             encode: not used; the chat template has put an image's other tokens around it.
             overrides: the option mm_processor_kwargs.
         """
+        self.config, self.processor = config, processor
         self.vision: Mapping[str, Any] = config["vision_config"]
         sizes = {
             "patch_size": self.vision.get("patch_size", self.patch_size),
@@ -155,6 +156,11 @@ class QwenVision(ABC):
         order, places = self.ordered(grid)
         height, width = (side // self.preparation.merge for side in grid)
         return [Patches(self.preparation.pixels(resized, order), places, height * width, (height, width))]
+
+    def limited(self, rows: int) -> Self:
+        most = min(self.preparation.most, rows * (self.preparation.size * self.preparation.merge) ** 2)
+        overrides = {"min_pixels": min(self.preparation.least, most), "max_pixels": most}
+        return type(self)(self.config, self.processor, overrides=overrides)
 
     @abstractmethod
     def ordered(self, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

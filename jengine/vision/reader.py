@@ -11,7 +11,7 @@ from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
 from jengine.core.images import PromptImages
 from jengine.vision.family import Vision
-from jengine.vision.folder import Encode, vision_of
+from jengine.vision.folder import Encode, served_vision
 from jengine.vision.images import read_image, with_images
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class ImageReader:
     most: int
 
     @classmethod
-    def of(cls, folder: Path, encode: Encode, most: int) -> ImageReader | None:
-        """That of a model's folder; None: the model reads no images. Raises as `vision_of`."""
-        vision = vision_of(folder, encode) if most else None
+    def of(cls, folder: Path, encode: Encode, most: int, rows: int) -> ImageReader | None:
+        """That of a model's folder; None: the model reads no images. See `served_vision`."""
+        vision = served_vision(folder, encode, rows) if most else None
         return None if vision is None else cls(vision, most)
 
     def read(self, source: Any, field: str, *, paths: bool = True) -> Image:

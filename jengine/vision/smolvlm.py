@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -95,6 +95,9 @@ class SmolVlm:
                 box = column * size, row * size, (column + 1) * size, (row + 1) * size
                 parts.append(self._frame(image.crop(box), (rows, columns)))
         return [*parts, self._frame(self._resized(image, size, size), (1, 1))]
+
+    def limited(self, rows: int) -> Self:
+        return self
 
     def prompt(self, parts: Sequence[Patches]) -> list[int]:
         """The tiles by rows, each after its name, then the whole image. The number of tiles in a row follows

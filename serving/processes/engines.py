@@ -46,6 +46,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         tokenizer_folder=str(started.tokenizer_folder),
         image_folder=None if tokenizer.images is None else str(started.folder),
         max_images=config.max_images,
+        image_rows=config.image_rows,
         chat_template=None if config.chat_template is None else tokenizer.chat_templates["default"].source,
         dtype=started.dtype,
         quantization=started.quantization,

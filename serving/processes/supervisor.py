@@ -309,7 +309,9 @@ class Supervisor:
             self._tokenizer = Tokenizer.load(Path(info.tokenizer_folder), info.chat_template)
             if info.image_folder is not None:
                 encode = partial(self._tokenizer.encode, add_special_tokens=False)
-                self._tokenizer.images = ImageReader.of(Path(info.image_folder), encode, info.max_images)
+                self._tokenizer.images = ImageReader.of(
+                    Path(info.image_folder), encode, info.max_images, info.image_rows
+                )
         facts = ModelInfo(
             name=self._name,
             limits=engine.limits,

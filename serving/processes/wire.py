@@ -182,6 +182,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     stream_interval: int = 1
     image_folder: str | None = None  # the folder that says how the model reads images; None: it reads none
     max_images: int = 0  # of a prompt
+    image_rows: int = 0  # the most embeddings of an image
     chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
 
 

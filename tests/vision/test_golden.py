@@ -16,13 +16,13 @@ from flax import nnx
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble
+from jengine.core.image_positions import last_seen, mrope
 from jengine.models import build
 from jengine.models.recurrent import LinearAttention
 from jengine.models.whole_sequences import WholeSequences
 from jengine.parallel.mesh import make_mesh
 from jengine.vision.family import VISUAL, Patches, Vision
 from jengine.vision.folder import vision_of
-from jengine.vision.positions import last_seen, mrope
 from tests.compiling import QUICK
 from tests.golden.pictures import PICTURES, pictures, text
 from tests.golden.weights import VARIANTS, weights, write_model

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from jengine.core.image_positions import mrope
 from jengine.models.rope import Rope
 from jengine.vision.family import VISUAL
-from jengine.vision.positions import mrope
 
 
 def test_text_alone() -> None:

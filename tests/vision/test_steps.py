@@ -14,6 +14,7 @@ import pytest
 
 from jengine.checkpoints import load, read_config
 from jengine.core.config import EngineConfig
+from jengine.core.image_positions import last_seen, mrope
 from jengine.engine.shapes import describe
 from jengine.execution.batch import BatchLayout
 from jengine.execution.trunk import make_trunk
@@ -23,7 +24,6 @@ from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.table.program_table import TrunkKey
 from jengine.vision.family import VISUAL
-from jengine.vision.positions import last_seen, mrope
 from tests.compiling import QUICK
 from tests.golden.weights import write_model
 

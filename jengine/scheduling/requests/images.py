@@ -8,13 +8,16 @@ program before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
 
+import numpy as np
+
+from jengine.core.image_positions import turned
 from jengine.core.images import ImagePart
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.step_plan import Encoding
+from jengine.scheduling.step_plan import Encoding, Span
 
 AHEAD = (
     64  # waiting sequences with images that are looked at before a step, so that a long queue costs little
@@ -54,6 +57,7 @@ class Images:
     Args:
         rows: of the pool; 0: there are no images.
         vocab_size: ids from here on name the pool's rows.
+        turns: whether positions have three numbers (mrope).
 
     Attributes:
         first: as vocab_size.
@@ -61,13 +65,14 @@ class Images:
         reused: number of parts that were there when a sequence started to need them.
     """
 
-    def __init__(self, rows: int, vocab_size: int) -> None:
+    def __init__(self, rows: int, vocab_size: int, *, turns: bool = False) -> None:
         self.rows, self.first = rows, vocab_size
         self._parts: dict[Key, Embedded] = {}
         self._free = [*range(rows)][::-1]
         self._held: dict[Sequence, Held] = {}
         self._waiting = 0  # unfinished requests with images
         self._ready: set[Sequence] = set()
+        self._turns: dict[Sequence, tuple[np.ndarray, int]] | None = {} if turns else None
         self._planned: Encoding | None = None
         self._new: set[Key] = set()  # parts that no sequence has used yet
         self._clock = count(1)
@@ -80,6 +85,8 @@ class Images:
     def ended(self, sequence: Sequence) -> None:
         """A request has ended, and does not run."""
         self._waiting -= sequence.images is not None
+        if self._turns is not None:
+            self._turns.pop(sequence, None)
 
     def may_start(self, sequence: Sequence) -> bool:
         """Whether a sequence has the embeddings that it needs, as of the last call of `prepare`."""
@@ -174,6 +181,22 @@ class Images:
         if held is None or sequence.images is None:
             return tokens
         return sequence.images.placed(tokens, start, held.ids)
+
+    def turn(self, spans: Iterable[Span], by_number: Mapping[int, Sequence]) -> None:
+        """Tells spans what their tokens rotate with, if positions have three numbers."""
+        if self._turns is None or not self._waiting:
+            return
+        for span in spans:
+            sequence = by_number[span.seq]
+            if sequence.images is None:
+                continue
+            if sequence not in self._turns:
+                self._turns[sequence] = turned(sequence.images)
+            turns, span.after = self._turns[sequence]
+            if span.start < len(turns):
+                span.turns = np.full((span.length, turns.shape[1]), span.after, np.int32)
+                own = turns[span.start : span.start + span.length]
+                span.turns[: len(own)] = own
 
     def forget(self, sequence: Sequence) -> None:
         """Its prompt is computed, or it gives up its pages. See also Rememberer."""

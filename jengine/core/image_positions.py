@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jengine.vision.family import VISUAL
+from jengine.core.images import VISUAL, PromptImages
 
 
 def mrope(tokens: Sequence[int], grids: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
@@ -39,6 +39,17 @@ def mrope(tokens: Sequence[int], grids: Sequence[tuple[int, int]]) -> tuple[np.n
             position += end - at
         at = end
     return out, position - len(tokens)
+
+
+def turned(images: PromptImages) -> tuple[np.ndarray, int]:
+    """What the tokens of a prompt rotate with, less their indices: int32 [tokens, 3], up to the last
+    embedding; and the same number of all tokens behind, three times.
+    """
+    count = images.positions[-1] + 1
+    tokens = np.zeros(count, np.int64)
+    tokens[images.positions] = VISUAL
+    positions, after = mrope(tokens, [part.grid for part in images.parts])  # type: ignore[arg-type]
+    return positions.T - np.arange(count, dtype=np.int32)[:, None], after
 
 
 def last_seen(tokens: Sequence[int], rows: Sequence[int]) -> np.ndarray:
