@@ -66,9 +66,7 @@ FAMILIES = {
         read_qwen2,
         text_part=TextPart(("qwen2_5_vl_text",), IMAGES, inline=True),
     ),
-    "qwen3_vl": Family(
-        "Qwen3-VL", Qwen3, read_qwen3_vl, DEFAULTS, TextPart(("qwen3_vl_text",), IMAGES)
-    ),
+    "qwen3_vl": Family("Qwen3-VL", Qwen3, read_qwen3_vl, DEFAULTS, TextPart(("qwen3_vl_text",), IMAGES)),
     "qwen3_vl_moe": Family(
         "Qwen3-VL with experts",
         Qwen3VlMoe,

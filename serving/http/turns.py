@@ -10,10 +10,10 @@ Message = dict[str, Any]
 
 
 class Turns:
-    """Templates expect the reasoning, the text and the calls of an answer in one message.
+    """Builds messages. Templates expect the reasoning, the text and the calls of an answer in one message.
 
     Args:
-        joins: whether neighbouring texts of one role become one message.
+        joins: whether neighbouring parts of one role become one message.
 
     Attributes:
         messages: as for /v1/chat/completions.
@@ -23,14 +23,14 @@ class Turns:
         self.messages: list[Message] = []
         self._joins = joins
 
-    def text(self, role: Role, texts: list[str]) -> None:
-        """A text, in parts."""
+    def add(self, role: Role, parts: list[Message]) -> None:
+        """Texts and images, see `text` and `image`."""
         last = self.messages[-1] if self.messages else {}
         goes_on = last.get("role") == role and "tool_calls" not in last
         if not goes_on or (last["content"] and not self._joins):
             last = {"role": role, "content": []}
             self.messages.append(last)
-        last["content"] += _parts(texts)
+        last["content"] += parts
 
     def reasoning(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": [], "reasoning_content": text})
@@ -43,10 +43,16 @@ class Turns:
             self.messages.append({"role": "assistant", "content": []})
         self.messages[-1].setdefault("tool_calls", []).append(call)
 
-    def result(self, id: str, texts: list[str]) -> None:
+    def result(self, id: str, parts: list[Message]) -> None:
         """The result of the call with this id."""
-        self.messages.append({"role": "tool", "tool_call_id": id, "content": _parts(texts)})
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": parts})
 
 
-def _parts(texts: list[str]) -> list[Message]:
-    return [{"type": "text", "text": text} for text in texts]
+def text(text: str) -> Message:
+    """A part of a message."""
+    return {"type": "text", "text": text}
+
+
+def image(url: str) -> Message:
+    """A part of a message. The address is checked where it is read."""
+    return {"type": "image_url", "image_url": {"url": url}}

@@ -93,12 +93,36 @@ def test_chat_completions(tmp_path: Path) -> None:
             error = json.loads(reply.body)["error"]
             assert reply.status == 400 and limit in error["message"], error
             assert error["param"] == f"messages[0].content[0].image_url{field}"
+        await others_agree(api, answer)
         many = await api.post("/v1/chat/completions", asked(*[{"url": url(png((9, 9)))}] * 3))
         assert (
             many.status == 400 and "at most 2 images in a prompt" in json.loads(many.body)["error"]["message"]
         )
 
     asyncio.run(work())
+
+
+async def others_agree(api: EmbeddedApi, answer: Any) -> None:
+    """The same image in the other APIs has the same answer and the same number of tokens."""
+    data, question = base64.b64encode(png((60, 20))).decode(), {"type": "text", "text": "What?"}
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    messages = [{"role": "user", "content": [{"type": "image", "source": source}, question]}]
+    body = {"model": "smolvlm", "messages": messages, "max_tokens": 4, "temperature": 0}
+    message = json.loads((await api.post("/v1/messages", json.dumps(body).encode())).body)
+    text = answer["choices"][0]["message"]["content"]
+    assert message["content"][0]["text"] == text, message
+    used = message["usage"]
+    tokens = answer["usage"]["prompt_tokens"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == tokens
+    parts = [
+        {"type": "input_image", "image_url": url(png((60, 20)))},
+        {"type": "input_text", "text": "What?"},
+    ]
+    given = [{"role": "user", "content": parts}]
+    body = {"model": "smolvlm", "input": given, "max_output_tokens": 4, "temperature": 0}
+    response = json.loads((await api.post("/v1/responses", json.dumps(body).encode())).body)
+    assert response["output"][-1]["content"][0]["text"] == text, response
+    assert response["usage"]["input_tokens"] == tokens
 
 
 @pytest.mark.parametrize("masked", [False, True])

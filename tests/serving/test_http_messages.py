@@ -220,15 +220,15 @@ def test_what_is_wrong(server: MockServer, options: dict[str, Any], message: str
 @pytest.mark.parametrize(
     "content, message",
     [
-        ([{"type": "image", "source": {"type": "url", "url": "http://a"}}], "messages[0].content[0].type: "),
+        ([{"type": "image", "source": {"type": "file"}}], "messages[0].content[0].source"),
         ([{"type": "text", "text": 1}], "messages[0].content[0].text: "),
         (
             [{"type": "tool_use", "id": "a", "name": "b", "input": {}}],
-            "supports text, tool_result",
+            "supports text, image, tool_result",
         ),
         (
             [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}],
-            "messages[0].content[0].content[0].type: this server supports text here",
+            "messages[0].content[0].content[0].type: this server supports text, image here",
         ),
         ([], "must have a message with content"),
         (1, "messages[0].content: "),

@@ -206,7 +206,11 @@ def test_a_whole_response_has_its_schema(server: MockServer) -> None:
     [
         ({"input": None}, "input"),
         ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),

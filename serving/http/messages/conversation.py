@@ -8,7 +8,7 @@ from jengine import InvalidArgument
 from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http.bodies import checked
 from jengine.serving.http.messages.types import BLOCKS, MESSAGE, PLACES
-from jengine.serving.http.turns import Turns
+from jengine.serving.http.turns import Turns, image, text
 
 
 def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
         raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
     turns = Turns(joins=True)
     if system is not None:
-        turns.text("system", _texts("system", system, "system"))
+        turns.add("system", _parts("system", system, "system"))
     for i, given in enumerate(messages):
         where = f"messages[{i}]"
         message = checked(MESSAGE, given, where)
@@ -36,8 +36,8 @@ def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
 
 def _add(turns: Turns, role: Any, block: dict[str, Any]) -> None:
     match block["type"]:
-        case "text":
-            turns.text(role, [block["text"]])
+        case "text" | "image":
+            turns.add(role, [_part(block)])
         case "thinking":
             turns.reasoning(block["thinking"])
         case "tool_use":
@@ -47,7 +47,7 @@ def _add(turns: Turns, role: Any, block: dict[str, Any]) -> None:
 
 
 def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, Any]]:
-    """Validated blocks. The content of a result is a list of texts."""
+    """Validated blocks. The content of a result is a list of parts."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     out = []
@@ -59,10 +59,17 @@ def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, 
             raise InvalidArgument(f"{at}.type", kind, limit)
         block = checked(BLOCKS[kind], {name: one for name, one in given.items() if one is not None}, at)
         if kind == "tool_result":
-            block = {**block, "content": _texts(f"{at}.content", block.get("content", ""), "result")}
+            block = {**block, "content": _parts(f"{at}.content", block.get("content", ""), "result")}
         out.append(block)
     return out
 
 
-def _texts(where: str, content: str | list[Any], place: str) -> list[str]:
-    return [block["text"] for block in _blocks(where, content, place)]
+def _parts(where: str, content: str | list[Any], place: str) -> list[dict[str, Any]]:
+    return [_part(block) for block in _blocks(where, content, place)]
+
+
+def _part(block: dict[str, Any]) -> dict[str, Any]:
+    if block["type"] == "text":
+        return text(block["text"])
+    source = block["source"]
+    return image(source["url"] if "url" in source else f"data:{source['media_type']};base64,{source['data']}")

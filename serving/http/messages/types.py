@@ -23,6 +23,27 @@ class Text(CacheControl, total=False):
 
 
 @with_config(STRICT)
+class Base64Image(TypedDict):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+@with_config(STRICT)
+class UrlImage(TypedDict):
+    """Data URLs only: addresses are not fetched."""
+
+    type: Literal["url"]
+    url: str
+
+
+@with_config(STRICT)
+class Image(CacheControl, total=False):
+    type: Required[Literal["image"]]
+    source: Required[Base64Image | UrlImage]
+
+
+@with_config(STRICT)
 class Thinking(TypedDict, total=False):
     type: Required[Literal["thinking"]]
     thinking: Required[str]
@@ -137,14 +158,15 @@ class MessagesBody(Prompt, Level, total=False):
 MESSAGE, TOOL = validator_of(Message), validator_of(Tool)
 BLOCKS = {
     "text": validator_of(Text),
+    "image": validator_of(Image),
     "thinking": validator_of(Thinking),
     "tool_use": validator_of(ToolUse),
     "tool_result": validator_of(ToolResult),
 }
 # blocks of messages by role, of `system`, and of a tool's result
 PLACES = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
-    "result": ("text",),
+    "result": ("text", "image"),
 }

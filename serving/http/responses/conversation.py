@@ -7,8 +7,8 @@ from typing import Any
 from jengine import InvalidArgument
 from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http.bodies import checked
-from jengine.serving.http.responses.types import ITEMS, TEXTS
-from jengine.serving.http.turns import Turns
+from jengine.serving.http.responses.types import ITEMS, PARTS
+from jengine.serving.http.turns import Turns, image, text
 
 
 def conversation(given: str | list[Any] | None, instructions: str | None) -> list[dict[str, Any]]:
@@ -23,9 +23,9 @@ def conversation(given: str | list[Any] | None, instructions: str | None) -> lis
         raise InvalidArgument("input", f"{len(given)} items", f"at most {MAX_MESSAGES}")
     turns = Turns(joins=False)
     if instructions is not None:
-        turns.text("system", [instructions])
+        turns.add("system", [text(instructions)])
     if isinstance(given, str):
-        turns.text("user", [given])
+        turns.add("user", [text(given)])
         return turns.messages
     for i, item in enumerate(given):
         _add(turns, f"input[{i}]", item)
@@ -39,24 +39,25 @@ def _add(turns: Turns, where: str, given: Any) -> None:
     item = checked(ITEMS[kind], {name: value for name, value in given.items() if value is not None}, where)
     match kind:
         case "message":
-            turns.text(item["role"], _texts(f"{where}.content", item["content"]))
+            turns.add(item["role"], _parts(f"{where}.content", item["content"]))
         case "function_call":
             turns.call(item["call_id"], item["name"], item["arguments"])
         case "function_call_output":
-            turns.result(item["call_id"], _texts(f"{where}.output", item["output"]))
+            turns.result(item["call_id"], _parts(f"{where}.output", item["output"]))
         case "reasoning":
             parts = item.get("content") or item.get("summary") or []
             turns.reasoning("\n".join(part["text"] for part in parts))
 
 
-def _texts(where: str, content: str | list[Any]) -> list[str]:
+def _parts(where: str, content: str | list[Any]) -> list[dict[str, Any]]:
     if isinstance(content, str):
-        return [content]
+        return [text(content)]
     out = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXTS:
-            raise InvalidArgument(f"{where}[{i}].type", kind, f"this server supports {', '.join(TEXTS)}")
+        if kind not in PARTS:
+            raise InvalidArgument(f"{where}[{i}].type", kind, f"this server supports {', '.join(PARTS)}")
         present = {name: value for name, value in part.items() if value is not None}
-        out.append(checked(TEXTS[kind], present, f"{where}[{i}]")["text"])
+        whole = checked(PARTS[kind], present, f"{where}[{i}]")
+        out.append(image(whole["image_url"]) if kind == "input_image" else text(whole["text"]))
     return out

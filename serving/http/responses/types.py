@@ -68,6 +68,15 @@ class InputText(TypedDict):
 
 
 @with_config(STRICT)
+class InputImage(TypedDict, total=False):
+    """Data URLs only: addresses are not fetched. `detail` has no effect."""
+
+    type: Required[Literal["input_image"]]
+    image_url: Required[str]
+    detail: Literal["auto", "low", "high"]
+
+
+@with_config(STRICT)
 class OutputText(TypedDict, total=False):
     type: Required[Literal["output_text"]]
     text: Required[str]
@@ -157,4 +166,8 @@ ITEMS = {
     "function_call_output": validator_of(FunctionCallOutput),
     "reasoning": validator_of(Reasoning),
 }
-TEXTS = {"input_text": validator_of(InputText), "output_text": validator_of(OutputText)}
+PARTS = {
+    "input_text": validator_of(InputText),
+    "input_image": validator_of(InputImage),
+    "output_text": validator_of(OutputText),
+}
