@@ -32,6 +32,7 @@ class Said:
     salt: str | None = None
     num_preemptions: int = 0
     searches: bool = False
+    finish_reason: str | None = None
     prompt_len: int = field(init=False)
     request: Any = field(init=False)
 
@@ -75,6 +76,15 @@ def test_earlier_outputs_are_found() -> None:
     asked.said([7, 1, 2, 3, 6], prompt=(1, 2, 3, 9))
     assert asked.drafts([7, 1, 2, 3]) == [6], "the longer match"
     assert asked.drafts([0, 1, 2, 3]) == [6], "among equals the latest; prompts are not found"
+
+
+def test_the_last_tokens_of_a_request_that_failed_are_not_found() -> None:
+    """They may be no tokens of the vocabulary."""
+    asked = Asked()
+    failed = asked.said([1, 2, 3, 511], finish_reason="error")
+    assert failed.tokens[-1] == 511 and asked.drafts([1, 2, 3]) == []
+    asked.said([1, 2, 3, 4])
+    assert asked.drafts([1, 2, 3]) == [4]
 
 
 def test_running_requests_are_found_and_the_request_itself() -> None:

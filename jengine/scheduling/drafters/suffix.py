@@ -60,8 +60,10 @@ class Suffix:
         return Draft(drafts, length, "suffix") if drafts else None
 
     def forget(self, sequence: Sequence) -> None:
-        """See Drafter. The output stays, for others."""
-        if not sequence.searches:
+        """See Drafter. The output stays, for others, unless its last tokens may be those of a mask that
+        failed.
+        """
+        if not sequence.searches and sequence.finish_reason != "error":
             self._entered(sequence)
         self._running.pop(sequence, None)
 
