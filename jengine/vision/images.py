@@ -15,6 +15,7 @@ from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
 from jengine.core.images import KEY_BITS, ImagePart, PromptImages
 from jengine.vision.family import VISUAL, Vision
+from jengine.vision.pixels import rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -162,6 +163,6 @@ def _rgb(image: Image, field: str) -> Image:
     try:
         image.load()
         turned: Image = pillow.ImageOps.exif_transpose(image)
-        return turned if turned.mode == "RGB" else turned.convert("RGB")
+        return turned if turned.mode == "RGB" else rgb(turned)
     except Exception as error:
         raise InvalidArgument(field, f"{width} x {height} pixels", f"cannot be decoded: {error}") from None

@@ -83,4 +83,4 @@ def test_forms(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
     assert read_image(encoded(SMALL, "JPEG", exif=exif), "image").size == (6, 8)
-    assert read_image(Image.new("RGBA", (3, 3)), "image").mode == "RGB"
+    assert read_image(Image.new("RGBA", (3, 3)), "image").getpixel((0, 0)) == (255, 255, 255)
