@@ -132,5 +132,6 @@ def test_the_command_generates(bin: Path, home: Path) -> None:
     variables = {"JENGINE_CACHE_DIR": str(home / "cache"), **QUICK_PROCESS}
     done = run(bin / "jengine", "generate", "demo", "def f(", "--max-tokens=8", *TABLE, cwd=home, **variables)
     assert done.stdout.strip()
-    [line] = done.stderr.splitlines()  # the statistics; no warning, no bar
+    line, *more = done.stderr.splitlines()  # the statistics; no warning, no bar
     assert line.startswith("8 tokens, ")
+    assert more in ([], ["The compiled programs are saved: the next start loads them."])

@@ -63,8 +63,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "poet", "content": ""}]}, "messages[0].role", "must be one of"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content[0]",
-        "only text is supported",
+        "messages[0].content[0].image_url",
+        "this model, or this engine, reads no images",
     ),
     ({"messages": [{"role": "user", "content": "x"}] * 5000}, "messages", "at most 4096"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
