@@ -15,7 +15,6 @@ from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
 from jengine.core.images import KEY_BITS, ImagePart, PromptImages
 from jengine.vision.family import VISUAL, Vision
-from jengine.vision.pixels import rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -152,6 +151,8 @@ def _decoded(data: bytes, field: str) -> Image:
 
 
 def _rgb(image: Image, field: str) -> Image:
+    from jengine.vision.pixels import rgb  # needs numpy, for which --help does not wait
+
     pillow, (width, height) = _pillow(), image.size
     if width * height > MOST_PIXELS:
         raise InvalidArgument(field, f"{width} x {height} pixels", f"at most {MOST_PIXELS} pixels")
