@@ -1,13 +1,15 @@
 """Speculative decoding: tokens a second with drafts over those without, and chosen against fixed numbers.
 
     python -m benchmarks.speculation [--model smollm2] [--streams 1 4 16 32] [--contexts 256 2048 8000]
-        [--tasks edit extract quotes schema chat random] [--fixed 1 3 7 15] [--rounds 3] [--name 2k] [--quick]
+        [--tasks edit extract quotes schema compact chat random] [--fixed 1 3 7 15] [--rounds 3] [--name 2k]
+        [--quick]
 
 One engine serves all ways, which take turns. Each task's prompts hold a text of about `context` tokens, which
-is in the prefix cache after a first round; each stream has a text of its own. Tasks: `edit` returns a program
-with a change, `extract` copies sentences, `quotes` summarizes with quotes, `schema` fills in a JSON schema,
-`chat` answers a question, and `random` samples at temperature 1 after random words. A cell's figure is the
-median over rounds of the ratio of tokens a second.
+is in the prefix cache. Each stream and each round has a text of its own, so drafters find earlier outputs of
+other texts alone. Tasks: `edit` returns a program with a change, `extract` copies sentences, `quotes`
+summarizes with quotes, `schema` fills in a JSON schema, `compact` the same without whitespace, `chat` answers
+a question, and `random` samples at temperature 1 after random words. A figure is the median over rounds of
+the ratio of tokens a second.
 """
 
 from __future__ import annotations
@@ -24,15 +26,14 @@ from benchmarks.machine import ROOT, made_model, save
 from jengine import LLM, SamplingParams
 from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.core.request import StructuredOutputs
-from jengine.core.speculation import MOST_DRAFTS, Speculation
+from jengine.core.scheduling_options import SchedulingOptions
+from jengine.core.speculation import MOST_DRAFTS
 from jengine.engine.engine import Engine
 from jengine.scheduling.costs.draft_count import HowMany, all_of_them, most_a_second
-from jengine.scheduling.drafters.choice import FirstOf
-from jengine.scheduling.drafters.forced import Forced
-from jengine.scheduling.drafters.ngrams import Ngrams
+from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.rules.speculation import Speculation as Rule
 
-TASKS = ("edit", "extract", "quotes", "schema", "chat", "random")
+TASKS = ("edit", "extract", "quotes", "schema", "compact", "chat", "random")
 NEW_TOKENS = 128
 SCHEMA = {
     "type": "object",
@@ -86,15 +87,26 @@ def asked(tokenizer: ScriptTokenizer, task: str, context: int, draw: random.Rand
         "extract": f"Copy the first five sentences of this text, word for word.\n\n{text}",
         "quotes": f"Summarize this text in three sentences, each with a quote from it.\n\n{text}",
         "schema": f"Describe this text as JSON.\n\n{text}",
+        "compact": f"Describe this text as JSON.\n\n{text}",
         "chat": f"{text}\n\n{draw.choice(QUESTIONS)}",
         "random": " ".join(draw.sample(text.split(), min(len(text.split()), context // 2))),
     }[task]
 
 
+def prompt(tokenizer: ScriptTokenizer, task: str, context: int, draw: random.Random) -> Any:
+    """The user's message, in the model's chat template if it has one."""
+    message = asked(tokenizer, task, context, draw)
+    if not tokenizer.chat_template:
+        return message
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+    )
+
+
 def params_of(task: str, seed: int) -> SamplingParams:
     """As users would set them; of a fixed length where the answer's own end does not matter."""
-    if task == "schema":
-        structure = StructuredOutputs(json=SCHEMA)
+    if task in ("schema", "compact"):
+        structure = StructuredOutputs(json=SCHEMA, disable_any_whitespace=task == "compact")
         return SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, structured_outputs=structure)
     temperature = 1.0 if task == "random" else 0.0
     return SamplingParams(temperature=temperature, seed=seed, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -105,14 +117,15 @@ def ways(engine: Engine, fixed: Sequence[int]) -> dict[str, dict[str, Any]]:
 
     def state(how_many: HowMany, most: int) -> dict[str, Any]:
         scheduler = engine.scheduler
-        auto = Speculation.of("auto")
-        drafter = FirstOf([Forced(most), Ngrams(auto.prompt_lookup_min, auto.prompt_lookup_max, most)])
+        drafters = drafters_of(SchedulingOptions(speculative_config="auto" if most else None))
+        for drafter in drafters:
+            drafter.most = most
         rule = Rule(
             scheduler.registry,
             scheduler.limits,
             scheduler.predictor,
             scheduler.timeline,
-            drafter if most else None,
+            drafters,
             how_many,
         )
         return vars(rule)
@@ -134,29 +147,21 @@ def cell(
     llm: LLM, task: str, streams: int, context: int, named: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
     """One task with this many streams: ratios over `none`, by way."""
-    draw = random.Random(f"{task} {context}")
-    tokenizer, engine = llm.get_tokenizer(), llm._shared.engine
-    messages = [asked(tokenizer, task, context, draw) for _ in range(streams)]
-    prompts: list[Any] = messages
-    if tokenizer.chat_template:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-            )
-            for message in messages
-        ]
+    draw, engine = random.Random(f"{task} {context}"), llm._shared.engine
     params = [params_of(task, seed) for seed in range(streams)]
     rates: dict[str, list[float]] = {name: [] for name in named}
     outputs: dict[str, list[Any]] = {}
     counts: dict[str, tuple[int, int]] = {}
     speculation = engine.scheduler.speculation
     for number in range(rounds + 1):
+        prompts = [prompt(llm.get_tokenizer(), task, context, draw) for _ in range(streams)]
+        answer(llm, prompts, [SamplingParams(max_tokens=1)] * streams)  # prompts are in the prefix cache now
         for name in [*named] if number % 2 else reversed([*named]):
             vars(speculation).update(named[name])
             before = speculation.tokens, speculation.right
             rate, tokens = answer(llm, prompts, params)
             named[name] = {**vars(speculation)}
-            if number:  # the first round fills the prefix cache, and drafters learn
+            if number:  # drafters learn in the first round
                 rates[name].append(rate)
                 outputs[name] = tokens
                 counts[name] = speculation.tokens - before[0], speculation.right - before[1]

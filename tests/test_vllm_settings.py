@@ -308,10 +308,8 @@ def test_sampling_parameters() -> None:
     ):  # type: ignore[call-arg,arg-type]
         assert SamplingParams(structured_outputs=given) == SamplingParams(structured_outputs=schema)
     assert SamplingParams(guided_decoding=schema) == SamplingParams(structured_outputs=schema)  # type: ignore[call-arg]
-    with pytest.raises(
-        InvalidArgument, match=r"structured_outputs\.whitespace_pattern=' ': a schema's x-guidance"
-    ):
-        SamplingParams(structured_outputs={**schema, "whitespace_pattern": " "})
+    with pytest.raises(InvalidArgument, match=r"structural_tag='<a>': use a Lark grammar"):
+        SamplingParams(structured_outputs={**schema, "structural_tag": "<a>"})
     with pytest.warns(UserWarning, match="spaces_between_special_tokens=False has no effect"):
         SamplingParams(spaces_between_special_tokens=False)  # type: ignore[call-arg]
     for settings, of in ((SAMPLING_SETTINGS, SamplingParams), (STRUCTURED_SETTINGS, StructuredOutputs)):

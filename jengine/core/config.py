@@ -141,8 +141,8 @@ class EngineConfig:
             singly. A new request may wait for two such bursts.
         speculative_config: speculative decoding, which changes no output. auto: each step verifies as many
             drafts as pay, according to what steps cost and how often drafts are right; drafts are what
-            followed the same tokens earlier in the request, and tokens that a grammar leaves no choice. An
-            object sets method (ngram; suffix: drafts come from outputs of the same client and cache_salt
+            followed the same tokens earlier in the request or in outputs of the same client and cache_salt,
+            and tokens that a grammar leaves no choice. An object sets method (ngram; suffix: drafts come from outputs of the same client and cache_salt
             too; draft_model: a smaller model drafts; mtp: the checkpoint's own head; eagle3: a trained head),
             num_speculative_tokens (most drafts of a sequence in a step, up to 15) and, for ngram,
             prompt_lookup_min and prompt_lookup_max (tokens that must be equal, and that are compared at most;

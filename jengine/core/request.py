@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jengine.base.checks import check_number, check_whole
@@ -12,6 +12,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
 from jengine.core.weights import Version
+from jengine.core.whitespace import with_whitespace
 from jengine.vllm.translate import SAMPLING_SETTINGS, STRUCTURED_SETTINGS, takes, translated, warn
 
 if TYPE_CHECKING:
@@ -51,14 +52,19 @@ class StructuredOutputs:
         json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model,
             which is stored as a dict. The output has at most 100 whitespace characters in a row, unless the
             schema's `x-guidance` sets `whitespace_pattern`.
+        disable_any_whitespace: allow no whitespace between the parts of JSON. The schema becomes a dict whose
+            `x-guidance` says so; the same for `whitespace_pattern`.
+        whitespace_pattern: a regular expression of the whitespace that is allowed between the parts of JSON.
     """
 
     json: str | dict[str, Any] | type | None = None
     regex: str | None = None
     choice: list[str] | tuple[str, ...] | None = None
     grammar: str | None = None
+    disable_any_whitespace: InitVar[bool] = False
+    whitespace_pattern: InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, disable_any_whitespace: bool, whitespace_pattern: str | None) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidArgument(
@@ -77,6 +83,9 @@ class StructuredOutputs:
                 "choice": "a list of texts",
             }.get(given[0], "text")
             raise InvalidArgument(f"structured_outputs.{given[0]}", value, f"must be {wanted}")
+        if disable_any_whitespace is not False or whitespace_pattern is not None:
+            schema = with_whitespace(self.json, disable_any_whitespace, whitespace_pattern)
+            object.__setattr__(self, "json", schema)
 
 
 class _Shown:

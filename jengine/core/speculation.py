@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
-from jengine.core.suffix_decoding import SuffixDecoding
+from jengine.core.suffix_decoding import AUTOMATIC, SuffixDecoding
 
 NAME = "speculative_config"
 MOST_DRAFTS = 15  # of a sequence in a step
@@ -33,14 +33,15 @@ class Speculation:
     """A checked `speculative_config`. Names as in vLLM; num_speculative_tokens is a maximum.
 
     Attributes:
-        suffix: options of method suffix; None with another method.
+        prompt_lookup_min, prompt_lookup_max: options of n-grams; 0: there are none.
+        suffix: options of suffix decoding; None: there is none.
         model: with methods draft_model and eagle3, the draft model or head; otherwise None.
         head: the method, if it is that of a head, which reads the model's hidden states; otherwise None.
     """
 
     num_speculative_tokens: int
-    prompt_lookup_min: int = LOOKUP
-    prompt_lookup_max: int = LOOKUP
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
     suffix: SuffixDecoding | None = None
     model: str | None = None
     head: Literal["mtp", "eagle3"] | None = None
@@ -60,7 +61,7 @@ class Speculation:
         if value is None or value == OFF:
             return None
         if value == AUTO:  # costs decide how many drafts pay, so that short matches do no harm
-            return cls(MOST_DRAFTS, 2, 16)
+            return cls(MOST_DRAFTS, 2, 16, AUTOMATIC)
         if isinstance(value, str):
             try:
                 value = json.loads(value)

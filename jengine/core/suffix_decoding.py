@@ -47,3 +47,6 @@ class SuffixDecoding:
         check_number(f"{at}max_spec_factor", how.max_spec_factor, 0.0, 1e9, "a number, at least 0")
         check_number(f"{at}min_token_prob", how.min_token_prob, 0.0, 1.0, "in [0, 1]")
         return how
+
+
+AUTOMATIC = SuffixDecoding(max_spec_factor=5.0)  # costs decide how many drafts pay, however short the match

@@ -15,7 +15,7 @@ from jengine.scheduling.costs.draft_count import HowMany, most_a_second
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.drafters.choice import drafter_of
+from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.drafters.drafter import Drafter
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
@@ -76,7 +76,7 @@ class Scheduler:
         options: order, batching and targets of requests.
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
         predictor: class of the object that predicts steps.
-        drafter: proposes tokens to verify; None: as speculative_config says.
+        drafters: propose tokens to verify; None: those of speculative_config.
         how_many_drafts: decides how many of them a step verifies.
 
     Attributes:
@@ -116,7 +116,7 @@ class Scheduler:
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
         predictor: type[StepPredictor] = StepPredictor,
-        drafter: Drafter | None = None,
+        drafters: List[Drafter] | None = None,
         how_many_drafts: HowMany = most_a_second,
     ) -> None:
         self.table, self.options, self.clock = table, options, clock
@@ -177,10 +177,10 @@ class Scheduler:
             self.searches,
             repeats,
         )
-        if drafter is None:
-            drafter = drafter_of(options)
+        if drafters is None:
+            drafters = drafters_of(options)
         self.speculation = Speculation(
-            self.registry, self.limits, self.predictor, self.timeline, drafter, how_many_drafts
+            self.registry, self.limits, self.predictor, self.timeline, drafters, how_many_drafts
         )
         self.rules: tuple[Rule, ...] = (
             repeats,

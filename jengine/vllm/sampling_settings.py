@@ -45,13 +45,7 @@ STRUCTURED: tuple[Setting, ...] = (
     ),
     no_effect("backend", "structured outputs always use llguidance", "auto", "guidance"),
     no_effect("disable_fallback", "there is one backend", False),
-    unsupported(
-        "disable_any_whitespace",
-        "a schema's x-guidance sets whitespace_flexible and whitespace_pattern",
-        False,
-    ),
     unsupported("disable_additional_properties", "set additionalProperties to false in the schema", False),
-    unsupported("whitespace_pattern", "a schema's x-guidance sets whitespace_pattern"),
     unsupported("structural_tag", "use a Lark grammar"),
 )
 

@@ -132,7 +132,7 @@ LAYOUTS: dict[str, Layout] = {
             "boi_token_index": 5,
             "eos_token_id": [1, 106],
             "image_token_index": 7,
-            "mm_tokens_per_image": 256,
+            "mm_tokens_per_image": 4,
             "text_config": without(GEMMA3_TEXT, "architectures", "torch_dtype"),
             "torch_dtype": "bfloat16",
             "vision_config": VISION,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from jengine.core.request import RequestOutput
 from jengine.core.scheduling_options import SchedulingOptions
-from jengine.scheduling.drafters.choice import drafter_of
+from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.drafters.drafter import Drafter
 from tests.engine.equality import Guessing, Job, Silent, compare, random_jobs
 from tests.engine.loras import load
@@ -77,17 +78,16 @@ class Adapted:
         """What the requests of one adapter answer, without drafts."""
         if not self.one.exact:
             jobs = [replace(job, lora=None) for job in jobs]
-        return self.alone[name].outputs(jobs, Silent(), 24, 0)
+        return self.alone[name].outputs(jobs, [Silent()], 24, 0)
 
-    def check(self, count: int, seed: int, drafters: dict[str, Drafter | None]) -> dict[str, tuple[int, int]]:
+    def check(self, count: int, seed: int, drafters: dict[str, List[Drafter]]) -> dict[str, tuple[int, int]]:
         """Compares the answers, once with each drafter. Returns how many tokens were drafted and accepted."""
         jobs, one, found, excused = self.jobs(count, seed), self.one, dict[str, tuple[int, int]](), 0
         each = {name: [job for job in jobs if job.lora == name] for name in self.alone}
         expected = {name: self.expected(name, own) for name, own in each.items()}
         one.preempted = one.fetched = 0
-        for number, (drafting, drafter) in enumerate(drafters.items()):
-            assert drafter is not None
-            got = one.outputs(jobs, drafter, (24, 9)[number % 2], seed + number)
+        for number, (drafting, those) in enumerate(drafters.items()):
+            got = one.outputs(jobs, those, (24, 9)[number % 2], seed + number)
             for name, own in each.items():
                 answers = [output for output, job in zip(got, jobs, strict=True) if job.lora == name]
                 judge = None if one.exact else self.alone[name].judge
@@ -104,8 +104,8 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted
     return cache(lambda setting: Adapted(root, setting))
 
 
-def ngram() -> Drafter | None:
-    return drafter_of(SchedulingOptions(speculative_config=NGRAM))
+def ngram() -> List[Drafter]:
+    return drafters_of(SchedulingOptions(speculative_config=NGRAM))
 
 
 def test_few_pages_and_drafts(adapted: Callable[[str], Adapted]) -> None:
@@ -118,9 +118,9 @@ def test_few_pages_and_drafts(adapted: Callable[[str], Adapted]) -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_with_each_drafter(setting: str, adapted: Callable[[str], Adapted]) -> None:
     one, count = adapted(setting), 24
-    drafters = {"none": Silent(), "ngram": ngram(), "random": Guessing(one.one.vocab, 2)}
+    drafters = {"none": [Silent()], "ngram": ngram(), "random": [Guessing(one.one.vocab, 2)]}
     if one.one.method is not None:
-        drafters["own"] = drafter_of(one.one.engine.scheduler.options)
+        drafters["own"] = drafters_of(one.one.engine.scheduler.options)
     found = one.check(count, 2, drafters)
     assert found.pop("none") == (0, 0)
     assert all(drafted > count for drafted, _ in found.values()), found

@@ -68,7 +68,7 @@ def compare(engine: Engine, count: int, exact: bool = False, **changes: Any) -> 
     restart_scheduler(engine)
     plain = run(engine, work(random.Random(5), count))
     for right in (1.0, 0.0, 0.7):
-        restart_scheduler(engine, drafter=drafter(plain, right), **ALL, **changes)
+        restart_scheduler(engine, drafters=[drafter(plain, right)], **ALL, **changes)
         before = len(engine.records.steps)
         check_equal(run(engine, work(random.Random(5), count)), plain, exact)
         speculation, steps = engine.scheduler.speculation, [*engine.records.steps][before:]
@@ -167,7 +167,7 @@ def test_masks_of_each_row(right: float, make_engine: Callable[..., Engine]) -> 
     plain = answers()
     tokens = {answer.sequence.request_id: _tokens(answer) for answer in plain}
     assert tokens["0"][0] % 2 and len(tokens["1"]) == 7 and len(tokens["0"]) == 16
-    restart_scheduler(engine, drafter=Knowing(lambda s: [*tokens[s.request_id], 1, 2, 3], right), **ALL)
+    restart_scheduler(engine, drafters=[Knowing(lambda s: [*tokens[s.request_id], 1, 2, 3], right)], **ALL)
     speculated = answers()
     assert {answer.sequence.request_id: _tokens(answer) for answer in speculated} == tokens
     for one, other in zip(speculated, plain, strict=True):
@@ -190,7 +190,7 @@ def test_text_stops_in_the_middle_of_accepted_drafts(make_engine: Callable[..., 
     one: list[Work] = [([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))]
     plain = run(engine, one)
     stop = plain[0].tokens[6]
-    restart_scheduler(engine, drafter=drafter(plain, 1.0), **ALL)
+    restart_scheduler(engine, drafters=[drafter(plain, 1.0)], **ALL)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, stop_token_ids=[stop])
     (answer,) = run(engine, [([1, 2, 3], params)])
     end = plain[0].tokens.index(stop)

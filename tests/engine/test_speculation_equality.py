@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from jengine.core.request import CompletionOutput, Logprob, RequestOutput, Sampl
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.engine.start import start_engine
 from jengine.scheduling.costs.draft_count import HowMany, all_of_them, most_a_second
-from jengine.scheduling.drafters.choice import drafter_of
+from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.drafters.drafter import Drafter
 from jengine.text.mask_thread import MaskThread
 from jengine.text.tokenizer import Tokenizer
@@ -134,25 +135,25 @@ class Compared:
         """
         jobs, found = random_jobs(count, vocab=self.vocab, seed=seed), {}
         self.preempted = self.excused = self.fetched = 0
-        expected = self.outputs(jobs, Silent(), 24, seed)
+        expected = self.outputs(jobs, [Silent()], 24, seed)
         known = known_tokens(expected)
-        drafters: dict[str, Drafter | None] = {
-            f"right {right}": Knowing(lambda sequence: known[sequence.request_id], right, seed=seed)
+        drafters: dict[str, List[Drafter]] = {
+            f"right {right}": [Knowing(lambda sequence: known[sequence.request_id], right, seed=seed)]
             for right in (1.0, 0.0, 0.6)
         }
         for method in (NGRAM, SUFFIX):
-            drafters[method["method"]] = drafter_of(SchedulingOptions(speculative_config=method))
-        drafters["by cost"] = Knowing(lambda sequence: known[sequence.request_id], 0.8, seed=seed)
+            drafters[method["method"]] = drafters_of(SchedulingOptions(speculative_config=method))
+        drafters["auto"] = drafters_of(SchedulingOptions(speculative_config="auto"))
+        drafters["by cost"] = [Knowing(lambda sequence: known[sequence.request_id], 0.8, seed=seed)]
         if self.method in ("mtp", "eagle3"):
             drafters.clear()  # programs of the sampler and the model are compared with a draft model
-        drafters["random"] = Guessing(self.vocab, seed)
+        drafters["random"] = [Guessing(self.vocab, seed)]
         if self.method is not None:
-            drafters[self.method] = drafter_of(self.engine.scheduler.options)
-        for number, (name, drafter) in enumerate(drafters.items()):
-            assert drafter is not None
+            drafters[self.method] = drafters_of(self.engine.scheduler.options)
+        for number, (name, those) in enumerate(drafters.items()):
             at_once = (4, 24, 9)[(seed + number) % 3]
             how_many = most_a_second if name == "by cost" else all_of_them
-            got = self.outputs(jobs, drafter, at_once, seed + number, how_many)
+            got = self.outputs(jobs, those, at_once, seed + number, how_many)
             self.excused += compare(got, expected, jobs, None if self.exact else self.judge)
             speculation = self.engine.scheduler.speculation
             found[name] = speculation.tokens, sum(speculation.accepted)
@@ -160,10 +161,15 @@ class Compared:
         return found
 
     def outputs(
-        self, jobs: list[Job], drafter: Drafter, at_once: int, seed: int, how_many: HowMany = all_of_them
+        self,
+        jobs: list[Job],
+        drafters: List[Drafter],
+        at_once: int,
+        seed: int,
+        how_many: HowMany = all_of_them,
     ) -> list[RequestOutput]:
         limit_pages(self.engine, self.pages)
-        restart_scheduler(self.engine, drafter=drafter, how_many_drafts=how_many)
+        restart_scheduler(self.engine, drafters=drafters, how_many_drafts=how_many)
         before = self.engine.compiles_since_start
         outputs = serve(self.engine, self.tokenizer, jobs, at_once=at_once, seed=seed)
         assert self.engine.compiles_since_start == before

@@ -153,7 +153,9 @@ def test_rows_that_compute_short_prompts(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_wrong_drafts(right: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that have rows are verified, whatever that costs."""
     drafter = Knowing(lambda sequence: [7] * 600, right, most=3)
-    virtual = make_virtual(monkeypatch, token=1 * MS, drafter=drafter, how_many_drafts=all_of_them, places=32)
+    virtual = make_virtual(
+        monkeypatch, token=1 * MS, drafters=[drafter], how_many_drafts=all_of_them, places=32
+    )
     trace = busy(virtual, requests=8, output=300).run()
     steps = [step for step in trace.steps if step.drafts]
     assert max(step.drafts for step in steps) == 24 and steps[0].rows == 8 + steps[0].drafts
@@ -195,7 +197,7 @@ def replace_adapted(key: TrunkKey) -> TrunkKey:
 def test_drafts_by_cost_are_never_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     for right in (0.0, 0.5, 0.9):
         drafter = Knowing(lambda sequence: [7] * 600, right, most=3)
-        virtual = make_virtual(monkeypatch, token=1 * MS, drafter=drafter, places=32)
+        virtual = make_virtual(monkeypatch, token=1 * MS, drafters=[drafter], places=32)
         trace = busy(virtual, requests=8, output=300).run()
         assert "wrong_drafts" not in [finding.name for finding in explain(trace).findings]
         gain = virtual.engine.scheduler.speculation.gain

@@ -13,10 +13,14 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import Speculation
-from jengine.scheduling.drafters.choice import FirstOf, drafter_of
+from jengine.core.suffix_decoding import AUTOMATIC
+from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.drafters.drafter import Draft
+from jengine.scheduling.drafters.forced import Forced
 from jengine.scheduling.drafters.ngrams import Ngrams
 from jengine.scheduling.drafters.places import PLACES
+from jengine.scheduling.drafters.suffix import Suffix
+from jengine.scheduling.drafters.watched import Watched
 
 
 class Request(SimpleNamespace):
@@ -66,19 +70,16 @@ def test_as_a_search_finds_them(tokens: list[int], shortest: int, more: int, dat
     assert not drafter._known
 
 
-def test_forced_tokens_come_first() -> None:
-    drafter: Any = drafter_of(
-        SchedulingOptions(
-            speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
-        )
-    )
+def test_forced_tokens_are_likelier() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+    watched: Any = Watched(drafters_of(SchedulingOptions(speculative_config=ngram)))
     mask = SimpleNamespace(forced=lambda: [8, 9, 10])
     request = Request(tokens=[1, 2, 1], request=SimpleNamespace(mask=mask))
-    assert drafter.draft(request, 9) == Draft([8, 9], source="grammar")
+    assert watched.draft(request) == Draft([8, 9], source="grammar")
     other = SimpleNamespace(forced=list)
     for mask_or_none in (None, other):
         request = Request(tokens=[1, 2, 1], request=SimpleNamespace(mask=mask_or_none))
-        assert drafter.draft(request, 9) == Draft([2, 1], 1, "ngram")
+        assert watched.draft(request) == Draft([2, 1], 1, "ngram")
 
 
 def test_options() -> None:
@@ -89,11 +90,13 @@ def test_options() -> None:
         Speculation(2, 1, 1)
     )
     assert EngineConfig().speculative_config == "auto"
-    assert Speculation.of("auto") == Speculation(15, 2, 16)
+    assert Speculation.of("auto") == Speculation(15, 2, 16, AUTOMATIC)
     assert Speculation.of(None) is Speculation.of("none") is Speculation.of("null") is None
-    assert drafter_of(SchedulingOptions()) is None
-    drafter = drafter_of(SchedulingOptions(speculative_config=ngram))
-    assert isinstance(drafter, FirstOf) and drafter.most == 3
+    assert drafters_of(SchedulingOptions()) == ()
+    found = drafters_of(SchedulingOptions(speculative_config=ngram))
+    assert [type(one) for one in found] == [Forced, Ngrams] and all(one.most == 3 for one in found)
+    found = drafters_of(SchedulingOptions(speculative_config="auto"))
+    assert [type(one) for one in found] == [Forced, Suffix, Ngrams]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_shares_follow_what_comes() -> None:
 
 def test_drafts_are_compared_whether_or_not_they_were_verified() -> None:
     drafter, sequence = Fixed(), Request(tokens=[1, 2])
-    watched: Any = Watched(drafter)
+    watched: Any = Watched([drafter])
     noted: list[tuple[str, int, bool]] = []
     watched.rates.note = lambda *what: noted.append(what)
     drafter.next = Draft([3, 4, 5, 6], 2, "ngram")
@@ -77,3 +77,22 @@ def test_drafts_are_compared_whether_or_not_they_were_verified() -> None:
     assert noted[2:] == [("other", 0, True)] * 4
     watched.forget(sequence)
     assert not watched._last
+
+
+def test_the_draft_of_which_most_tokens_should_be_right_is_taken_and_all_are_compared() -> None:
+    short, long, sequence = Fixed(), Fixed(), Request(tokens=[1])
+    watched: Any = Watched([short, long])
+    short.next, long.next = Draft([3, 4], 20, "suffix"), Draft([3, 4, 5, 6], 20, "ngram")
+    assert watched.draft(sequence) is long.next
+    for _ in range(100):
+        short.next, long.next = Draft([3, 4], 20, "suffix"), Draft([7, 8, 5, 6], 20, "ngram")
+        watched.draft(sequence)
+        sequence.tokens += [3, 4]
+    assert watched.draft(sequence) is short.next
+    right, wrong = (watched.rates.chances(Draft([1], 20, source))[0] for source in ("suffix", "ngram"))
+    assert right > 0.95 and wrong < 0.1
+    short.next = None
+    sequence.tokens.append(1)
+    assert watched.draft(sequence) is long.next
+    watched.forget(sequence)
+    assert short.next is long.next is None

@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_states=0 if more_states is None else max(1 + max_num_seqs + more_states, 3) + draft_states,
             draft_states=draft_states,
             prompt_rows=prompt_rows and more_states is None and not invariant_tiles,
-            drafter=None if right is None else knowing(right, max_model_len),
+            drafters=() if right is None else [knowing(right, max_model_len)],
             how_many_drafts=how_many_drafts,
         )
         if few:

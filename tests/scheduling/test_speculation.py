@@ -25,7 +25,7 @@ def speculating(right: float = 1.0, seed: int = 0, most: int = 15, **changes: An
     }
     options |= changes
     drafter = knowing(right, options["max_model_len"], most, seed)
-    return Loop(**options, drafter=drafter, how_many_drafts=all_of_them)
+    return Loop(**options, drafters=[drafter], how_many_drafts=all_of_them)
 
 
 def test_drafts_lie_on_rows_behind_the_last_token() -> None:

@@ -105,7 +105,7 @@ def test_what_was_generated_leaves_snapshots_too() -> None:
 
 
 def drafting(right: float, draft_states: int, **options: object) -> Loop:
-    how = {"drafter": knowing(right, 400), "how_many_drafts": all_of_them, "max_num_batched_tokens": 72}
+    how = {"drafters": [knowing(right, 400)], "how_many_drafts": all_of_them, "max_num_batched_tokens": 72}
     return loop(40 + draft_states, draft_states=draft_states, max_num_seqs=8, **{**how, **options})
 
 

@@ -17,9 +17,10 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import MOST_DRAFTS, Speculation
 from jengine.core.suffix_decoding import SHORTEST, SuffixDecoding
 from jengine.scheduling.drafters import earlier_outputs, places
-from jengine.scheduling.drafters.choice import FirstOf, drafter_of
+from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.drafters.earlier_outputs import PROBES, EarlierOutputs
+from jengine.scheduling.drafters.forced import Forced
 from jengine.scheduling.drafters.suffix import Suffix
 
 
@@ -298,8 +299,8 @@ def test_options() -> None:
         ' "suffix_decoding_max_cached_requests": 5}'
     )
     assert how == Speculation(7, suffix=SuffixDecoding(30, 5, 2, 0.3))
-    drafter = drafter_of(SchedulingOptions(speculative_config={"method": "suffix"}))
-    assert isinstance(drafter, FirstOf) and drafter.most == MOST_DRAFTS
+    forced, drafter = drafters_of(SchedulingOptions(speculative_config={"method": "suffix"}))
+    assert isinstance(forced, Forced) and isinstance(drafter, Suffix) and drafter.most == MOST_DRAFTS
 
 
 @pytest.mark.parametrize(

@@ -201,19 +201,48 @@ def test_whitespace_in_json_is_bounded(blanks: int, taken: bool, tokenizer: Toke
     what: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     matcher = compile_structure(StructuredOutputs(json=what), tokenizer)
     assert (matcher.try_consume_tokens(ids) == len(ids)) is taken
-    more = compile_structure(
-        StructuredOutputs(json={**what, "x-guidance": {"whitespace_pattern": "[ \n]+"}}), tokenizer
-    )
+    more = compile_structure(StructuredOutputs(json=what, whitespace_pattern="[ \n]+"), tokenizer)
     assert more.try_consume_tokens(ids) == len(ids)
-    none = compile_structure(
-        StructuredOutputs(json={**what, "x-guidance": {"whitespace_flexible": False}}), tokenizer
-    )
+    none = compile_structure(StructuredOutputs(json=json.dumps(what), disable_any_whitespace=True), tokenizer)
     compact = tokenizer.encode('{"a":1}', add_special_tokens=False)
     assert (
         none.try_consume_tokens(ids) < len(ids)
         and none.reset()
         and none.try_consume_tokens(compact) == len(compact)
     )
+
+
+def test_options_of_whitespace_become_part_of_the_schema() -> None:
+    what = StructuredOutputs(json={"x-guidance": {"item_separator": ","}}, disable_any_whitespace=True)
+    assert what == StructuredOutputs(
+        json={"x-guidance": {"item_separator": ",", "whitespace_flexible": False}}
+    )
+    assert SamplingParams(structured_outputs={"json": "{}", "whitespace_pattern": " "}) == SamplingParams(
+        structured_outputs={"json": {"x-guidance": {"whitespace_pattern": " "}}}
+    )
+    plain = StructuredOutputs(json="{}", disable_any_whitespace=False)
+    assert plain.json == "{}"
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace=True: only with json"),
+        ({"json": "{}", "disable_any_whitespace": 1}, "disable_any_whitespace=1: must be true or false"),
+        ({"json": "{}", "whitespace_pattern": 1}, "whitespace_pattern=1: must be a regular expression"),
+        (
+            {"json": "{}", "whitespace_pattern": " ", "disable_any_whitespace": True},
+            "whitespace_pattern=' ': not with disable_any_whitespace",
+        ),
+        ({"json": "{", "disable_any_whitespace": True}, "json='{': must be valid JSON"),
+        ({"json": "[]", "disable_any_whitespace": True}, "must be an object, with disable_any_whitespace"),
+        ({"json": {"x-guidance": 1}, "whitespace_pattern": " "}, "must be an object, with whitespace_"),
+    ],
+)
+def test_wrong_options_of_whitespace(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"structured_outputs\.") as failed:
+        StructuredOutputs(**fields)
+    assert says in str(failed.value)
 
 
 @pytest.mark.parametrize(

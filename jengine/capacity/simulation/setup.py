@@ -101,7 +101,7 @@ class Setup:
         options: dict[str, Any] = {}
         how = Speculation.of(config.speculative_config)
         if how is not None and self.drafts_right:
-            options["drafter"] = AssumedDrafts(self.drafts_right, how.num_speculative_tokens)
+            options["drafters"] = [AssumedDrafts(self.drafts_right, how.num_speculative_tokens)]
         return EngineShape(
             table=table,
             costs=self.costs if self.costs.table == table else self.costs.for_table(table),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as List
 
 from jengine.scheduling.costs.draft_costs import DraftCosts, Likely, Rows
 from jengine.scheduling.costs.draft_count import HowMany, Offer
@@ -31,7 +32,7 @@ class Speculation(Rule):
 
     Args:
         timeline: the predicted start of steps.
-        drafter: None: no drafts.
+        drafters: what proposes drafts; empty: there are none.
         how_many: decides how many drafts a step verifies.
 
     Attributes:
@@ -49,14 +50,14 @@ class Speculation(Rule):
         limits: SequenceLimits,
         predictor: StepPredictor,
         timeline: Timeline,
-        drafter: Drafter | None,
+        drafters: List[Drafter],
         how_many: HowMany,
     ) -> None:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
         self._timeline, self._costs = timeline, DraftCosts(predictor, limits.windows, how_many)
-        self._drafter = None if drafter is None else Watched(drafter)
+        self._drafter = Watched(drafters) if drafters else None
         most = MOST_STATES if limits.recurrent else MOST_DRAFTS
-        self.most = most if drafter is None else min(drafter.most, most)
+        self.most = most if self._drafter is None else min(self._drafter.most, most)
         self.drafts = self.tokens = self.right = 0
         self.accepted = [0] * MOST_DRAFTS
         self.gain = 1.0
