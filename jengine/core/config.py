@@ -142,13 +142,13 @@ class EngineConfig:
         speculative_config: speculative decoding, which changes no output. auto: each step verifies as many
             drafts as pay, according to what steps cost and how often drafts are right; drafts are what
             followed the same tokens earlier in the request or in outputs of the same client and cache_salt,
-            and tokens that a grammar leaves no choice. An object sets method (ngram; suffix: drafts come from outputs of the same client and cache_salt
-            too; draft_model: a smaller model drafts; mtp: the checkpoint's own head; eagle3: a trained head),
-            num_speculative_tokens (most drafts of a sequence in a step, up to 15) and, for ngram,
-            prompt_lookup_min and prompt_lookup_max (tokens that must be equal, and that are compared at most;
-            by default 5), for draft_model and eagle3, model (given as `model` is); the guide to scheduling
-            has the options of suffix. Models with recurrent states have up to 7 drafts of a sequence in a
-            step, and on a GPU none with auto. none: off; None: the same.
+            and tokens that a grammar leaves no choice. An object sets method (ngram; suffix: drafts come from
+            outputs of the same client and cache_salt too; draft_model: a smaller model drafts; mtp: the
+            checkpoint's own head; eagle3: a trained head), num_speculative_tokens (most drafts of a sequence
+            in a step, up to 15) and, for ngram, prompt_lookup_min and prompt_lookup_max (tokens that must be
+            equal, and that are compared at most; by default 5), for draft_model and eagle3, model (given as
+            `model` is); the guide to scheduling has the options of suffix. Models with recurrent states have
+            up to 7 drafts of a sequence in a step, and on a GPU none with auto. none: off; None: the same.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
