@@ -12,24 +12,21 @@ Answers are of fixed length, greedy, and compared with those without drafts.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, save
+from benchmarks.machine import save
 from benchmarks.peers.environments import PEERS_FOLDER, environment_python
-from benchmarks.peers.registry import PEERS
+from benchmarks.peers.separate import run_separate
 from benchmarks.speculation import NEW_TOKENS, asked
 from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.text.tokenizer import Tokenizer
 from tools.smollm2 import smollm2
 
-THREADS, TIMEOUT = 2, 900  # seconds of one process
+THREADS = 2
 
 
 def batches(tasks: list[str], contexts: list[int], streams: list[int]) -> dict[str, list[list[int]]]:
@@ -68,39 +65,18 @@ def unpacked(python: Path) -> Path:
 
 def run(peer: str, drafts: int, prompts: list[list[list[int]]], rounds: int) -> list[dict[str, Any]]:
     """One process of a peer: rates and answers of each batch."""
-    python = environment_python(peer)
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    variables = {
-        name: value.format(environment=python.parent.parent, cores=cores)
-        for name, value in PEERS[peer].variables.items()
+    task = {
+        "peer": peer,
+        "model": str(unpacked(environment_python(peer)) if peer == "vllm" else smollm2()),
+        "drafts": drafts,
+        "batches": prompts,
+        "tokens": NEW_TOKENS,
+        "max_model_len": max(len(one) for batch in prompts for one in batch) + NEW_TOKENS + 64,
+        "threads": THREADS,
+        "rounds": rounds,
     }
-    log = PEERS_FOLDER / "logs" / f"drafting {peer}.log"
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as output:
-        result = Path(folder) / "result.json"
-        task = {
-            "peer": peer,
-            "model": str(unpacked(python) if peer == "vllm" else smollm2()),
-            "drafts": drafts,
-            "batches": prompts,
-            "tokens": NEW_TOKENS,
-            "max_model_len": max(len(one) for batch in prompts for one in batch) + NEW_TOKENS + 64,
-            "threads": THREADS,
-            "rounds": rounds,
-            "result": str(result),
-        }
-        subprocess.run(
-            [str(python), "-m", "benchmarks.peers.drafting"],
-            input=json.dumps(task),
-            cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **variables},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT,
-            check=True,
-        )
-        found: list[dict[str, Any]] = json.loads(result.read_text())
-        return found
+    found: list[dict[str, Any]] = run_separate(peer, "drafting", task)
+    return found
 
 
 def main() -> None:
