@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 _DIFFERENTIABLE = ContextVar("differentiable", default=False)
+_BATCH_INVARIANT = ContextVar("batch_invariant", default=False)
 DRIVER_NODES = "/dev/nvidiactl", "/dev/dxg"  # of NVIDIA's driver; the second one is for WSL
 
 
@@ -53,6 +54,23 @@ def differentiable() -> Iterator[None]:
         yield
     finally:
         _DIFFERENTIABLE.reset(before)
+
+
+@contextmanager
+def batch_invariant(wanted: bool = True) -> Iterator[None]:
+    """If wanted, the bits of a row must depend neither on its place nor on other rows in functions that are
+    traced within.
+    """
+    before = _BATCH_INVARIANT.set(wanted)
+    try:
+        yield
+    finally:
+        _BATCH_INVARIANT.reset(before)
+
+
+def traced_batch_invariant() -> bool:
+    """Whether a function is traced within `batch_invariant`."""
+    return _BATCH_INVARIANT.get()
 
 
 def kernels_refused() -> str | None:

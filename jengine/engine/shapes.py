@@ -152,11 +152,11 @@ def describe(
     for one in with_draft(spec):
         check_attention_backend(one)
     if spec.num_states:
-        _check_stateful(config)
+        _check_stateful(config, spec)
     if config.swap_space:
         spec = dataclasses.replace(spec, host_pages=host_pages(config, spec))
     if config.batch_invariant:
-        check_batch_invariant(spec, config.num_processes)
+        check_batch_invariant(spec)
     if on_cpu or not any(map(kernels_refused, with_draft(spec))):
         return spec
     pages = page_buckets(spec.table_width, config.batch_invariant)
@@ -217,7 +217,7 @@ def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
     )
 
 
-def _check_stateful(config: EngineConfig) -> None:
+def _check_stateful(config: EngineConfig, spec: ExecutionSpec) -> None:
     """Rejects options that do not work with recurrent states."""
     if config.swap_space:
         raise InvalidArgument(
@@ -225,10 +225,9 @@ def _check_stateful(config: EngineConfig) -> None:
             config.swap_space,
             "must be 0: this model's recurrent states are not kept on the host",
         )
-    if config.batch_invariant:
-        raise InvalidArgument(
-            "batch_invariant", True, "this model's recurrent states round differently in tiles and in rows"
-        )
+    if config.batch_invariant and spec.draft_states and spec.mesh.devices.flat[0].platform != "cpu":
+        limit = "must be none with batch_invariant: a GPU computes the states behind drafts side by side"
+        raise InvalidArgument("speculative_config", config.speculative_config, limit)
 
 
 def host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:

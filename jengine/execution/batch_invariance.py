@@ -12,33 +12,27 @@ DETERMINISTIC: dict[str, str | bool] = {
 }  # XLA's compiler options: no sums with atomic operations
 
 
-def check_batch_invariant(spec: ExecutionSpec, processes: int) -> None:
+def check_batch_invariant(spec: ExecutionSpec) -> None:
     """Checks that `batch_invariant=True` is possible.
 
     Raises:
         InvalidArgument: this model, these options or this device do not allow it; the message gives the
             reason.
     """
-    reason = why_not_batch_invariant(spec, processes)
+    reason = why_not_batch_invariant(spec)
     if reason is not None:
         raise InvalidArgument("batch_invariant", True, reason)
 
 
-def why_not_batch_invariant(spec: ExecutionSpec, processes: int) -> str | None:
+def why_not_batch_invariant(spec: ExecutionSpec) -> str | None:
     """The reason, or None.
 
-    Each program has one shape. So results can only depend on a row's place, and on where a sum over devices
-    begins.
+    Each program has one shape, and sums over devices have one order. So results can only depend on a row's
+    place.
     """
-    model, devices = spec.model, spec.mesh.devices.size
-    on_cpu = spec.mesh.devices.flat[0].platform == "cpu"
-    depends = model.batch_dependence("cpu" if on_cpu else "gpu")
-    if devices > 2 and (processes > 1 or not on_cpu):
-        return (
-            f"tensor_parallel_size={devices}: at most 2, since the order of a sum over more depends on a"
-            " row's place in it"
-        )
-    if not on_cpu:
+    model, device = spec.model, spec.mesh.devices.flat[0]
+    depends = model.batch_dependence(device)
+    if device.platform != "cpu":
         return None if depends is None else f"{model.config.family} has {depends}"
     if cpu_refused() is not None:
         return f"{cpu_refused()}: XLA's own products may sum a row by its place"

@@ -29,6 +29,7 @@ from jengine.execution.program_cache import Loaded, ProgramCache
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
+from pallas_kernels.devices import batch_invariant
 
 CompilerOptions = dict[str, str | bool]  # XLA's
 UNTUNED: CompilerOptions = {
@@ -230,7 +231,7 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     device = spec.mesh.devices.flat[0]
     # kernels are lowered for this device's instruction set
     lowered_for = device if device.platform == "gpu" else None
-    with jax.default_device(lowered_for):
+    with jax.default_device(lowered_for), batch_invariant(spec.table.batch_invariant):
         return jax.jit(function, donate_argnums=program.donated, **how).lower(*program.args)
 
 

@@ -154,9 +154,9 @@ class Model:
         """
         return facts.working(self.module, tokens)
 
-    def batch_dependence(self, platform: str) -> str | None:
-        """What makes a row's result depend on other rows on "cpu" or "gpu", or None."""
-        return facts.batch_dependence(self.module, platform)
+    def batch_dependence(self, device: jax.Device) -> str | None:
+        """What makes a row's result depend on other rows on this device, or None."""
+        return facts.batch_dependence(self.module, device)
 
     def bind(self, params: Params) -> Decoder:
         """The module with these parameters. It works inside and outside of traced functions."""

@@ -5,7 +5,7 @@ A module, such as attention or an MLP, declares what others must know of it:
 - `cache(layer)`, of each layer's `attention`: its CacheEntry.
 - `working(tokens)`: arrays that are live at once while it computes so many tokens. The model itself may have
   it, too.
-- `batch_dependent`: for a platform, what in a row's result depends on the other rows of a program.
+- `batch_dependent(device)`: what in a row's result depends on the other rows of a program, or None.
 - `experts_per_token`: how many of the entries of axes named "experts" each token uses.
 - `parallel`, of a layer: its attention and MLP read the same input.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from flax import nnx
 
 from jengine.models.cache import CacheEntry
@@ -117,11 +118,9 @@ def parallel(module: Any) -> bool:
     return any(_declared(module, "parallel"))
 
 
-def batch_dependence(module: Any, platform: str) -> str | None:
-    """What makes a row's result depend on other rows on "cpu" or "gpu", or None."""
-    return next(
-        (which[platform] for which in _declared(module, "batch_dependent") if platform in which), None
-    )
+def batch_dependence(module: Any, device: jax.Device) -> str | None:
+    """What makes a row's result depend on other rows on this device, or None."""
+    return next(filter(None, (depends(device) for depends in _declared(module, "batch_dependent"))), None)
 
 
 def _declared(module: Any, name: str) -> Iterator[Any]:

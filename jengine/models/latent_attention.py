@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,10 @@ from jengine.models.cache import TOKENS, CacheEntry, PageArray, Queries
 from jengine.models.config import ModelConfig
 from jengine.models.layers import Attend, Matrix, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.pieces import EVERY, Piece
+from pallas_kernels.devices import traced_batch_invariant, traced_for_cpu
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import Qkv
+from pallas_kernels.weights import product
 from pallas_kernels.xla import Rotation, rotate
 
 NORM_EPS = 1e-6  # for compressed queries and cached vectors, independent of the model's eps
@@ -63,9 +64,6 @@ class LatentAttention:
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    batch_dependent: ClassVar = {
-        "cpu": "latent attention: XLA's own products of each head may sum a row by its place"
-    }
     q_down: Matrix | None = None  # for compressed queries
     q_norm: RMSNorm | None = None
 
@@ -111,13 +109,13 @@ class MultiHeadLatentAttention(nnx.Module):
         q = dense(inputs, self.q[...])  # [N, heads, key_dim + rotary_dim]
         cached = dense(x, self.kv_down[...])
         keys, values = jnp.split(self.kv_up[...], [latent.key_dim], axis=1)
-        q_latent = _by_head("nhd,hdr->nhr", q[..., : latent.key_dim], keys)
+        q_latent = _by_head(q[..., : latent.key_dim], jnp.swapaxes(keys, 1, 2))
         q = jnp.concatenate([q_latent, rotate(q[..., latent.key_dim :], rotation)], axis=-1)
         k_rotated = rotate(cached[:, None, latent.rank :], rotation)
         k = jnp.concatenate([self.kv_norm(cached[:, : latent.rank])[:, None], k_rotated], axis=-1)
         options = AttentionOptions(self.config.attention_scale)
         y = attend(layer, Qkv(q, k, k[..., : latent.rank]), None, options)
-        return row_parallel_dense(_by_head("nhr,hvr->nhv", y, values).reshape(x.shape[0], -1), self.o[...])
+        return row_parallel_dense(_by_head(y, values).reshape(x.shape[0], -1), self.o[...])
 
     def cache(self, layer: int) -> CacheEntry:
         """One vector of each token, on each device."""
@@ -132,10 +130,16 @@ class MultiHeadLatentAttention(nnx.Module):
         )
 
 
-def _by_head(how: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """A product for each head, summed in float32."""
+def _by_head(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A product for each head, summed in float32: x [N, heads, in], weight [heads, out, in] -> [N, heads,
+    out].
+    """
+    if traced_for_cpu() and traced_batch_invariant():  # XLA's own product may sum a row by its place
+        y: jax.Array = lax.map(lambda one: product(*one), (jnp.moveaxis(x, 1, 0), weight))
+        return jnp.moveaxis(y, 0, 1)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(how, x, weight, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
+    y = jnp.einsum("nhi,hoi->nho", x, weight, precision=precision, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
 
 
 def _queries(latent: LatentAttention, piece: Piece, heads: int) -> Iterator[Piece]:

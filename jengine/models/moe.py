@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.activations import gated
 from pallas_kernels.devices import traced_for
 from pallas_kernels.groups import counted, grouped
-from pallas_kernels.product_dispatch import grouped_product
+from pallas_kernels.product_dispatch import grouped_product, why_grouped_product_unsupported
+from pallas_kernels.product_support import why_sizes_unsupported
 from pallas_kernels.products import Weight
 
 MAX_BLOCK = 64  # maximum rows per block
@@ -66,9 +67,6 @@ class Experts(nnx.Module):
 
     gate_up_bias: nnx.Param[jax.Array] | None = None
     down_bias: nnx.Param[jax.Array] | None = None
-    batch_dependent: ClassVar = {
-        "gpu": "experts: the kernel of an expert's product depends on its number of rows"
-    }
 
     def __init__(
         self,
@@ -120,6 +118,17 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return all_reduce(self.own_part(x))
+
+    def batch_dependent(self, device: jax.Device) -> str | None:
+        """A GPU's own kernel multiplies blocks of one size, whatever an expert's number of rows."""
+        if device.platform == "cpu":
+            return None
+        own = self.config.padded(self.sizes.size) // self.config.shards
+        x = jax.ShapeDtypeStruct((1, self.config.hidden_size), self.router[...].dtype)
+        weights = self.gate_up[...], self.down[...]
+        each = [why_grouped_product_unsupported(x, weight, device=device) for weight in weights]
+        why = next(filter(None, [*each, why_sizes_unsupported((own, own), grouped=False)]), None)
+        return why and f"experts, whose products XLA may sum by an expert's number of rows ({why})"
 
     def working(self, tokens: int) -> Working:
         """Rows in the experts' order, where each expert may start a tile of eight; counts for that order; and

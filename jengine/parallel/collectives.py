@@ -8,12 +8,15 @@ Shoeybi et al., 2019).
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.devices import traced_batch_invariant
 
 AXIS = "tensor"
 
@@ -25,8 +28,17 @@ def shards() -> int:
 
 
 def all_reduce(x: jax.Array) -> jax.Array:
-    """The sum of x over all devices, on every device: one all-reduce."""
-    return x if shards() == 1 else lax.psum(x, AXIS)
+    """The sum of x over all devices, on every device: one all-reduce.
+
+    Where bits must not depend on a row's place, each device adds in the same order instead what an all-gather
+    gives it: an all-reduce of more than two devices may begin elsewhere for each part of x.
+    """
+    if shards() == 1:
+        return x
+    if shards() == 2 or not traced_batch_invariant():
+        return lax.psum(x, AXIS)
+    every = lax.all_gather(x, AXIS)
+    return functools.reduce(jnp.add, [every[i] for i in range(shards())])
 
 
 def shard_index() -> jax.Array | int:

@@ -165,7 +165,7 @@ class Scheduler:
         self.rows = Rows(self.registry, self.limits)
         self.searches, repeats = (
             BeamSearches(self.registry, self.rows),
-            Repeats(self.registry, self.limits, self.predictor),
+            Repeats(self.registry, self.limits, self.predictor, several=num_states == 0),
         )
         self.prompts = PromptCutter(
             self.registry,

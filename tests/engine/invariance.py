@@ -149,10 +149,10 @@ def differences(one: List[Answer], other: List[Answer]) -> int:
     return sum(a != b for a, b in zip(one, other, strict=True))
 
 
-def check_invariance(engine: Engine, count: int, *, vocab: int = 96, seed: int = 0) -> None:
+def check_invariance(engine: Engine, count: int, *, seed: int = 0) -> None:
     """Forces every kind of combination, asserts that it occurred, and checks that results do not change."""
     observed, scheduler = Observed(engine), engine.scheduler
-    work = random_work(count, vocab=vocab, seed=seed)
+    work = random_work(count, vocab=engine.model.vocab_size, seed=seed)
     alone = [answer for one in work for answer in observed.answers([one])]
     cut_alone = set(map(tuple, observed.chunks.values()))
     assert observed.beside <= 3, "a prompt's samples"

@@ -5,9 +5,12 @@ rows.
 from __future__ import annotations
 
 import functools
+from typing import cast
 
+import jax
 import pytest
 
+from jengine.capacity.planning.plan import TargetDevice
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models import Model, build
 from jengine.models.cache import TOKENS, CacheEntry, PageArray, cache_groups
@@ -85,13 +88,16 @@ def test_what_ten_tokens_need(variant: str, beside: Working, layer: Working) -> 
 
 
 def test_what_depends_on_other_rows() -> None:
-    assert [declared("llama_gqa").batch_dependence(platform) for platform in ("cpu", "gpu")] == [None, None]
-    of_experts, of_latent = (
-        declared("mixtral").batch_dependence("gpu"),
-        declared("deepseek_v3").batch_dependence("cpu"),
-    )
-    assert of_experts is not None and of_experts.startswith("experts: ")
-    assert of_latent is not None and of_latent.startswith("latent attention: ")
+    cpu, gpu = jax.devices("cpu")[0], cast(jax.Device, TargetDevice(0, "GPU", "9.0"))
+    for variant in ("llama_gqa", "deepseek_v3", "qwen3_next", "mixtral"):
+        assert declared(variant).batch_dependence(cpu) is None
+    assert declared("llama_gqa").batch_dependence(gpu) is None
+    of_experts = declared("mixtral").batch_dependence(gpu)
+    assert of_experts is not None and of_experts.startswith("experts, whose products XLA may sum")
+    sizes = {**VARIANTS["mixtral"], "hidden_size": 128, "intermediate_size": 128}
+    for shards, allowed in ((1, True), (2, True), (4, False)):
+        of_experts = build(model_config(sizes), "bfloat16", 64, shards=shards).batch_dependence(gpu)
+        assert (of_experts is None) is allowed, of_experts
 
 
 def test_layers_that_compute_attention_and_mlp_at_once() -> None:

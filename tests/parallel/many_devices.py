@@ -234,6 +234,12 @@ def test_stored_groups_are_cut(devices: int, tmp_path: Path) -> None:
         pytest.param("llama_gqa", 2, "float32", 200, marks=pytest.mark.full),
         pytest.param("llama_gqa", 2, "bfloat16", 200, marks=pytest.mark.full),
         pytest.param("gemma2", 4, "float32", 50, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 2, "bfloat16", 50, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 4, "bfloat16", 50, marks=pytest.mark.full),
+        pytest.param("deepseek_v2", 2, "bfloat16", 50, marks=pytest.mark.full),
+        pytest.param("deepseek_v2", 4, "float32", 50, marks=pytest.mark.full),
+        pytest.param("qwen3_next", 2, "bfloat16", 50, marks=pytest.mark.full),
+        pytest.param("qwen3_next", 4, "float32", 50, marks=pytest.mark.full),
     ],
 )
 def test_batch_invariance(variant: str, devices: int, dtype: str, count: int, tmp_path: Path) -> None:

@@ -15,16 +15,22 @@ from jengine.scheduling.work import further_work
 class Repeats(Rule):
     """Such rows read known tokens, and sample only after the last of these. Rows that would be padding take
     further tokens of the same sequence.
+
+    Args:
+        several: whether a sequence may have several rows of known tokens in a step. Each would need a
+            recurrent state.
     """
 
-    def __init__(self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor) -> None:
+    def __init__(
+        self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor, *, several: bool
+    ) -> None:
         self._registry, self._blocks, self._windows, self._predictor = (
             registry,
             registry.blocks,
             limits.windows,
             predictor,
         )
-        self._repeating: dict[Sequence, None] = {}
+        self._several, self._repeating = several, dict[Sequence, None]()
 
     def begin(self, sequence: Sequence) -> None:
         """The prompt of a resumed sequence is computed; rows compute its other known tokens."""
@@ -36,7 +42,7 @@ class Repeats(Rule):
             return
         rows, pages = len(plan.rows) + plan.more_rows, self._blocks.pages_of(plan.longest)
         padding = self._predictor.ready.trunk(rows, plan.tiles, pages).rows - rows
-        padding = min(padding, self._predictor.room(rows, plan.tiles))
+        padding = min(padding, self._predictor.room(rows, plan.tiles)) if self._several else 0
         for span, sequence in zip(plan.spans, plan.rows, strict=False):
             if sequence in self._repeating:
                 span.known, plan.lengthened = sequence.tokens[span.start], True
