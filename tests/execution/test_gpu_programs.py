@@ -208,8 +208,9 @@ def test_on_hopper_four_bit_experts_are_not_dequantized(on_hopper: Callable[...,
     on_hopper(check_four_bit_experts_on_hopper)
 
 
-def check_batch_invariant_on_hopper() -> None:
-    spec = described("h200", 2, batch_invariant=True)
+def check_batch_invariant_on_hopper(devices: int) -> None:
+    spec = described("h200", devices, batch_invariant=True)
+    sums = "all-reduce" if devices == 2 else "all-gather"
     built = {
         one.key: one.program.as_text()
         for one in compile_all(spec, [*program_keys(spec)], threads=2, progress=False, options=UNTUNED)
@@ -217,15 +218,17 @@ def check_batch_invariant_on_hopper() -> None:
     for key in spec.table.trunks():
         # writes, and attends from rows or from tiles
         assert len(re.findall(r'custom_call_target="mosaic_gpu', built[key])) == 2 * LAYERS
-        assert len(re.findall(r" all-reduce(?:-start)?\(", built[key])) == 2 * LAYERS + 1
+        assert len(re.findall(rf" {sums}(?:-start)?\(", built[key])) == 2 * LAYERS + 1
+        assert devices == 2 or " all-reduce" not in built[key]
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("devices", [2, 4])
 def test_batch_invariant_programs_compile_without_nondeterministic_operations(
-    on_hopper: Callable[..., None],
+    on_hopper: Callable[..., None], devices: int
 ) -> None:
     """XLA rejects operations without a deterministic form."""
-    on_hopper(check_batch_invariant_on_hopper)
+    on_hopper(check_batch_invariant_on_hopper, devices)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
