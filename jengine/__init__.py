@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from jengine.insight.recording.records import EngineFacts
     from jengine.insight.recording.totals import StepTotals
     from jengine.insight.recording.trace import Readers, Trace
+    from jengine.replicas.replicas import Replicas
     from jengine.scheduling.forecasts.forecast import Prediction
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
     from jengine.text.grammars import check_structure, probe_structure
@@ -137,6 +138,7 @@ __all__ = [
     "PromptImages",
     "PromptScores",
     "Readers",
+    "Replicas",
     "Request",
     "RequestHandle",
     "RequestOutput",
@@ -246,6 +248,7 @@ _MODULES = {
     "jengine.scheduling.requests.sequence_limits": ("SequenceLimits",),
     "jengine.core.service_level": ("MAX_CLIENT",),
     "jengine.engine.start": ("Started", "follow", "start_engine"),
+    "jengine.replicas.replicas": ("Replicas",),
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.tokenizer": ("Tokenizer",),

@@ -29,6 +29,7 @@ from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, 
 from jengine.serving.models.memory import BESIDE, MemoryNeed
 from jengine.serving.models.pool import ModelPool, PooledModel
 from jengine.serving.processes.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
+from jengine.serving.processes.replicated_engine import ReplicatedEngine
 from jengine.serving.processes.signals import stop_signal
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from jengine.serving.requests.spans import Spans
@@ -60,7 +61,7 @@ class Served(NamedTuple):
     """
 
     name: str
-    make: Callable[[OnEnd], EngineProcess]
+    make: Callable[[OnEnd], EngineProcess | ReplicatedEngine]
     gpu_share: float = 0.0
     weights: int = 0
 

@@ -52,6 +52,9 @@ class ServerConfig:
         reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for
             tool_call_parser.
         served_model_name: the name that clients see and may ask for. By default the model's.
+        data_parallel_size: replicas of the model: engine processes behind this server, each with GPUs of its
+            own or a share of the CPUs. A prompt goes to the one that is predicted to give its first token
+            soonest. One that ends is replaced, and prompts that it had not begun go to others.
         model_config: a TOML file of models to serve. Each is a table [models.NAME] with `model`, and options
             of its own for its engine; it has the server's for the rest. A request names it as NAME. The first
             model, or the one given as MODEL, is the default: it is loaded at the start, the others when a
@@ -130,6 +133,7 @@ class ServerConfig:
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
     served_model_name: str | None = None
+    data_parallel_size: int = 1
     model_config: str | Path | None = None
     max_loaded_models: int | None = None
     unload_after: float | None = None
@@ -169,6 +173,7 @@ class ServerConfig:
         for name in ("metrics_port", "http_port"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, 65535)
+        _whole("data_parallel_size", self.data_parallel_size, 1, 64)
         _whole("max_waiting", self.max_waiting, 0, None)
         _whole("max_streams_per_client", self.max_streams_per_client, 1, None)
         _whole("max_calls_per_client", self.max_calls_per_client, 1, None)

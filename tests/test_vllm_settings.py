@@ -109,7 +109,6 @@ REFUSED: list[tuple[str, str]] = [
         "--pipeline-parallel-size 2",
         "must be 1: layers are not spread over devices; tensor_parallel_size splits each layer",
     ),
-    ("--data-parallel-size 2", "run several engines: jengine.ray"),
     ("--max-cpu-loras 0", "max_cpu_loras=0: must be a whole number, at least 1"),
     ("--lora-modules a=b", "lora_modules=['a=b']: needs enable_lora (command line)"),
     ("--enable-lora --lora-modules a", "lora_modules='a': must be NAME=PATH, or {"),
@@ -151,15 +150,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
     found: list[tuple[ServerConfig, EngineConfig]] = []
     for name in ("JENGINE_CACHE_DIR",):
         monkeypatch.delenv(name, raising=False)
-    from jengine.serving.processes import engine_process
+    from jengine.serving.processes import makers
 
     class Taken:
         def __init__(self, engine: EngineConfig) -> None:
             self.engine = engine
-
-        @classmethod
-        def of(cls, engine: EngineConfig, *_: object, **__: object) -> Taken:
-            return cls(engine)
 
         def spawn(self) -> None: ...
 
@@ -169,7 +164,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
         Access(server, Metrics()) if server.tls_cert is None else None  # reads the keys
         found.append((server, models[0].make(None).engine))
 
-    monkeypatch.setattr(engine_process, "EngineProcess", Taken)
+    monkeypatch.setattr(makers, "maker", lambda server, engine: lambda on_end: Taken(engine))
     monkeypatch.setattr(app, "run", run)
     return found
 

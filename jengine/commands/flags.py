@@ -26,7 +26,12 @@ from jengine.vllm.translate import VALUES, value_of
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 256}
 
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
-SHORT = {"tensor_parallel_size": "-tp", "quantization": "-q", "speculative_config": "-sc"}  # as in vLLM
+SHORT = {  # as in vLLM
+    "tensor_parallel_size": "-tp",
+    "data_parallel_size": "-dp",
+    "quantization": "-q",
+    "speculative_config": "-sc",
+}
 FILES = ("chat_template",)  # options whose text may be a file
 SEVERAL = {
     "lora_modules": "NAME=PATH",

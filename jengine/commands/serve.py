@@ -81,18 +81,16 @@ def _serve(options: argparse.Namespace) -> None:
         follow(engine, progress=False)
         return
 
-    from jengine.serving.processes.engine_process import EngineProcess
+    from jengine.serving.processes.makers import EngineOfServer, maker
 
-    def maker(engine: EngineConfig) -> Callable[[OnEnd], EngineProcess]:
-        return lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds)
-
-    first = EngineProcess.of(engine, watchdog_seconds=server.watchdog_seconds)
+    makers = [maker(server, one.engine) for one in (default, *others)]
+    first = makers[0](None)
     first.spawn()  # before the server is imported, since both imports take seconds
     waiting = [first]
 
-    def make(on_end: OnEnd) -> EngineProcess:
+    def make(on_end: OnEnd) -> EngineOfServer:
         if not waiting:
-            return maker(engine)(on_end)
+            return makers[0](on_end)
         first.on_end = on_end
         return waiting.pop()
 
@@ -100,7 +98,10 @@ def _serve(options: argparse.Namespace) -> None:
         from jengine.serving import app
 
         served = [app.Served(default.name, make, *_need(engine, others))]
-        served += [app.Served(one.name, maker(one.engine), *_need(one.engine, others)) for one in others]
+        served += [
+            app.Served(one.name, makes, *_need(one.engine, others))
+            for one, makes in zip(others, makers[1:], strict=True)
+        ]
         app.run(server, served)
     except JengineError as error:
         # caused by the environment rather than the options: the port is in use, the model cannot be read

@@ -77,7 +77,7 @@ class Experts(nnx.Module):
     ) -> None:
         """`parts` are the checkpoint's names of gate, up and down."""
         self.config, self.sizes, self.parts = config, config.part(MixtureOfExperts), parts
-        self.experts_per_token = self.sizes.per_token
+        self.experts_per_token, self.dtype = self.sizes.per_token, dtype
         self.declare(dtype, name)
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
@@ -124,7 +124,7 @@ class Experts(nnx.Module):
         if device.platform == "cpu":
             return None
         own = self.config.padded(self.sizes.size) // self.config.shards
-        x = jax.ShapeDtypeStruct((1, self.config.hidden_size), self.router[...].dtype)
+        x: Any = jax.ShapeDtypeStruct((1, self.config.hidden_size), self.dtype)
         weights = self.gate_up[...], self.down[...]
         each = [why_grouped_product_unsupported(x, weight, device=device) for weight in weights]
         why = next(filter(None, [*each, why_sizes_unsupported((own, own), grouped=False)]), None)

@@ -8,7 +8,6 @@ Shoeybi et al., 2019).
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -36,9 +35,13 @@ def all_reduce(x: jax.Array) -> jax.Array:
     if shards() == 1:
         return x
     if shards() == 2 or not traced_batch_invariant():
-        return lax.psum(x, AXIS)
+        total: jax.Array = lax.psum(x, AXIS)
+        return total
     every = lax.all_gather(x, AXIS)
-    return functools.reduce(jnp.add, [every[i] for i in range(shards())])
+    total = every[0]
+    for i in range(1, shards()):
+        total += every[i]
+    return total
 
 
 def shard_index() -> jax.Array | int:

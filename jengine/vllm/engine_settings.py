@@ -176,7 +176,6 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("cpu_offload_gb", "weights are not offloaded; quantization makes them smaller", 0),
     unsupported("pipeline_parallel_size",
         "layers are not spread over devices; tensor_parallel_size splits each layer", 1, flags=("-pp",)),
-    unsupported("data_parallel_size", REPLICAS, 1, flags=("-dp",)),
     unsupported("data_parallel_size_local", REPLICAS, 1, flags=("-dpl",)),
     unsupported("data_parallel_rank", REPLICAS, 0, flags=("-dpn",)),
     unsupported("data_parallel_address", REPLICAS, flags=("-dpa",)),

@@ -20,7 +20,8 @@ from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import ListedModel, ModelInfo, ModelProvider, NotReady, Status, User
 from jengine.serving.models.memory import Memory, MemoryNeed, memory_of, resident
 from jengine.serving.models.usage import Usage
-from jengine.serving.processes.supervisor import BackOff, Supervisor
+from jengine.serving.processes.back_off import BackOff
+from jengine.serving.processes.supervisor import Supervisor
 
 log = logging.getLogger("jengine.serving")
 

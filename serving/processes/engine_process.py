@@ -39,6 +39,7 @@ from jengine import (
     StepTotals,
     Updates,
 )
+from jengine.serving.processes.places import ANYWHERE, Place
 from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.watchdog import Watchdog
 from jengine.serving.processes.wire import (
@@ -82,6 +83,7 @@ class EngineProcess:
             exited.
         watchdog_seconds: seconds without a sign of life before the child is killed; 0: wait forever. See
             watchdog.Patience.
+        place: where the child runs.
 
     Attributes:
         limits, load, totals, info: available when `start` has returned.
@@ -101,8 +103,9 @@ class EngineProcess:
         options: dict[str, Any],
         on_end: Callable[[EngineDead | None], None] | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
+        place: Place = ANYWHERE,
     ) -> None:
-        self._configure = Configure(engine, json.dumps(options, default=str))
+        self._configure, self._place = Configure(engine, json.dumps(options, default=str)), place
         self.on_end, self._watchdog_seconds = on_end, watchdog_seconds
         # data for the writer to send; None ends it
         self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
@@ -121,6 +124,7 @@ class EngineProcess:
         config: EngineConfig,
         on_end: Callable[[EngineDead | None], None] | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
+        place: Place = ANYWHERE,
     ) -> EngineProcess:
         """An engine process that runs a model."""
         return cls(
@@ -128,6 +132,7 @@ class EngineProcess:
             dataclasses.asdict(config),
             on_end,
             watchdog_seconds,
+            place,
         )
 
     @property
@@ -145,7 +150,7 @@ class EngineProcess:
             if self._quitting:
                 raise EngineDead("the engine process was told to quit before it was started")
             if self._child is None:
-                self._child, self.progress = _Child(self._watchdog_seconds), StartProgress()
+                self._child, self.progress = _Child(self._watchdog_seconds, self._place), StartProgress()
                 self._child.send(frame(self._configure))
 
     def start(self) -> None:
@@ -328,13 +333,13 @@ class _Child:
         hung: the error, if the watchdog has given up the process.
     """
 
-    def __init__(self, watchdog_seconds: float) -> None:
+    def __init__(self, watchdog_seconds: float, place: Place) -> None:
         self.hung: EngineDead | None = None
         self._frames: Frames[Report] = Frames(Report)
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
-                self._watchdog = Watchdog(watchdog_seconds, partial(_spawn, theirs), self._fail)
+                self._watchdog = Watchdog(watchdog_seconds, partial(_spawn, theirs, place), self._fail)
                 self.process = self._watchdog.process
         except BaseException:
             self._socket.close()
@@ -387,9 +392,9 @@ class _Child:
         return None
 
 
-def _spawn(its_end: socket.socket, beats: int, interval: float) -> subprocess.Popen[bytes]:
+def _spawn(its_end: socket.socket, place: Place, beats: int, interval: float) -> subprocess.Popen[bytes]:
     ours = [its_end.fileno(), beats]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [
             sys.executable,
             "-P",
@@ -402,5 +407,12 @@ def _spawn(its_end: socket.socket, beats: int, interval: float) -> subprocess.Po
         pass_fds=ours,
         start_new_session=True,  # a terminal's Ctrl-C is for the server, even before the child ignores it
         # the same import path as here
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            **place.variables,
+        },
     )
+    if place.cpus:  # before it has further threads, which inherit this
+        os.sched_setaffinity(process.pid, place.cpus)
+    return process

@@ -16,7 +16,9 @@ from pathlib import Path
 from jengine import AsyncLLM, EngineDead, ImageReader, Load, SamplingParams, StepTotals, Tokenizer
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import RESTART_SECONDS, ModelInfo, NotReady
+from jengine.serving.processes.back_off import BackOff
 from jengine.serving.processes.engine_process import EngineProcess
+from jengine.serving.processes.replicated_engine import ReplicatedEngine
 from jengine.serving.processes.starting import StartProgress
 
 logger = logging.getLogger(__name__)
@@ -28,25 +30,6 @@ COUNTERS = (  # counters of a Load, since its engine's start
     "targets_met", "targets_missed", "targets_rejected",
     "host_queries", "host_hits", "host_declined", "host_spilled", "host_fetched", "host_evictions",
 )  # fmt: skip
-
-
-class BackOff:
-    """Delays before restarts, in seconds: doubled each time, from `first` to `longest`, and reset after an
-    engine that lived for `healthy` seconds."""
-
-    def __init__(self, first: float = 0.5, longest: float = 60.0, healthy: float = 60.0) -> None:
-        self.first, self.longest, self.healthy = first, longest, healthy
-        self._next = first
-
-    def next(self, lived: float) -> float:
-        """The result that `after` would have."""
-        return self.first if lived >= self.healthy else self._next
-
-    def after(self, lived: float) -> float:
-        """The delay after an engine that lived for this many seconds; 0: it did not start."""
-        seconds = self.next(lived)
-        self._next = min(2 * seconds, self.longest)
-        return seconds
 
 
 class Supervisor:
@@ -67,7 +50,7 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        make: Callable[[OnEnd], EngineProcess],
+        make: Callable[[OnEnd], EngineProcess | ReplicatedEngine],
         *,
         on_state: Callable[[bool], None] = lambda serving: None,
         back_off: BackOff | None = None,
@@ -81,8 +64,8 @@ class Supervisor:
         self._tokenizer: Tokenizer | None = None
         self._facts: ModelInfo | None = None
         self._llm: AsyncLLM | None = None
-        self._starting: EngineProcess | None = None
-        self._running: EngineProcess | None = None
+        self._starting: EngineProcess | ReplicatedEngine | None = None
+        self._running: EngineProcess | ReplicatedEngine | None = None
         self._past_generated = 0  # tokens of earlier engines
         self._past: Load | None = None  # the last engine's load, with the counters of earlier ones added
         self._past_totals = StepTotals()  # likewise
@@ -207,7 +190,7 @@ class Supervisor:
         return self._keeper is not None
 
     @property
-    def engine(self) -> EngineProcess:
+    def engine(self) -> EngineProcess | ReplicatedEngine:
         """The current engine. Raises NotReady if none is running."""
         if self._running is None:
             raise NotReady(self.why_not_ready)
@@ -300,7 +283,7 @@ class Supervisor:
             await llm.close()
             raise
 
-    def _start(self, engine: EngineProcess) -> tuple[AsyncLLM, ModelInfo]:
+    def _start(self, engine: EngineProcess | ReplicatedEngine) -> tuple[AsyncLLM, ModelInfo]:
         """Runs in a thread, since it takes seconds or minutes."""
         engine.start()
         info = engine.info

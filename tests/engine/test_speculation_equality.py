@@ -198,7 +198,8 @@ def check(one: Compared, setting: str, count: int, seed: int) -> None:
         assert min(drafted for drafted, _ in found.values()) > 2 * count, found
         assert one.preempted > count // 10 or "few" not in setting
         return
-    rare = {"random", "suffix", "auto"} if "states" in setting else set[str]()  # these models say little twice
+    # models with states say little twice
+    rare = {"random", "suffix", "auto"} if "states" in setting else set[str]()
     for name in {*found} - {"right 1.0", "right 0.0", "by cost"} - rare:
         drafted, accepted = found[name]
         assert drafted > accepted > count // 10, (name, found)

@@ -48,7 +48,7 @@ OTHER: dict[str, Any] = {
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1,
     "programs": "compiled",
     # batch_invariant allows no other
-    "model_config": "models.toml", "max_loaded_models": 2, "unload_after": 60.5,
+    "data_parallel_size": 2, "model_config": "models.toml", "max_loaded_models": 2, "unload_after": 60.5,
     "warm_up": "all", "log_stats": False, "stream_interval": 3, "num_scheduler_steps": 1,
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
 }  # fmt: skip

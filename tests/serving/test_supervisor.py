@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from jengine import EngineDead, InvalidArgument, Load, RequestOutput, SamplingParams
+from jengine.serving.processes.back_off import BackOff
 from jengine.serving.processes.engine_process import EngineProcess
-from jengine.serving.processes.supervisor import BackOff, OnEnd, Supervisor
+from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from tests.serving.leaks import nothing_leaks, wait_until
 
 MOCK, FAULTY = "jengine.serving.processes.engines:mock_engine", "tests.serving.faulty_engines:"

@@ -1,0 +1,1 @@
+"""Several engines of the same model that answer as one."""

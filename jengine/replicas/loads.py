@@ -1,0 +1,33 @@
+"""The load of several replicas as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as List
+from itertools import zip_longest
+from typing import Any
+
+from jengine.core.updates import Load
+
+SAME = ("cache_groups", "page_size", "strategy", "loras", "programs")  # of all replicas
+LEAST = ("first_token_seconds", "programs_ready")
+
+
+def combined(loads: List[Load]) -> Load:
+    """Numbers are sums, but a new request goes to the replica with the soonest first token, and programs are
+    those of each.
+    """
+    first, found = loads[0], dict[str, Any]()
+    for name in Load._fields:
+        values = [getattr(load, name) for load in loads]
+        if name in SAME:
+            continue
+        if name in LEAST:
+            found[name] = min((value for value in values if value is not None), default=None)
+        elif name == "decisions":
+            found[name] = tuple(sum((Counter(dict(value)) for value in values), Counter()).items())
+        elif isinstance(values[0], tuple):
+            found[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
+        else:
+            found[name] = sum(values)
+    return first._replace(**found)

@@ -1,0 +1,58 @@
+"""Which devices each of several engine processes of a machine uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jengine import InvalidArgument
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Place(NamedTuple):
+    """Where an engine process runs.
+
+    Attributes:
+        variables: of its environment, beside the server's.
+        cpus: that it may use; empty: those of the server.
+    """
+
+    variables: Mapping[str, str] = {}
+    cpus: frozenset[int] = frozenset()
+
+
+ANYWHERE = Place()
+
+
+def places(count: int, devices: int) -> list[Place]:
+    """Places for so many engines. Each gets GPUs of its own or, without GPUs, an equal share of the CPUs, if
+    there are enough.
+
+    Args:
+        devices: GPUs of an engine.
+
+    Raises:
+        InvalidArgument: there are GPUs, but not enough.
+    """
+    if count == 1:
+        return [ANYWHERE]
+    if gpus := _gpus():
+        if len(gpus) < count * devices:
+            needed = f"with tensor_parallel_size={devices} it needs {count * devices} GPUs"
+            raise InvalidArgument("data_parallel_size", count, f"{needed}; {len(gpus)} are visible")
+        each = [gpus[i * devices : (i + 1) * devices] for i in range(count)]
+        return [Place({VISIBLE: ",".join(own)}) for own in each]
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    share = len(cpus) // count
+    return [Place(cpus=frozenset(cpus[i * share : (i + 1) * share])) for i in range(count)]
+
+
+def _gpus() -> list[str]:
+    """NVIDIA's GPUs that this process may use."""
+    visible = os.environ.get(VISIBLE)
+    if visible is not None:
+        return [name for name in visible.split(",") if name and name != "-1"]
+    return [str(i) for i in range(len([*Path("/dev").glob("nvidia[0-9]*")]))]

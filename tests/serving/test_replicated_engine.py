@@ -1,0 +1,145 @@
+"""Replicas in processes: one that is killed is replaced, and loses nothing that it had not begun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine import AsyncLLM, EngineDead, InvalidArgument, SamplingParams, Tokenizer
+from jengine.core.config import EngineConfig
+from jengine.serving.config import ServerConfig
+from jengine.serving.processes import places
+from jengine.serving.processes.back_off import BackOff
+from jengine.serving.processes.engine_process import EngineProcess
+from jengine.serving.processes.makers import maker
+from jengine.serving.processes.places import Place
+from jengine.serving.processes.replicated_engine import ReplicatedEngine
+from tests.serving.children import LONG, MOCK, PROMPT, collect
+from tests.serving.leaks import nothing_leaks, wait_until
+
+
+def replicas(count: int, ended: list[EngineDead | None] | None = None, **options: Any) -> ReplicatedEngine:
+    """Of mocks."""
+    return ReplicatedEngine(
+        lambda index, on_end: EngineProcess(MOCK, options, on_end),
+        count,
+        None if ended is None else ended.append,
+        partial(BackOff, first=0.05),
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_folder)
+
+
+def test_a_killed_replica_is_replaced_while_the_other_answers(tokenizer: Tokenizer) -> None:
+    ended = list[EngineDead | None]()
+
+    async def main(engine: ReplicatedEngine) -> None:
+        async with AsyncLLM.over(engine, tokenizer) as llm:
+            running = [asyncio.create_task(collect(llm, [i, i], LONG)) for i in range(4)]
+            while llm.load.running < 4:
+                await asyncio.sleep(0.01)
+            first = engine.pids[0]
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            ends = [results[-1].outputs[0] for results in await asyncio.gather(*running)]
+            lost = [one.stop_reason for one in ends if one.finish_reason == "error"]
+            assert len(lost) == 2 and all("its replica has ended" in str(reason) for reason in lost)
+            [answer] = (await collect(llm, PROMPT, SamplingParams(max_tokens=5), output_kind="final"))[
+                -1
+            ].outputs
+            assert len(answer.token_ids) == 5
+            await asyncio.to_thread(wait_until, lambda: engine.restarts == 1)
+            assert engine.pids[0] not in (None, first) and not ended
+            many = await asyncio.gather(
+                *[collect(llm, [i, 7], SamplingParams(max_tokens=3)) for i in range(8)]
+            )
+            assert len(many) == 8
+
+    with nothing_leaks():
+        engine = replicas(2, ended, seconds=0.005, max_num_seqs=4)
+        engine.start()
+        asyncio.run(main(engine))
+        engine.quit()
+    assert ended == [None]
+
+
+def test_when_all_have_ended_the_whole_has(tokenizer: Tokenizer) -> None:
+    ended = list[EngineDead | None]()
+
+    async def main(engine: ReplicatedEngine) -> None:
+        llm = AsyncLLM.over(engine, tokenizer)
+        running = [asyncio.create_task(collect(llm, [i, i], LONG)) for i in range(2)]
+        while llm.load.running < 2:
+            await asyncio.sleep(0.01)
+        for pid in engine.pids:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        results = await asyncio.gather(*running, return_exceptions=True)
+        ends = [
+            one if isinstance(one, BaseException) else one[-1].outputs[0].finish_reason for one in results
+        ]
+        assert all(end == "error" or isinstance(end, EngineDead) for end in ends)
+        assert any(isinstance(end, EngineDead) for end in ends), "of the last one"
+        await asyncio.to_thread(wait_until, lambda: len(ended) == 1)
+        assert isinstance(ended[0], EngineDead)
+        await llm.close()
+
+    with nothing_leaks():
+        engine = ReplicatedEngine(
+            lambda index, on_end: EngineProcess(MOCK, {"seconds": 0.005}, on_end),
+            2,
+            ended.append,
+            partial(BackOff, first=60.0),
+        )
+        engine.start()
+        asyncio.run(main(engine))
+        engine.quit()
+    assert len(ended) == 1
+
+
+# --- where they run ------------------------------------------------------------------------------
+
+
+def test_replicas_have_gpus_or_cpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,9")
+    found = places.places(2, devices=2)
+    assert [dict(place.variables) for place in found] == [
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+        {"CUDA_VISIBLE_DEVICES": "6,7"},
+    ]
+    with pytest.raises(InvalidArgument, match=r"size=3: with tensor_parallel_size=2 it needs 6"):
+        places.places(3, devices=2)
+    monkeypatch.setattr(places, "_gpus", list)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5, 7}, raising=False)
+    assert [place.cpus for place in places.places(2, devices=1)] == [{0, 1}, {2, 5}]
+    assert [place.cpus for place in places.places(6, devices=1)] == [frozenset()] * 6, "too few to share"
+    assert places.places(1, devices=8) == [Place()]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+def test_a_process_stays_on_its_cpus() -> None:
+    [cpu, *_] = os.sched_getaffinity(0)
+    process = EngineProcess(MOCK, {}, place=Place(cpus=frozenset({cpu})))
+    try:
+        process.start()
+        assert process.pid is not None and os.sched_getaffinity(process.pid) == {cpu}
+    finally:
+        process.quit()
+
+
+@pytest.mark.parametrize("option", [{"enable_lora": True}, {"weight_updates": True}])
+def test_what_a_replaced_replica_would_lack_is_refused(option: dict[str, bool]) -> None:
+    server, [name] = ServerConfig(data_parallel_size=2), [*option]
+    with pytest.raises(InvalidArgument, match=f"data_parallel_size=2: must be 1 with {name}"):
+        maker(server, EngineConfig.of("demo", option))
+    with pytest.raises(InvalidArgument, match="data_parallel_size=0: must be a whole number, at least 1"):
+        ServerConfig(data_parallel_size=0)
