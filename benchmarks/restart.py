@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 from jengine.engine.engine import Engine
-from jengine.scheduling.requests.images import Images
 from jengine.scheduling.scheduler import Scheduler
 
 
@@ -37,7 +36,6 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
     if new.table is old.table:
         new.predictor.ready = ready
     new.registry.adapters = old.registry.adapters  # loaded, and on the devices
-    images = old.registry.images
-    new.registry.images = Images(images.rows, images.first)
+    new.registry.images = old.registry.images.anew()
     vars(old).clear()
     vars(old).update(vars(new))

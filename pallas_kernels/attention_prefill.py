@@ -44,6 +44,7 @@ def paged_attention_prefill(
     lengths: jax.Array,
     options: AttentionOptions,
     *,
+    until: jax.Array | None = None,
     block_k: int | None = None,
     stages: int | None = None,
     blocks: int | None = None,
@@ -51,8 +52,8 @@ def paged_attention_prefill(
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the
-    sequence's pages.
+    """Attention from tiles of consecutive queries, each of one sequence, to the tokens in the sequence's
+    pages; causal, or further.
 
     Args:
         q: bfloat16 or float16 [tiles, tile, heads, head_dim], tile a multiple of 8, head_dim 64, 128 or 256.
@@ -67,6 +68,8 @@ def paged_attention_prefill(
         lengths: int32 [tiles], real queries of each tile. The others return undefined, finite values. A tile
             without real queries reads nothing.
         options: without slopes; scale is positive.
+        until: int32 [tiles, tile], position of the last token that each query sees, at least its own; None:
+            its own.
         block_k: keys per stage, a multiple of 64; None chooses by shape.
         stages: stages in flight; None chooses by shape and shared memory.
         blocks: thread blocks of the grid; None: as many as the device holds at a time. Results do not depend
@@ -103,6 +106,13 @@ def paged_attention_prefill(
     if options.sinks is not None:  # one value per (head, token) pair
         values = jnp.repeat(options.sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
         by_row = jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
+    if until is not None:
+        real = jnp.arange(tile) < lengths[:, None]
+        most = jnp.where(real, until, 0).max(1, keepdims=True)
+        lengths = jnp.where(lengths > 0, most[:, 0] + 1 - positions, 0)
+        # one for each (head, token) pair; padding sees no more than others
+        last = jnp.tile(jnp.minimum(until, most), (1, heads // kv_heads))
+        until = jnp.pad(last, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
     out: jax.Array = plgpu.kernel(
         body(run, Outputs, PrefillCall(walk, form, options.static)),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -114,5 +124,5 @@ def paged_attention_prefill(
         kernel_name="paged_attention_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(Inputs(q, block_tables, longest_first(positions, lengths), by_row, *pages, *scales))
+    )(Inputs(q, block_tables, longest_first(positions, lengths), by_row, until, *pages, *scales))
     return out

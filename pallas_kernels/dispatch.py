@@ -159,12 +159,19 @@ def why_prefill_unsupported(
     v_pages: Pages,
     options: AttentionOptions = PLAIN,
     *,
+    ahead: bool = False,
     device: jax.Device | None = None,
 ) -> str | None:
-    """Why the kernel for `paged_attention_prefill` does not support these arrays and options, or None."""
+    """Why the kernel for `paged_attention_prefill` does not support these arrays and options, or None.
+
+    Args:
+        ahead: whether queries may see later tokens.
+    """
     if on_cpu(device):
         return products.cpu_refused() or why_no_cpu_attention(k_pages, v_pages, options)
     refused = why_no_gpu_attention(q, k_pages, v_pages, options, device)
+    if ahead and capability(device) in AMPERE:
+        return refused or "until: this kernel is causal"
     if refused is None and capability(device) in HOPPER:
         from pallas_kernels.attention_prefill import TILE_GRID
 
@@ -198,15 +205,15 @@ def paged_attention_prefill(
         ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     where = block_tables, positions, lengths
-    refused = why_prefill_unsupported(q, k_pages, v_pages, options, device=device)
-    if until is not None:
-        refused = "until: kernels are causal"
+    refused = why_prefill_unsupported(q, k_pages, v_pages, options, ahead=until is not None, device=device)
+    if until is not None and options.slopes is not None:
+        refused = "until: not with slopes, which take no distance to later tokens"
     if not kernel_serves(impl, refused, device):
         return xla.paged_attention_prefill(q, k_pages, v_pages, *where, options, pages=pages, until=until)
     if on_cpu(device):
         from pallas_kernels.cpu import attention
 
-        return attention.paged_attention_prefill(q, k_pages, v_pages, *where, options)
+        return attention.paged_attention_prefill(q, k_pages, v_pages, *where, options, until)
     if capability(device) in AMPERE:
         from pallas_kernels import ampere
 
@@ -214,7 +221,9 @@ def paged_attention_prefill(
     from pallas_kernels import attention_prefill
 
     device = device or jax.devices()[0]
-    return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, *where, options, device=device)
+    return attention_prefill.paged_attention_prefill(
+        q, k_pages, v_pages, *where, options, until=until, device=device
+    )
 
 
 def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None) -> jax.Array:
@@ -326,7 +335,14 @@ def copy_pages(
     return kernel.copy_pages(k_pages, v_pages, sources, destinations)
 
 
-def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
+def prepare(
+    weights: Iterable[Any],
+    q: Any,
+    k_pages: Pages,
+    *,
+    ahead: bool = False,
+    device: jax.Device | None = None,
+) -> None:
     """Registers with XLA the CPU kernels that programs over these arrays call. Call it before such programs
     are loaded.
 
@@ -335,12 +351,13 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
     Args:
         weights: parameters of products. They, q and k_pages may be any objects with shapes and dtypes.
         q: queries of attention, [..., heads, head_dim].
+        ahead: whether queries of tiles may see later tokens.
     """
     if on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import attention, elementwise
 
         if why_no_cpu_cache(k_pages, k_pages) is None:
-            attention.prepare(q, k_pages)
+            attention.prepare(q, k_pages, ahead=ahead)
         elementwise.prepare(str(q.dtype))
         for weight in weights:
             if len(weight.shape) > 1:

@@ -13,7 +13,7 @@ WORDS = {"window": "window", "soft_cap": "soft cap", "sinks": "sinks", "slopes":
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("sinks", "slopes"),
-    meta_fields=("scale", "window", "soft_cap"),
+    meta_fields=("scale", "window", "soft_cap", "causal"),
 )
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -31,6 +31,8 @@ class AttentionOptions:
             may sum to less than 1. None: no sinks.
         slopes: float32 [heads], at least 0 (ALiBi, Press et al., 2022); its product with the distance from a
             query to a key is subtracted from the score, after any cap. None: no slopes.
+        causal: whether no query sees later keys, even where others let the tokens of an image do so. Callers
+            of kernels give no `until` then.
     """
 
     scale: float
@@ -38,6 +40,7 @@ class AttentionOptions:
     soft_cap: float | None = None
     sinks: jax.Array | None = None
     slopes: jax.Array | None = None
+    causal: bool = False
 
     @property
     def static(self) -> AttentionOptions:
@@ -52,7 +55,7 @@ class AttentionOptions:
         """
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("scale", *taken) and value is not None:
+            if field.name not in ("scale", "causal", *taken) and value is not None:
                 given = f"{field.name}={value}" if isinstance(value, int | float) else field.name
                 return f"{given}: {by} has no {WORDS[field.name]}"
         return None

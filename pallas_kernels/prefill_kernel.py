@@ -37,7 +37,8 @@ class WarpgroupItem:
 
     Attributes:
         tile, kv_head, row: the tile's index, the kv head, and the first row.
-        position, end: the positions of the tile's real tokens are [position, end).
+        position: that of the tile's first token.
+        end: that behind the last key which a real token sees.
         first: position of the first visible key.
         start, count: the first block of keys, and the number of blocks.
     """
@@ -58,8 +59,10 @@ class Inputs(NamedTuple):
     Attributes:
         q: [tiles, tile, heads, head_dim].
         tables: int32 [tiles, width].
-        tiles: int32 [3, tiles], from `longest_first`.
+        tiles: int32 [3, tiles], from `longest_first`; a length is the number of keys from the tile's position
+            on that its tokens see.
         sinks: float32 [kv_heads, rows], one for each (head, token) pair, times log2(e); None: no sinks.
+        until: int32 [tiles, rows], the last key that each (head, token) pair sees; None: the token's own.
         k, v: [num_pages, kv_heads, page_size, head_dim].
         k_scale, v_scale: float32 [num_pages, kv_heads, page_size], of an eight-bit cache; else None.
     """
@@ -68,6 +71,7 @@ class Inputs(NamedTuple):
     tables: Any
     tiles: Any
     sinks: Any
+    until: Any
     k: Any
     v: Any
     k_scale: Any = None
@@ -328,10 +332,15 @@ class Warpgroup:
             s = s * _along_columns(k.scale.at[slot])
         plgpu.barrier_arrive(k.free.at[slot])
         s, factor = scores(s, options)
-        whole = token + block_k - 1 <= item.position
-        if options.window is not None:
-            whole &= token > item.end - 1 - options.window
-        s = lax.cond(whole, lambda s: s, partial(self._masked, item, token), s)
+        every, window = token + block_k - 1 <= item.position, options.window
+        inside = None if window is None else token > item.end - 1 - window
+        if self.inputs.until is not None:  # one after the other, which needs fewer registers
+            s = lax.cond(every, lambda s: s, partial(self._until, item, token), s)
+            if inside is not None:
+                s = lax.cond(inside, lambda s: s, partial(self._masked, item, token), s)
+        else:
+            whole = every if inside is None else every & inside
+            s = lax.cond(whole, lambda s: s, partial(self._masked, item, token), s)
         m_new = jnp.maximum(m, s.max(axis=1) * factor)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
@@ -341,13 +350,25 @@ class Warpgroup:
         return m_new, total, weights.astype(self.inputs.q.dtype), alpha
 
     def _masked(self, item: WarpgroupItem, token: jax.Array, s: jax.Array) -> jax.Array:
-        """Scores of the block of keys that begins at a token, without those that a row does not see."""
+        """Scores of the block of keys that begins at a token, without those that a row does not see; only of
+        the window, if `_until` has the others.
+        """
         window = self.call.options.window
         at = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + item.row
         at = item.position + lax.rem(at, self._tile)
         tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token
+        if self.inputs.until is not None:
+            assert window is not None
+            return jnp.where(tokens > at - window, s, -jnp.inf)
         seen = tokens <= jnp.minimum(at, item.end - 1)
         return jnp.where(seen if window is None else seen & (tokens > at - window), s, -jnp.inf)
+
+    def _until(self, item: WarpgroupItem, token: jax.Array, s: jax.Array) -> jax.Array:
+        """The same without those behind the last key that a row sees."""
+        of_rows = self.inputs.until.at[item.tile, pl.ds(item.row, ROWS)]
+        last = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token
+        return jnp.where(tokens <= lax.broadcast_in_dim(last, s.shape, [0]), s, -jnp.inf)
 
     def _operand(self, weights: jax.Array) -> Any:
         """The left operand of the second product."""

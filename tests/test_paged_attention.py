@@ -140,16 +140,15 @@ def test_tokens_of_an_image_see_each_other_across_tiles(how, pages):
     ]
     where = jnp.tile(tables, (3, 1)), jnp.arange(3) * tile, jnp.array([tile, tile, tile - 5])
     until = jnp.asarray(until).reshape(3, tile)
-    for attend in (partial(xla.paged_attention_prefill, pages=pages), reference.paged_attention_prefill):
+    by_kernel = partial(dispatch.paged_attention_prefill, impl="llvm")
+    by_xla = partial(xla.paged_attention_prefill, pages=pages)
+    for attend in (by_xla, reference.paged_attention_prefill, by_kernel):
         got = jax.jit(partial(attend, options=options))(q.reshape(3, tile, 4, 32), *own, *where, until=until)
         np.testing.assert_allclose(got.reshape(48, 4, 32)[:tokens], want, atol=2e-6)
     with pytest.raises(ValueError, match=r"^until: not with slopes"):
         slopes = replace(options, slopes=jnp.ones(4))
         xla.paged_attention_prefill(q.reshape(3, tile, 4, 32), *own, *where, slopes, until=until)
-    with pytest.raises(ValueError, match="until: kernels are causal"):
-        dispatch.paged_attention_prefill(
-            q.reshape(3, tile, 4, 32), *own, *where, options, until=until, impl="llvm"
-        )
+        by_kernel(q.reshape(3, tile, 4, 32), *own, *where, slopes, until=until)
 
 
 def test_a_window_and_a_cap_change_the_result_and_a_wide_window_does_not():

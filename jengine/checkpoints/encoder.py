@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jengine.checkpoints.in_memory import Tensors
+from jengine.checkpoints.in_memory import PLACE, Tensors
 from jengine.checkpoints.weights import check_tensors, found_tensors, is_source, place_whole
 from jengine.models.pieces import Piece
 
@@ -23,12 +25,33 @@ def load_encoder(path: Path, targets: Any, sources: Any, given: Tensors | None =
     Raises:
         ModelError: a tensor is missing, or has another shape.
     """
-    pieces = jax.tree.leaves(sources, is_leaf=lambda node: isinstance(node, Piece))
-    names = {piece.name for piece in pieces}
-    every = found_tensors(path, given)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in every.items()}
-    mine = {name: tensor for name, tensor in tensors.items() if name in names}
-    check_tensors(path, mine, pieces, tied=False, integers=set())
-    leaves = zip(jax.tree.leaves(targets), jax.tree.leaves(sources, is_leaf=is_source), strict=True)
-    made = [place_whole(target, source, mine) for target, source in leaves]
+    mine = _mine(found_tensors(path, given), sources)
+    made = [make() for make in _makers(path if given is None else PLACE, targets, sources, mine)]
     return jax.tree.unflatten(jax.tree.structure(targets), made)
+
+
+def encoder_makers(targets: Any, sources: Any, given: Tensors) -> list[Callable[[], jax.Array]] | None:
+    """For each parameter, in the order of the tree's leaves, a function that makes it on the devices. None:
+    the given tensors have none of the encoder.
+
+    Args, and Raises: as `load_encoder`.
+    """
+    mine = _mine(given, sources)
+    return _makers(PLACE, targets, sources, mine) if mine else None
+
+
+def _mine(every: Tensors, sources: Any) -> Tensors:
+    names = {piece.name for piece in _pieces(sources)}
+    tensors = {name.removeprefix("model."): tensor for name, tensor in every.items()}
+    return {name: tensor for name, tensor in tensors.items() if name in names}
+
+
+def _makers(place: Path, targets: Any, sources: Any, mine: Tensors) -> list[Callable[[], jax.Array]]:
+    check_tensors(place, dict(mine), _pieces(sources), tied=False, integers=set())
+    leaves = zip(jax.tree.leaves(targets), jax.tree.leaves(sources, is_leaf=is_source), strict=True)
+    return [partial(place_whole, target, source, mine) for target, source in leaves]
+
+
+def _pieces(sources: Any) -> list[Piece]:
+    pieces: list[Piece] = jax.tree.leaves(sources, is_leaf=lambda node: isinstance(node, Piece))
+    return pieces

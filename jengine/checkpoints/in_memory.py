@@ -121,7 +121,8 @@ def _assembler(sharding: NamedSharding) -> Any:
 def assembled(tensors: list[jax.Array], *, shape: tuple[int, ...], dtype: str, places: Places) -> jax.Array:
     out = jnp.zeros(shape, dtype)
     for at, piece in places:
-        array = tensors[at].swapaxes(-1, -2) if piece.transposed and tensors[at].ndim > 1 else tensors[at]
+        array = jnp.atleast_1d(tensors[at])
+        array = array.swapaxes(-1, -2) if piece.transposed and array.ndim > 1 else array
         rows = array[piece.rows][..., piece.columns]
         out = out.at[piece.part].set(rows.reshape(out[piece.part].shape).astype(dtype))
     return out

@@ -294,7 +294,7 @@ def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: T
             stored.fill(part)
             continue
         if piece.name not in arrays:
-            arrays[piece.name] = dense(stored)
+            arrays[piece.name] = np.atleast_1d(dense(stored))
         array = arrays[piece.name]
         part[...] = (_turned(array) if piece.transposed else array)[piece.rows][..., piece.columns].reshape(
             part.shape

@@ -61,6 +61,17 @@ class PromptImages:
         """Number of embeddings."""
         return len(self.positions)
 
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """For each part, the positions of its first embedding and of the token behind its last. Its
+        embeddings follow one another.
+        """
+        starts = [0, *self.ends[:-1]]
+        return [
+            (self.positions[start], self.positions[end - 1] + 1)
+            for start, end in zip(starts, self.ends, strict=True)
+        ]
+
     def keyed(self, tokens: list[int]) -> list[int]:
         """Known tokens of a sequence, with the ids of `content` in their places."""
         keys = [*tokens]

@@ -7,8 +7,10 @@ import dataclasses
 from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.speculation import NAME
+from jengine.devices.device_defaults import sizes
 from jengine.execution.images import ImageShapes
 from jengine.execution.spec import ExecutionSpec
+from jengine.table.program_table import ProgramTable
 from jengine.vision.declared import Encoder
 from jengine.vision.family import Vision
 
@@ -35,12 +37,33 @@ def with_images(config: EngineConfig, spec: ExecutionSpec, vision: Vision) -> Ex
     if model.text_part is not None:
         model = dataclasses.replace(model, text_part=dataclasses.replace(model.text_part, why=""))
     buckets = encoder_buckets(vision.smallest, vision.largest, one=config.batch_invariant)
+    table = dataclasses.replace(spec.table, encoders=buckets)
     return dataclasses.replace(
         spec,
         model=model,
-        table=dataclasses.replace(spec.table, encoders=buckets),
+        table=with_whole(config, spec, table, part) if vision.ahead else table,
         images=ImageShapes(encoder, spec.mesh, rows, model.config.hidden_size),
     )
+
+
+def with_whole(config: EngineConfig, spec: ExecutionSpec, table: ProgramTable, rows: int) -> ProgramTable:
+    """The table for images whose tokens see each other: a step can hold all of its `rows` tokens.
+
+    Raises:
+        InvalidArgument: it cannot.
+    """
+    size = table.tile_size
+    tiles, name = -(-rows // size), "max_num_batched_tokens"
+    least, budget = (
+        spec.max_slots + tiles * size,
+        getattr(sizes(config, spec.mesh.devices.flat[0].platform), name),
+    )
+    if budget < least:
+        limit = f"must be at least {least}: {spec.max_slots} rows, and the {rows} tokens of an image in tiles"
+        raise InvalidArgument(name, budget, f"{limit} of {size}, since they see each other")
+    if table.batch_invariant:
+        table = dataclasses.replace(table, tile_buckets=(max(tiles, table.max_tiles),))
+    return dataclasses.replace(table, whole_tiles=tiles)
 
 
 def encoder_buckets(smallest: int, largest: int, *, one: bool) -> tuple[int, ...]:

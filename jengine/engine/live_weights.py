@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.checkpoints.converted import is_converted
+from jengine.checkpoints.encoder import encoder_makers
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, in_memory, places_of
 from jengine.checkpoints.own_tree import own_names
 from jengine.checkpoints.quantization import fitted, plain
@@ -29,11 +30,12 @@ from pallas_kernels.weights import is_weight
 
 class NewWeights(NamedTuple):
     """Checked weights: functions that make the parameters, in order, and whether these may be the caller's
-    arrays.
+    arrays; and the same for the images' encoder. None: it keeps its own.
     """
 
     makers: list[Callable[[], Any]]
     shared: bool
+    encoder: list[Callable[[], Any]] | None = None
 
 
 class FixedWeights:
@@ -81,27 +83,37 @@ class LiveWeights(FixedWeights):
         model, tensors = self._spec.model, in_memory(weights)
         if not (shared := own_names(model, tensors)):
             _check_dtypes(model, tensors)
-        made = makers(self._folder, model, self._spec.params, tensors)
+        made, images = makers(self._folder, model, self._spec.params, tensors), self._spec.images
+        encoder = None
+        if images is not None and not shared:
+            encoder = encoder_makers(images.params, images.encoder.sources, tensors)
         if check_finite:
             _check_finite(tensors)
-        return NewWeights(made, shared)
+        return NewWeights(made, shared, encoder)
 
     def replace(self, new: NewWeights, version: Version) -> None:
-        state, made, self.there = self._state, new.makers, False
+        state, self.there = self._state, False
         tree = jax.tree.structure(self._spec.params)
         old = state.take_leaves()
         if old:  # sleep at level 2 leaves none
             old = jax.tree.leaves(jax.tree.unflatten(tree, old), is_leaf=is_weight)
-        leaves = list[Any]()
-        old.reverse()
-        made.reverse()
         with jax.set_mesh(None):  # the caller's context may have another mesh
-            while made:
-                if old:
-                    old.pop()
-                leaves += jax.tree.leaves(made.pop()())
-        state.put_leaves(leaves)
+            state.put_leaves(_in_turn(old, new.makers))
+            if new.encoder is not None:
+                state.encoder_leaves = tuple(_in_turn(state.take_encoder(), new.encoder))
         self.version, self.there, self.shared = version, True, new.shared
+
+
+def _in_turn(old: list[Any], made: list[Callable[[], Any]]) -> list[Any]:
+    """The leaves of new parameters. Empties both lists: an old one is freed before the new one is made."""
+    leaves = list[Any]()
+    old.reverse()
+    made.reverse()
+    while made:
+        if old:
+            old.pop()
+        leaves += jax.tree.leaves(made.pop()())
+    return leaves
 
 
 def why_not_updatable(model: Model, source: ModelSource, processes: int) -> str | None:
@@ -120,11 +132,17 @@ def why_not_updatable(model: Model, source: ModelSource, processes: int) -> str 
     return None
 
 
-def warm(model: Model, targets: Any) -> None:
+def warm(spec: ExecutionSpec) -> None:
     """Compiles what updates run: the assembly of each form of parameter from tensors of each dtype, and its
     quantization. Equal layers share them.
     """
-    sources = jax.tree.leaves(model.sources, is_leaf=_is_source)
+    _warm(spec.params, spec.model.sources, dtypes(spec.model))
+    if spec.images is not None:
+        _warm(spec.images.params, spec.images.encoder.sources, dtypes(spec.model))
+
+
+def _warm(targets: Any, sources: Any, dtypes: Iterable[np.dtype]) -> None:
+    sources = jax.tree.leaves(sources, is_leaf=_is_source)
     done = set[Any]()
     for target, source in zip(jax.tree.leaves(targets, is_leaf=is_weight), sources, strict=True):
         names, places = places_of(source)
@@ -135,7 +153,7 @@ def warm(model: Model, targets: Any) -> None:
         done.add(form)
         shapes = {piece.name: piece.shape for piece in source}
         everywhere = NamedSharding(plain(target).sharding.mesh, PartitionSpec())
-        for dtype in dtypes(model):
+        for dtype in dtypes:
             zeros = {name: jax.device_put(np.zeros(shapes[name], dtype), everywhere) for name in names}
             fitted(assemble_on_devices(plain(target), source, zeros), target)
 

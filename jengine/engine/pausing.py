@@ -91,6 +91,8 @@ def replace_weights(
     if not keep_cache:
         engine.scheduler.preempt_all()
     engine.scheduler.blocks.reset()
+    if checked.encoder is not None:
+        engine.scheduler.registry.images.reset()
     try:
         live.replace(checked, version)
     finally:

@@ -241,11 +241,9 @@ def _prepare(
     draft, encoder = source.load_draft(shapes, weights, progress), source.load_encoder(shapes)
     if config.weight_updates:
         why = why_not_updatable(shapes.model, source, config.num_processes)
-        if shapes.images is not None:
-            why = 'must be False with images; limit_mm_per_prompt={"image": 0} serves text alone'
         if why is not None:
             raise InvalidArgument("weight_updates", True, why)
-        warm(shapes.model, shapes.params)
+        warm(shapes)
     lap("weights")
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)
@@ -311,7 +309,12 @@ def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -
         max_loras=0 if spec.lora is None else spec.lora.max_loras,
         images=None
         if spec.images is None
-        else Images(spec.images.rows, spec.model.config.vocab_size, turns=spec.turns),
+        else Images(
+            spec.images.rows,
+            spec.model.config.vocab_size,
+            turns=spec.turns,
+            ahead=spec.ahead,
+        ),
         options=SchedulingOptions.of(config),
         costs=warmed_up.costs,
     )

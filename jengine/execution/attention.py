@@ -181,8 +181,9 @@ class PagedAttention:
             return latent_dispatch.latent_attention_prefill(
                 q, own[0], *where, options, rank=rank, most_pages=most, device=self._device
             )
+        until = None if options.causal else self._until
         return dispatch.paged_attention_prefill(
-            q, own[0], own[1], *where, options, pages=most, until=self._until, device=self._device
+            q, own[0], own[1], *where, options, pages=most, until=until, device=self._device
         )
 
     def _of_part(self, pages: jax.Array, part: int) -> jax.Array:

@@ -56,7 +56,7 @@ class DeviceState:
         self.cache, self.slots = programs[ALLOCATE]()
         self.stacks: Stacks = programs[ALLOCATE_ADAPTERS]() if spec.stacks else ()
         self.pool: jax.Array | None = programs[ALLOCATE_POOL]() if spec.images else None
-        self.encoder_leaves = tuple(jax.tree.leaves(encoder))
+        self.encoder_leaves: tuple[jax.Array, ...] = tuple(jax.tree.leaves(encoder))
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None
         self.tiles: jax.Array | None = None
@@ -90,6 +90,11 @@ class DeviceState:
         """Gives up the model's parameters: the caller's list is the only reference to them here."""
         leaves = [*self.leaves]
         self.leaves = self.draft_leaves = self.both_leaves = ()
+        return leaves
+
+    def take_encoder(self) -> list[jax.Array]:
+        """The same for the encoder's parameters."""
+        leaves, self.encoder_leaves = [*self.encoder_leaves], ()
         return leaves
 
     def free_cache(self) -> None:

@@ -25,7 +25,7 @@ def prepare(spec: ExecutionSpec) -> None:
     device = spec.mesh.devices.flat[0]
     for group in paged(spec.groups):
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
-        dispatch.prepare(weights, q, k_pages, device=device)
+        dispatch.prepare(weights, q, k_pages, ahead=spec.ahead, device=device)
         flashinfer.prepare(spec.attention_backend, q, k_pages, _options(group), device)
     if spec.adapters is not None:
         prepare_adapters(spec.adapters)
@@ -71,7 +71,8 @@ def kernels_refused(spec: ExecutionSpec) -> str | None:
 
     def refused(group: CacheGroup) -> str | None:
         q = _queries(spec, group, 1, spec.table.tile_size)
-        return dispatch.why_prefill_unsupported(q, *_pages(spec, group), _options(group), device=device)
+        how: Any = {"ahead": spec.ahead, "device": device}
+        return dispatch.why_prefill_unsupported(q, *_pages(spec, group), _options(group), **how)
 
     return decode_refused(spec) or next(filter(None, map(refused, paged(spec.groups))), None)
 

@@ -114,7 +114,7 @@ class ExecutionSpec:
     def most_pages(self, tokens: int) -> int:
         """Maximum pages that a sequence holds, over all cache groups, until it has this many tokens."""
         return sum(
-            most_pages(tokens, group.window, self.page_size, self.table.tile_size)
+            most_pages(tokens, group.window, self.page_size, self.table.whole_tiles * self.table.tile_size)
             for group in paged(self.groups)
         )
 
@@ -171,12 +171,18 @@ class ExecutionSpec:
             groups=len(paged(self.groups)),
             states=self.num_states > 0,
             turns=self.turns,
+            ahead=self.ahead,
         )
 
     @property
     def turns(self) -> bool:
         """Whether tokens of images have positions of three numbers (mrope)."""
         return self.images is not None and bool(self.model.config.rope.sections)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the tokens of an image see each other."""
+        return self.images is not None and self.images.encoder.vision.ahead
 
     # Abstract values, with shardings, from which programs are lowered.
 

@@ -41,6 +41,7 @@ from jengine.models.layers import (
     unit,
     value,
     vocabulary,
+    with_images,
 )
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts
@@ -80,7 +81,10 @@ class Gemma4Attention(Attention):
         given: Qkv | QueriesOnly = QueriesOnly(q)
         if self.k_norm is not None:
             given = Qkv(q, self.k_norm(qkv[:, :, group]), unit(qkv[:, :, -1], config.norm_eps))
-        y = attend(self.reads, given, rotation, AttentionOptions(1.0, window=config.window(layer)))
+        window = config.window(layer)
+        # an image's tokens see later ones in layers with a window only
+        options = AttentionOptions(1.0, window=window, causal=window is None)
+        y = attend(self.reads, given, rotation, options)
         return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def cache(self, layer: int) -> CacheEntry:
@@ -203,7 +207,7 @@ class Gemma4(Llama):
         return Gemma4Layer(config, dtype, name, index)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = self.embedded(tokens)
+        x = with_images(self.embedded(tokens), attend)
         own = self.layer_inputs(tokens, x)
         everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
         layers: Sequence[Gemma4Layer] = self.layers  # type: ignore[assignment]
@@ -341,7 +345,7 @@ OTHER_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 TEXT = TextPart(("gemma4_text",), OTHER_PARTS)
 FAMILIES = {
     "gemma4": Family(
-        "Gemma 4 with images and sound (its text model)",
+        "Gemma 4 with images",
         Gemma4,
         read_gemma4,
         text_part=TEXT,

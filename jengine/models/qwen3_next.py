@@ -304,11 +304,9 @@ AHEAD, IMAGES = ("mtp.",), ("visual.", "mtp.")  # multi-token prediction (MTP); 
 
 DENSE, MOE = TextPart(("qwen3_5_text",), IMAGES), TextPart(("qwen3_5_moe_text",), IMAGES)
 FAMILIES = {
-    "qwen3_5": Family(
-        "Qwen3.5, Qwen3.6 (the text model)", Qwen35, read_qwen3_5, DEFAULTS, DENSE, parts=PARTS
-    ),
+    "qwen3_5": Family("Qwen3.5, Qwen3.6", Qwen35, read_qwen3_5, DEFAULTS, DENSE, parts=PARTS),
     "qwen3_5_moe": Family(
-        "Qwen3.5 and 3.6 with experts (the text model)",
+        "Qwen3.5 and 3.6 with experts",
         Qwen35,
         read_qwen3_5_moe,
         MOE_DEFAULTS,

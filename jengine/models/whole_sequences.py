@@ -46,7 +46,7 @@ class WholeSequences:
             self._kept[layer] = k, v
         k, v = (array.reshape(self._rows, -1, *array.shape[1:]) for array in self._kept[layer])
         grouped = q.reshape(self._rows, k.shape[1], k.shape[2], -1, q.shape[-1])
-        until = None if self._until is None else self._until.reshape(self._rows, -1)
+        until = None if self._until is None or options.causal else self._until.reshape(self._rows, -1)
         return _attention(grouped, k, v, options, until).reshape(len(q), -1, v.shape[-1])
 
 

@@ -143,6 +143,7 @@ class Scheduler:
             pages=num_pages - 1,
             windows=tuple(group.window for group in groups),
             tile_size=table.tile_size,
+            whole=table.whole_tiles * table.tile_size,
             recurrent=num_states > 0,
         )
         self.timeline = Timeline()

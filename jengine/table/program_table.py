@@ -171,6 +171,8 @@ class ProgramTable:
     drafts: int = 0  # tokens that a draft model proposes for a sequence; 0: there is none
     adapters: int = 0  # places of adapters, for which there are trunks and bursts
     encoders: tuple[int, ...] = ()  # patches of the programs that encode images
+    # tiles that every step with tiles must be able to hold: those of an image whose tokens see each other
+    whole_tiles: int = 1
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:

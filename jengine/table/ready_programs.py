@@ -129,8 +129,8 @@ class ReadyPrograms:
 
 
 def first_needed(table: ProgramTable) -> list[TableKey]:
-    """The smallest set that serves any request: a trunk with one tile, one without, and the full sampler that
-    both share. For a batch-invariant table, everything.
+    """The smallest set that serves any request: a trunk with the fewest tiles, one without, and the full
+    sampler that both share. For a batch-invariant table, everything.
 
     The full sampler takes longer to compile than everything else, so the trunk without tiles is the one whose
     steps have as many samples as those of the other, if there is one.
@@ -160,7 +160,8 @@ def by_use(table: ProgramTable) -> list[TableKey]:
 
 def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
     rows = table.mixed_row_buckets[0]
-    return [table.longest(rows or table.row_buckets[0], 0), table.longest(rows, table.tile_buckets[0])]
+    tiles = next(bucket for bucket in table.tile_buckets if bucket >= table.whole_tiles)
+    return [table.longest(rows or table.row_buckets[0], 0), table.longest(rows, tiles)]
 
 
 def _with_others(

@@ -32,6 +32,7 @@ class Vision(Protocol):
         places: numbers of its place.
         patches_per_row: patches of one embedding.
         levels: hidden sizes in an embedding row: 1, or more with DeepStack.
+        ahead: whether the tokens of a part see each other, those behind them too. They follow one another.
         smallest, largest: patches of the smallest and of the largest part that `cut` makes. All parts have a
             multiple of `smallest` patches.
         most_rows: embeddings of the largest image.
@@ -44,6 +45,7 @@ class Vision(Protocol):
     places: int
     patches_per_row: int
     levels: int
+    ahead: bool
     smallest: int
     largest: int
     most_rows: int

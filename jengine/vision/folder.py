@@ -16,6 +16,7 @@ PROCESSORS = "preprocessor_config.json", "processor_config.json"
 # by model_type: the module and the class; imported when needed
 FAMILIES = {
     "gemma3": ("gemma3", "Gemma3Vision"),
+    "gemma4": ("gemma4", "Gemma4Vision"),
     "idefics3": ("smolvlm", "SmolVlm"),
     "qwen2_5_vl": ("qwen2_5_vl", "Qwen25Vision"),
     "qwen3_5": ("qwen3_vl", "Qwen3Vision"),
@@ -24,10 +25,6 @@ FAMILIES = {
     "qwen3_vl_moe": ("qwen3_vl", "Qwen3Vision"),
     "smolvlm": ("smolvlm", "SmolVlm"),
 }
-
-
-# whose text models do not take images from the engine yet: tokens of images see later ones, recurrent states
-UNSERVED = "gemma3", "qwen3_5", "qwen3_5_moe"
 
 
 def vision_of(folder: Path, encode: Encode) -> Vision | None:
@@ -63,15 +60,13 @@ def vision_of(folder: Path, encode: Encode) -> Vision | None:
 
 
 def served_vision(folder: Path, encode: Encode, rows: int) -> Vision | None:
-    """The same for an engine; None also for families whose images it does not serve yet.
+    """The same for an engine.
 
     Args:
         rows: the most embeddings of an image, if the family reads images of any size.
     """
     vision = vision_of(folder, encode)
-    if vision is None or _read(folder / "config.json")["model_type"] in UNSERVED:
-        return None
-    return vision.limited(rows)
+    return None if vision is None else vision.limited(rows)
 
 
 def no_text(text: str) -> list[int]:

@@ -31,12 +31,10 @@ FIXED = {
 class Gemma3Vision:
     """See `family.Vision`. Every image has the same size, so segments are frames of as many patches. A
     patch's place is the number of its learned position.
-
-    The text model lets the tokens of an image see each other, before and after them, see
-    `core.image_positions.last_seen`.
     """
 
     places = levels = 1
+    ahead = True
     marker = "<start_of_image>"
 
     def __init__(

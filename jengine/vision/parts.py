@@ -85,14 +85,19 @@ def axial_rotation(head_dim: int, theta: float, rows: jax.Array, columns: jax.Ar
     return Rope(frequencies * 2, axes=(0,) * count + (1,) * count).cos_sin(jnp.stack([rows, columns]))
 
 
-def within_segments(segments: jax.Array) -> Attention:
-    """Attention of tokens to all tokens of their segment, before and after them. segments int32[N]."""
+def within_segments(segments: jax.Array, scale: float | None = None) -> Attention:
+    """Attention of tokens to all tokens of their segment, before and after them.
+
+    Args:
+        segments: int32[N].
+        scale: multiplies the scores; None: one over the root of a head's size.
+    """
     padding = -len(segments) % QUERIES
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         def some(args: tuple[jax.Array, jax.Array]) -> jax.Array:
             queries, own = args
-            return _attention(queries, k, v, own[:, None] == segments)
+            return _attention(queries, k, v, own[:, None] == segments, scale)
 
         queries, own = (
             jnp.pad(q, ((0, padding), (0, 0), (0, 0))),
@@ -143,11 +148,14 @@ def within_runs(runs: jax.Array, longest: int) -> Attention:
     return attend
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float | None = None
+) -> jax.Array:
     """q [Q, heads, dim], k and v [K, heads, dim], seen bool [Q, K] -> as q. Each query sees a key."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen, product("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5, -jnp.inf)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = jnp.where(seen, product("qhd,khd->hqk", q, k) * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out: jax.Array = product("hqk,khd->qhd", weights, v)
     return out.astype(q.dtype)

@@ -117,6 +117,7 @@ class QwenVision(ABC):
 
     patch_size: ClassVar[int]  # the family's default
     places: int
+    ahead = False
     marker = "<|image_pad|>"
 
     def __init__(

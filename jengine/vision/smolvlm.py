@@ -42,6 +42,7 @@ class SmolVlm:
     """
 
     places = levels = 1
+    ahead = False
 
     def __init__(
         self, config: Mapping[str, Any], processor: Mapping[str, Any], encode: Callable[[str], list[int]]

@@ -48,6 +48,7 @@ def paged_attention_prefill(
     positions: jax.Array,
     lengths: jax.Array,
     options: AttentionOptions,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """Tiles of consecutive queries, as `xla.paged_attention_prefill`. Padding gives zeros.
 
@@ -56,20 +57,26 @@ def paged_attention_prefill(
 
     Args:
         q: bfloat16, float16 or float32 [tiles, tile, heads, head_dim].
-        block_tables, positions, lengths: int32 [tiles, width], [tiles] and [tiles].
+        block_tables, positions, lengths, until: int32 [tiles, width], [tiles], [tiles] and [tiles, tile].
         k_pages, v_pages, options: as in `paged_attention_decode`.
     """
-    return _call(q, k_pages, v_pages, (block_tables, lengths, positions), options, decode=False)
+    where = (block_tables, lengths, positions) if until is None else (block_tables, lengths, positions, until)
+    return _call(q, k_pages, v_pages, where, options, decode=False)
 
 
-def prepare(q: Any, k_pages: Pages) -> None:
+def prepare(q: Any, k_pages: Pages, *, ahead: bool = False) -> None:
     """Registers the kernels of both functions for queries [..., heads, head_dim] and such a cache; abstract
-    arrays suffice."""
-    for decode in True, False:
-        _registered(q, k_pages, decode)
+    arrays suffice.
+
+    Args:
+        ahead: whether queries of tiles may see later tokens, in some layers.
+    """
+    _registered(q, k_pages, decode=True)
+    for further in {False, ahead}:
+        _registered(q, k_pages, decode=False, ahead=further)
 
 
-def _registered(q: Any, k_pages: Pages, decode: bool) -> str:
+def _registered(q: Any, k_pages: Pages, *, decode: bool, ahead: bool = False) -> str:
     """Registers a kernel and returns its name."""
     stored = str(k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype)
     _, kv_heads, page_size, head_dim = k_pages.shape
@@ -81,6 +88,7 @@ def _registered(q: Any, k_pages: Pages, decode: bool) -> str:
         page_size,
         q.shape[-2] // kv_heads,
         decode=decode,
+        ahead=ahead,
     )
     return register(made.name, lambda: native.compiled(lambda: source(made), made.name, name=made.name))
 
@@ -98,7 +106,7 @@ def _call(
     *,
     decode: bool,
 ) -> jax.Array:
-    name = _registered(q, k_pages, decode)
+    name = _registered(q, k_pages, decode=decode, ahead=len(where) == 4)
     k, v = (
         ([pages.values, pages.scale] if isinstance(pages, Quantized) else [pages])
         for pages in (k_pages, v_pages)

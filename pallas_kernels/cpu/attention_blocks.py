@@ -242,6 +242,7 @@ class Softmax:
 
     Attributes:
         position: int32 [rows], of each row's query.
+        reach: int32 [rows], how many tokens behind its own each query sees; None: none.
         slope: float32 [rows], at least 0; its product with a key's distance is subtracted from a score,
             before it is multiplied by scale.
         largest, factor: float32 [rows]: largest score so far; factor for the previous sums.
@@ -254,6 +255,7 @@ class Softmax:
     """
 
     position: Value
+    reach: Value | None
     slope: Value
     largest: Value
     factor: Value
@@ -287,8 +289,12 @@ class Softmax:
         with code.when(slope > 0.0):
             for n in vectors:
                 kept[n].set(kept[n].get() - slope.splat() * distances[n].to(vector(F32)))
+        window = self.window
+        if self.reach is not None:  # distances from the last token that is seen
+            reach = code.load(I32, self.reach + row * 4).splat()
+            window, distances = window + reach, [one + reach for one in distances]
         for n in vectors:
-            kept[n].set(distances[n].below(self.window).choose(kept[n].get(), MASKED))
+            kept[n].set(distances[n].below(window).choose(kept[n].get(), MASKED))
         before = code.load(F32, self.largest + row * 4)
         most = code.largest(_tree([one.get() for one in kept], Value.most)).most(before)
         factor = power_of_two(code, (before - most) * self.scale)

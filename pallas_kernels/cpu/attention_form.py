@@ -25,6 +25,7 @@ class Form:
         strip: rows multiplied at a time.
         columns: vectors of columns multiplied at a time, 1, 2 or 4.
         decode: whether a query is a row of its own rather than part of a tile.
+        ahead: whether queries of tiles may see later tokens.
         pair_keys, pair_values: whether keys, and weights and values, are multiplied as pairs of bfloat16
             rather than as float32.
     """
@@ -41,10 +42,11 @@ class Form:
     decode: bool
     pair_keys: bool
     pair_values: bool
+    ahead: bool = False
 
     @property
     def name(self) -> str:
-        how = "decode" if self.decode else "prefill"
+        how = "decode" if self.decode else "prefill_ahead" if self.ahead else "prefill"
         return f"jengine_{how}_{self.stored}_{self.inputs}_{self.head_dim}_{self.page_size}_{self.group}"
 
     @property
@@ -90,7 +92,15 @@ class Form:
 
 
 def form(
-    target: Target, stored: str, inputs: str, head_dim: int, page_size: int, group: int, *, decode: bool
+    target: Target,
+    stored: str,
+    inputs: str,
+    head_dim: int,
+    page_size: int,
+    group: int,
+    *,
+    decode: bool,
+    ahead: bool = False,
 ) -> Form:
     """The options for such a cache, with `group` query heads per kv head, on this processor."""
     at = processor(target)
@@ -99,5 +109,5 @@ def form(
     strip = -(-group // -(-group // most)) if decode else most
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
     rows = group if decode else max(group, ROWS)
-    how = rows, most, strip, columns, decode, pairs, pairs and not decode
+    how = rows, most, strip, columns, decode, pairs, pairs and not decode, ahead
     return Form(stored, inputs, head_dim, page_size, group, *how)

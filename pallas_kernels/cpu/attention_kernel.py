@@ -43,7 +43,8 @@ def source(form: Form) -> str:
     """The source of a module with the kernel, a function of (frame, part, parts).
 
     Arguments: queries [tiles, tile, heads, head_dim] (decode: [queries, heads, head_dim]); block tables;
-    lengths; positions (not for decode); options float32 [scale, cap or 0, window or 0, a sink for each head
+    lengths; positions (not for decode); the last token that each query sees (if it may be a later one);
+    options float32 [scale, cap or 0, window or 0, a sink for each head
     or NO_SINK, a slope for each head or 0]; keys and their scales if any; values and their scales if any. The
     result has the shape of the queries.
     """
@@ -108,7 +109,7 @@ class _Arguments:
 
     def __init__(self, code: Code, frame: Value, form: Form, parts: Value) -> None:
         self.code, self.form = code, form
-        index = iter(range(9))
+        index = iter(range(10))
 
         def argument() -> tuple[Value, Value]:
             return code.argument(frame, next(index))
@@ -117,6 +118,7 @@ class _Arguments:
         self.tables, table_shape = argument()
         self.lengths, _ = argument()
         self.positions = None if form.decode else argument()[0]
+        self.until = argument()[0] if form.ahead else None
         options, _ = argument()
         self.keys, k_shape = argument()
         scaled = argument() if form.quantized else None
@@ -148,10 +150,24 @@ class _Arguments:
             with code.loop(0, queries, size) as first:
                 own = (queries - first).least(size)
                 real, position = (length - first).most(0).least(own), start + first
-                oldest, end = self._oldest(position), position + real
+                oldest, end = self._oldest(position), self._end(tile, first, real, position + real)
                 cost = self._spans(oldest, end) * (real * self.form.group + PACKING)
                 cost = (real > 0).choose(cost, 1)
                 yield _Block(tile, first, own, real, position, oldest, end, cost)
+
+    def _end(self, tile: Value, first: Value, real: Value, end: Value) -> Value:
+        """The end of the tokens that some query of a block sees; `end`: that of its own tokens."""
+        if self.until is None:
+            return end
+        code, out = self.code, self.code.variable(end)
+        with code.loop(0, real) as query:
+            out.set(out.get().most(self.last_seen(tile, first + query) + 1))
+        return out.get()
+
+    def last_seen(self, tile: Value, query: Value) -> Value:
+        """The last token that a query of a tile sees."""
+        assert self.until is not None
+        return self.code.load(I32, self.until + (tile * self.tile + query) * 4).to(I64)
 
     def _tiles(self) -> Iterator[tuple[Value, Value, Value, Value, Value]]:
         """A loop over tiles, or over sequences of decode rows: index, position of the first query, number of
@@ -241,6 +257,7 @@ class _Item:
         scale, cap = given.scale, given.cap
         self.softmax = Softmax(
             position=memory(rows * 4),
+            reach=memory(rows * 4) if form.ahead else None,
             slope=memory(rows * 4),
             largest=memory(rows * 4),
             factor=memory(rows * 4),
@@ -281,6 +298,9 @@ class _Item:
         with code.loop(0, rows) as row:
             query = (row // form.group).least(block.real - 1)
             code.store((block.position + query).to(I32), soft.position + row * 4)
+            if soft.reach is not None:
+                last = self.given.last_seen(block.tile, block.first + query)
+                code.store((last - block.position - query).to(I32), soft.reach + row * 4)
             code.store(
                 code.load(F32, self.given.slopes + (head * form.group + row % form.group) * 4),
                 soft.slope + row * 4,
@@ -331,6 +351,8 @@ class _Item:
                         code.store(code.gather(vector(F32), scales, place), to + lane * 4)
             # The rows before it belong to earlier queries.
             seeing = (first - block.position).most(0) * form.group // form.strip * form.strip
+            if form.ahead:
+                seeing = code.whole(0)
             with code.loop(seeing, rows, form.strip) as row:
                 self._strip(row, first, partial(self._values, places, later) if form.in_place else None)
 

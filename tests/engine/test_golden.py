@@ -18,6 +18,8 @@ from tests.golden.weights import VARIANTS, Case, Golden
 # compiled as users' programs are; the rest differ outside what the engine adds
 IN_CI = {"rope_dynamic_beyond", "gemma2"}
 PAGE = SMALL["page_size"]
+# images whose tokens see each other: a step must hold one
+OPTIONS = {"gemma4_images": {"image_pool_rows": 64}}
 CASES = [
     variant if variant in IN_CI else pytest.param(variant, marks=pytest.mark.full) for variant in VARIANTS
 ]
@@ -37,7 +39,8 @@ def assert_equal(answer: Answer, case: Case) -> None:
 
 @pytest.mark.parametrize("variant", CASES)
 def test_greedy_tokens_and_logprobs(variant: str, make_engine: Callable[..., Engine]) -> None:
-    engine, cases = make_engine(variant, optimized=variant in IN_CI), Golden.read(variant).cases
+    engine = make_engine(variant, optimized=variant in IN_CI, **OPTIONS.get(variant, {}))
+    cases = Golden.read(variant).cases
     work = [
         (
             case.prompt.tolist(),

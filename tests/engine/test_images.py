@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,21 +209,31 @@ def test_refused_prompts(llm: LLM) -> None:
 
 
 @pytest.mark.full
-def test_a_hundred_images_compile_nothing(folder: Path) -> None:
-    """Random sizes among text requests, in an engine that starts as any: no compilation after the start."""
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_five_hundred_images_compile_nothing(folder: Path, batch_invariant: bool) -> None:
+    """Random sizes among text requests, in an engine that starts as any: no compilation after the start. With
+    batch_invariant, another order changes no bit.
+    """
     rng = np.random.default_rng(0)
-    llm = LLM(folder, progress=False, **OPTIONS)
-    sizes = [(int(w), int(h)) for w, h in rng.integers(1, 150, (100, 2)) if max(w, h) < 40 * min(w, h)]
+    how = {"tile_size": 16, "batch_invariant": True} if batch_invariant else {}
+    llm = LLM(folder, progress=False, **{**OPTIONS, **how})
+    sizes = [(int(w), int(h)) for w, h in rng.integers(1, 150, (520, 2)) if max(w, h) < 40 * min(w, h)][:500]
     prompts: list[Any] = []
     for number, size in enumerate(sizes):
         image = picture(str(number), size)
         prompts.append({"prompt": f"{number}<image>?", "multi_modal_data": {"image": image}})
         prompts.append(f"text {number}" * int(rng.integers(1, 5)))
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    params = replace(GREEDY, max_tokens=6)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert len(sizes) > 90 and all(len(output.outputs[0].token_ids) == 6 for output in outputs)
-    again = llm.generate(prompts[:20], params, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs[:20]]
+    assert len(sizes) == 500 and all(len(output.outputs[0].token_ids) == 6 for output in outputs)
+    llm.engine.do(ResetPrefixCache())
+    order = rng.permutation(len(prompts))[: len(prompts) if batch_invariant else 40]
+    for number, output in zip(
+        order, llm.generate([prompts[at] for at in order], params, use_tqdm=False), strict=True
+    ):
+        one, other = output.outputs[0], outputs[number].outputs[0]
+        assert one.token_ids == other.token_ids
+        assert not batch_invariant or one.logprobs == other.logprobs
     assert llm.stats["compiles_since_start"] == 0
     llm.engine.scheduler.check_integrity()
 

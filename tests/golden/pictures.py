@@ -33,11 +33,14 @@ _QWEN3 = {
 }
 # published with the older names of limits
 _QWEN2 = {**without(_QWEN3, "size", "image_mean", "image_std"), "min_pixels": 256, "max_pixels": 2400}
-_GEMMA3 = {"size": {"height": 24, "width": 24}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_GEMMA3 = {"size": {"height": 40, "width": 40}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_GEMMA4 = {"patch_size": 2, "pooling_kernel_size": 3, "max_soft_tokens": 70}
 PICTURES = {
     "gemma3_images": Pictures(_GEMMA3, _SIZES),
+    "gemma4_images": Pictures(_GEMMA4, (*_SIZES[:2], (4, 150, "RGB"))),
     "qwen2_5_vl": Pictures(_QWEN2, _SIZES),
     "qwen3_5": Pictures(_QWEN3, _SIZES),
+    "qwen3_5_moe": Pictures(_QWEN3, _SIZES[:2]),
     "qwen3_vl": Pictures(_QWEN3, _SIZES),
     "qwen3_vl_moe": Pictures(_QWEN3, _SIZES[:2]),
 }

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
@@ -94,6 +95,31 @@ def of_gemma(variant: str) -> dict[str, np.ndarray]:
     }
 
 
+def of_gemma4(variant: str) -> dict[str, np.ndarray]:
+    model, config = load(variant), VARIANTS[variant]
+    processor = Gemma4ImageProcessorPil(**PICTURES[variant].processor)
+    images = processor(pictures(variant), return_tensors="pt")
+    pixels, places = images["pixel_values"], images["image_position_ids"]
+    out: dict[str, np.ndarray] = {}
+    tokens: list[int] = []
+    texts = text(variant, len(pixels))
+    features = model.model.get_image_features(pixels, places).pooler_output
+    for i, rows in enumerate(features):
+        real = (places[i] >= 0).all(-1)
+        out |= {f"pixels_{i}": pixels[i][real].numpy(), f"rows_{i}": rows.numpy()}
+        tokens += [*texts[i], config["boi_token_id"], *[config["image_token_id"]] * len(rows)]
+        tokens.append(config["eoi_token_id"])
+    ids = torch.tensor([[*tokens, *texts[-1]]])
+    kinds = (ids == config["image_token_id"]).int()
+    given = {"pixel_values": pixels, "image_position_ids": places, "mm_token_type_ids": kinds}
+    logits = model(input_ids=ids, **given, use_cache=False).logits[0]
+    return {
+        **out,
+        "tokens": ids[0].numpy().astype(np.int32),
+        "logprobs": torch.log_softmax(logits.float(), dim=-1).numpy(),
+    }
+
+
 def fitted(count: int = 400) -> np.ndarray:
     """int32 [sizes, 6]: height, width, least and most pixels, and the new height and width, for multiples of
     28.
@@ -111,7 +137,9 @@ def fitted(count: int = 400) -> np.ndarray:
 
 RECORDERS = {
     "qwen3_5": of_qwen,
+    "qwen3_5_moe": of_qwen,
     "gemma3": of_gemma,
+    "gemma4": of_gemma4,
     "qwen2_5_vl": of_qwen,
     "qwen3_vl": of_qwen,
     "qwen3_vl_moe": of_qwen,

@@ -60,6 +60,8 @@ def weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
             variant in ("gemma", "gemma3") or variant.startswith(ADD_ONE)
         ) and "linear_attn" not in name
         scaled = (0.0 if adds_one else 1.0) + 0.3 * noise
+    elif name.endswith(("_min", "_max")):  # bounds of an encoder's products, which some numbers exceed
+        scaled = (-2.0 if name.endswith("min") else 2.0) + 0.3 * noise
     elif name.endswith(("scale", "scalar")):
         scaled = 1.0 + 0.3 * noise
     elif any(table in name for table in ("embed_", "embeddings", "lm_head", "wte", "wpe")):
@@ -82,7 +84,7 @@ def weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
         scaled = 1.3 / math.sqrt(inputs) * noise
     if ties and not EACH_EXPERT.search(name) and any(part in name for part in OF_EXPERTS):
         scaled[1::2] = scaled[::2]
-    return scaled.astype(np.float32)
+    return np.asarray(scaled, np.float32)
 
 
 def uniform(key: str, count: int) -> np.ndarray:

@@ -32,6 +32,7 @@ from kernel_facts import (
     WRITES,
     Case,
     cache_of,
+    prefill,
 )
 
 from pallas_kernels import dispatch
@@ -139,6 +140,15 @@ def test_two_blocks_overlap_where_one_warpgroup_computes(case: Case) -> None:
 @pytest.mark.parametrize("case", some(PREFILL_WIDE, *PREFILL_WIDE))
 def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only(case: Case) -> None:
     check_prefill(case, PREFILL_THREADS, blocks=1, spilled=128)
+
+
+@pytest.mark.parametrize(("head_dim", "spilled"), [(256, 0), pytest.param(128, 64, marks=pytest.mark.full)])
+def test_queries_that_see_later_tokens_spill_little(head_dim: int, spilled: int) -> None:
+    """With Gemma 3's heads and window."""
+    function, arrays = prefill(head_dim, 64, group=2, window=1024)
+    until = jax.ShapeDtypeStruct(arrays[0].shape[:2], jnp.int32)
+    case = (lambda *args: function(*args[:-1], until=args[-1])), (*arrays, until)
+    check_prefill(case, PREFILL_THREADS, blocks=1, spilled=spilled)
 
 
 FEW_GROUPED = "64 rows, int8", "8 rows, both fp8, few outputs"

@@ -65,10 +65,20 @@ def check(
     *,
     blocks: int | None = 3,
     runner: Runner = INTERPRETED,
+    further: int | None = None,
 ) -> float:
-    """The largest error, see `largest_error`."""
+    """The largest error, see `largest_error`.
+
+    Args:
+        further: from the fourth query on, all see this many tokens behind the last; None: they see none.
+    """
     positions, lengths = tiles(tile, page_size)
-    ends = [position + length for position, length in zip(positions, lengths, strict=True)]
+    ends, until = [position + length for position, length in zip(positions, lengths, strict=True)], None
+    if further is not None:
+        at = np.array(positions)[:, None] + np.arange(tile)
+        ends = [end + further * (length > 3) for end, length in zip(ends, lengths, strict=True)]
+        last = np.where(np.arange(tile) < 3, at, np.maximum(at, np.array(ends)[:, None] - 1))
+        until = jnp.asarray(last, jnp.int32)
     whole = cache(ends, -(-max(ends) // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, positions, ends, ways.get("window"), behind=0)
     clean = paged.clean()
@@ -79,7 +89,9 @@ def check(
     )
     options = options_of(ways, kv_heads * group)
     stages = None if head_dim == 256 else 2  # few in any case, so that they are used again
-    form: Ways = {"stages": stages, "blocks": blocks} | runner.form(operand_in_registers=False)
+    form: Ways = {"stages": stages, "blocks": blocks, "until": until} | runner.form(
+        operand_in_registers=False
+    )
     run = jax.jit(partial(paged_attention_prefill, options=options, **form))
     where = jnp.asarray(positions), jnp.asarray(lengths)
     got = np.asarray(runner.run(run, q, *paged[:3], *where), np.float32)
@@ -88,7 +100,7 @@ def check(
         run = jax.jit(partial(paged_attention_prefill, options=options, **form | {"blocks": 2}))
         np.testing.assert_array_equal(got, np.asarray(runner.run(run, q, *whole[:3], *where), np.float32))
     want = np.asarray(
-        jax.jit(partial(reference.paged_attention_prefill, options=options))(
+        jax.jit(partial(reference.paged_attention_prefill, options=options, until=until))(
             q.astype(jnp.float32), clean.k, clean.v, clean.tables, *where
         )
     )
@@ -106,6 +118,13 @@ def test_the_reference_is_met(
     head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways
 ) -> None:
     check(head_dim, kv_heads, group, page_size, tile, dtype, ways)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "ways"), [(64, 3, BOTH), pytest.param(256, 2, PLAIN, marks=pytest.mark.full)]
+)
+def test_the_reference_is_met_if_queries_see_later_tokens(head_dim: int, group: int, ways: Ways) -> None:
+    check(head_dim, 1, group, 16, 48, "bfloat16", ways, further=37)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype", "ways", "kind"), EIGHT_BITS)

@@ -108,19 +108,31 @@ def check_decode(case: Case, lengths: list[int]) -> None:
     assert not got[empty].any()
 
 
-def check_prefill(case: Case, tile: int, positions: list[int], lengths: list[int]) -> None:
+def check_prefill(
+    case: Case, tile: int, positions: list[int], lengths: list[int], further: int | None = None
+) -> None:
+    """further: from the fourth query on, all see this many tokens behind the last real query; None: no query
+    sees later ones.
+    """
     ends = [position + length if length else 0 for position, length in zip(positions, lengths, strict=True)]
+    at, until = np.array(positions)[:, None] + np.arange(tile), None
+    if further is not None:
+        ends = [end + further * (length > 3) for end, length in zip(ends, lengths, strict=True)]
+        last = np.where(np.arange(tile) < 3, at, np.maximum(at, np.array(ends)[:, None] - 1))
+        until = jnp.asarray(last, jnp.int32)
     whole, seen, clean = pages(case, positions, ends)
     where = jnp.array(positions, jnp.int32), jnp.array(lengths, jnp.int32)
     q = queries(case, len(lengths), tile)
     real = np.arange(tile) < np.array(lengths)[:, None]
     q = jnp.where(real[..., None, None], q, jnp.nan)
     options = options_of(case.ways, q.shape[-2])
-    run = jax.jit(partial(paged_attention_prefill, options=options))
+    run = jax.jit(partial(paged_attention_prefill, options=options, until=until))
     got = np.asarray(run(q, *seen[:3], *where), np.float32)
     np.testing.assert_array_equal(got, np.asarray(run(q, *whole[:3], *where), np.float32))
     args = jnp.nan_to_num(q.astype(jnp.float32)), *clean[:3], *where
-    want = np.asarray(jax.jit(partial(reference.paged_attention_prefill, options=options))(*args))
+    want = np.asarray(
+        jax.jit(partial(reference.paged_attention_prefill, options=options, until=until))(*args)
+    )
     # of each weight, and of the result
     rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0
     assert_near(
@@ -139,6 +151,11 @@ def test_decode_meets_the_reference(case: Case) -> None:
 def test_prefill_meets_the_reference(case: Case) -> None:
     """Padding queries are NaN too; their results are zeros."""
     check_prefill(case, 40, [0, case.page_size - 1, 0, 250, 64, 30], [40, 20, 0, 40, 1, 39])
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if isinstance(one, Case) and "slopes" not in one.ways])
+def test_prefill_that_sees_later_tokens_meets_the_reference(case: Case) -> None:
+    check_prefill(case, 40, [0, case.page_size - 1, 0, 250, 64, 30], [40, 20, 0, 40, 1, 39], further=37)
 
 
 class Sequence(NamedTuple):

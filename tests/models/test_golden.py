@@ -108,7 +108,7 @@ FURTHER |= {
     "opt_125m",
     "opt_1.3b",
 }
-FURTHER |= {"qwen3_moe", "cohere_norms"}
+FURTHER |= {"qwen3_moe", "cohere_norms", "gemma4_images"}
 # of model types that have another variant here
 IN_CI = [variant for variant in VARIANTS if variant not in FURTHER]
 # these are compiled as users' programs are

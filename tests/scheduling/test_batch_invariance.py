@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,6 +27,7 @@ from tests.scheduling.strict_device import Loop
 
 NO_END = {"ignore_eos": True}
 PROMPT = list(range(1, 31))
+TEXT: Any = SimpleNamespace(whole=())
 TABLE = ProgramTable.build_batch_invariant(max_num_seqs=32, tiles=2, tile_size=8)
 
 
@@ -87,7 +90,7 @@ def test_every_step_takes_the_same_programs(rows, samples, variant):
 def test_a_chunk_ends_at_a_multiple_of_the_tile_or_with_its_prompt(tile, start, length, room):
     start *= tile
     last = start + length
-    end = BatchInvariant(tile, 512).end(min(start + room, last), last)
+    end = BatchInvariant(tile, 512).end(TEXT, start, min(start + room, last), last)
     assert end == last or end % tile == 0
     assert end == last if room >= length else end == start + room // tile * tile
 

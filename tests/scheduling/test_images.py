@@ -106,3 +106,22 @@ def test_rows_have_one_owner(steps: list[tuple[int, list[int]]]) -> None:
         assert images.hold(waiting[0], 0)
         images.forget(waiting.pop(0))
         images.check_integrity()
+
+
+def test_embeddings_of_another_encoder_are_forgotten() -> None:
+    """A running sequence keeps those that it holds, until it gives them up."""
+    images, one, other = Images(4, VOCAB), sequence(part(1, 2)), sequence(part(1, 2))
+    images.came(one)
+    prepare(images, one)
+    assert images.hold(one, 0)
+    ids = images.inputs(one, 1, 3)
+    images.reset()
+    images.check_integrity()
+    again = prepare(images, other)
+    assert again is not None and images.hold(other, 0)
+    assert {*images.inputs(other, 1, 3)}.isdisjoint(ids)
+    for done in (one, other):
+        images.forget(done)
+        images.check_integrity()
+    images.reset()
+    assert sorted(images._free) == [*range(4)]

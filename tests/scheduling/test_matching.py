@@ -52,7 +52,9 @@ def test_a_prompt_that_waits_is_looked_up_once_for_each_change(monkeypatch):
     lookups = []
     match = one.scheduler.blocks.match
     monkeypatch.setattr(
-        one.scheduler.blocks, "match", lambda tokens, salt: lookups.append(len(tokens)) or match(tokens, salt)
+        one.scheduler.blocks,
+        "match",
+        lambda tokens, *more: lookups.append(len(tokens)) or match(tokens, *more),
     )
     runs = one.add(list(range(1, 31)), max_tokens=20, ignore_eos=True)
     one.step(0)

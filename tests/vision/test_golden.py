@@ -37,9 +37,9 @@ class Visual(NamedTuple):
 
 
 TOLERANCE = 1e-4
-ENDS, BOTH_WAYS = ("start", "end"), ("gemma3",)
+ENDS, BOTH_WAYS = ("start", "end"), ("gemma3", "gemma4")
 SEVERAL = ("qwen3_vl",)  # recorded images need more than one block of queries
-FURTHER = ("qwen3_vl_moe",)  # whose encoder is another's
+FURTHER = ("qwen3_vl_moe", "qwen3_5_moe")  # whose encoder is another's
 CASES = [
     pytest.param(variant, marks=[pytest.mark.full] if variant in FURTHER else []) for variant in PICTURES
 ]

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from jengine import InvalidArgument, ModelError
+from jengine.vision.gemma4 import fitted
 from jengine.vision.pixels import MOST_STRETCHED, fitting, most_fitting, rgb
 from jengine.vision.qwen import Preparation
 
@@ -33,6 +34,23 @@ def test_the_most_pixels_are_a_bound() -> None:
                 assert pixels <= most_fitting(28, least, most)
     with pytest.raises(InvalidArgument, match="image='402 x 2 pixels': may be 200 times as long as wide"):
         fitting((2, 402), 28, 3136, 6000)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "few", "many"),
+    [
+        (480, 640, (7, 9), (14, 19)),
+        (1920, 1080, (11, 6), (22, 12)),
+        (7, 7, (8, 8), (16, 16)),
+        (1, 1000, (1, 70), (1, 280)),
+        (5000, 31, (70, 1), (212, 1)),
+    ],
+)
+def test_gemma4_has_nearly_as_many_embeddings_as_are_allowed(
+    height: int, width: int, few: tuple[int, int], many: tuple[int, int]
+) -> None:
+    """As transformers' get_aspect_ratio_preserving_size."""
+    assert [fitted(height, width, 48, most) for most in (70, 280)] == [few, many]
 
 
 def test_transparent_is_white() -> None:

@@ -128,9 +128,8 @@ class Admission:
         outlook = (
             self._acceptance.outlook(self._timeline.start(now), rows) if self.strategy == "latency" else None
         )
-        situation = Situation(
-            len(rows), pending.count, predictor.tile_size, predictor.ready.tile_buckets, seconds, outlook
-        )
+        buckets = [tiles for tiles in predictor.ready.tile_buckets if tiles >= pending.least]
+        situation = Situation(len(rows), pending.count, predictor.tile_size, buckets, seconds, outlook)
         self.decision = throughput(situation) if outlook is None else latency(situation)
         self.decisions[f"{self.strategy}: {self.decision.reason}"] += 1
         return self.decision.tiles
@@ -176,7 +175,7 @@ class Admission:
         assert first is not None
         if self._full == (first.number, registry.releases):
             return 0
-        tokens, size, page_size = limits.max_model_len, limits.tile_size, limits.page_size
+        tokens, size, page_size = limits.max_model_len, limits.at_once, limits.page_size
         most = [
             None if window is None else most_pages(tokens, window, page_size, size)
             for window in limits.windows

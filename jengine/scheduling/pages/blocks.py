@@ -13,6 +13,7 @@ from jengine.scheduling.pages.page_pool import PagePool
 from jengine.scheduling.pages.prefix_finder import LAST_PAGE, PrefixFinder
 from jengine.scheduling.pages.prefix_index import PrefixIndex, Salt
 from jengine.scheduling.pages.states import States
+from jengine.scheduling.pages.whole import Ranges
 from jengine.table.pages import SWAPS, most_pages, pages_of
 
 
@@ -126,22 +127,22 @@ class BlockManager:
 
     # --- admission --------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int], salt: Salt) -> Hit:
+    def match(self, tokens: Sequence[int], salt: Salt, whole: Ranges = ()) -> Hit:
         """The longest cached prefix: a multiple of hit_grid, without the last token, which must always be
-        computed.
+        computed. It ends within none of these ranges of tokens.
         """
         if not self.prefix_caching:
             return NO_HIT
-        blocks = self._finder.longest(tokens, salt)
+        blocks = self._finder.longest(tokens, salt, whole=whole)
         return Hit(blocks, len(blocks) * self.page_size)
 
-    def match_both(self, tokens: Sequence[int], salt: Salt, hit: Hit) -> Hit:
+    def match_both(self, tokens: Sequence[int], salt: Salt, hit: Hit, whole: Ranges = ()) -> Hit:
         """The longest prefix found on device and host together, if it is longer than `hit`, found on the
         device alone.
         """
         if self.tier is None:
             return hit
-        blocks = self._finder.longest(tokens, salt, self.tier.find)
+        blocks = self._finder.longest(tokens, salt, self.tier.find, whole)
         found = len(blocks) * self.page_size
         return (
             Hit(blocks, found, len(self._finder.missing(blocks)), found - hit.tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jengine.scheduling.pages.prefix_index import Block, Find, PrefixIndex, Salt
+from jengine.scheduling.pages.whole import Ranges, outside
 
 LAST_PAGE = 2  # window of a group that needs only the last page of a hit: a state at its end
 
@@ -31,16 +32,19 @@ class PrefixFinder:
         self._windowed = [i for i, window in enumerate(windows) if window is not None]
         self._unwindowed = [i for i, window in enumerate(windows) if window is None]
 
-    def longest(self, tokens: Sequence[int], salt: Salt, find: Find | None = None) -> list[Block]:
+    def longest(
+        self, tokens: Sequence[int], salt: Salt, find: Find | None = None, whole: Ranges = ()
+    ) -> list[Block]:
         """The blocks of the longest hit. It ends on the grid and excludes the last token, which must always
         be computed.
 
         Args:
             find: looks up a block's page of a group elsewhere, such as on the host.
+            whole: ranges of tokens that it does not end within.
         """
-        size, grid = self._page_size, self._grid
+        size = self._page_size
         chain = self._index.chain(salt, tokens, (len(tokens) - 1) // size, self._unwindowed, find)
-        del chain[len(chain) // grid * grid :]
+        self._shorten(chain, len(chain), whole)
         while chain and self._windowed:
             firsts = [self.first_seen(group, len(chain) * size) for group in range(len(self._windows))]
             for index in range(len(chain) - 1, min(firsts[group] for group in self._windowed) - 1, -1):
@@ -49,11 +53,19 @@ class PrefixFinder:
                     not page and index >= firsts[group] and not (find and find(block, group))
                     for group, page in enumerate(block.pages)
                 ):
-                    del chain[index // grid * grid :]  # every longer prefix needs this page too
+                    self._shorten(chain, index, whole)  # every longer prefix needs this page too
                     break
             else:
                 break
         return chain
+
+    def _shorten(self, chain: list[Block], blocks: int, whole: Ranges) -> None:
+        """Shortens a hit to at most this many blocks, to where it may end."""
+        kept = blocks + 1
+        while blocks < kept:
+            kept = blocks // self._grid * self._grid
+            blocks = outside(whole, kept * self._page_size) // self._page_size
+        del chain[kept:]
 
     def branch(self, tokens: Sequence[int], salt: Salt) -> int:
         """Number of tokens with pages in all groups without a window. At least as long as the hit."""

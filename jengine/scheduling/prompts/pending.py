@@ -13,24 +13,27 @@ class PendingTiles:
 
     Attributes:
         count: total number of tiles.
+        least: tiles that the first chunk needs at once.
         longest: number of tokens of the longest of their sequences after the step.
     """
 
     def __init__(self, tile_size: int, windows: Windows) -> None:
         self.tile_size, self.windows = tile_size, windows
-        self.count = self.longest = 0
+        self.count = self.longest = self.least = 0
         self._chunks: list[tuple[int, int, bool]] = []
 
-    def add(self, start: int, tokens: int, limit: int, in_tiles: bool = False) -> None:
-        """Adds a prompt's tokens from `start` on, until there are `limit` tiles in total.
+    def add(self, start: int, end: int, at_once: int = 1, in_tiles: bool = False) -> None:
+        """Adds a prompt's tokens at [start, end).
 
-        in_tiles: whether all of them must lie in tiles.
+        Args:
+            at_once: how many of the first must be computed together.
+            in_tiles: whether all of them must lie in tiles.
         """
-        end = min(start + (limit - self.count) * self.tile_size, tokens)
-        if end > start:
-            self._chunks.append((start, end, in_tiles))
-            self.count += -(-(end - start) // self.tile_size)
-            self.longest = max(self.longest, end)
+        if not self._chunks:
+            self.least = -(-at_once // self.tile_size)
+        self._chunks.append((start, end, in_tiles))
+        self.count += -(-(end - start) // self.tile_size)
+        self.longest = max(self.longest, end)
 
     def attended(self, tiles: int) -> int:
         """Number of (query, key) pairs of the first `tiles` tiles; see Work."""

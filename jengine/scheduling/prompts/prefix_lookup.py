@@ -48,9 +48,10 @@ class PrefixLookup:
         question = sequence.number, self._blocks.version
         if self._last_match[0] != question:  # the first waiting sequence is looked up in every step
             tokens, count, salt = sequence.keys, self._composition.prefilled(sequence), sequence.salt
-            tokens = tokens[:count] if count < len(tokens) else tokens
-            hit = self._blocks.match(tokens, salt)
-            self._last_match = question, self.or_fetch(hit, self._blocks.match_both(tokens, salt, hit), count)
+            tokens, whole = tokens[:count] if count < len(tokens) else tokens, sequence.whole
+            hit = self._blocks.match(tokens, salt, whole)
+            both = self._blocks.match_both(tokens, salt, hit, whole)
+            self._last_match = question, self.or_fetch(hit, both, count)
         return self._last_match[1]
 
     def or_fetch(self, hit: Hit, longer: Hit, count: int) -> Hit:

@@ -7,6 +7,7 @@ from collections import Counter
 from jengine.core.beam_outputs import sampling_of
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.pages.block_table import Hit
+from jengine.scheduling.pages.whole import ahead, meets, next_range
 from jengine.scheduling.prompts.pending import PendingTiles
 from jengine.scheduling.prompts.prefix_lookup import PrefixLookup
 from jengine.scheduling.requests.composition import Composition
@@ -88,9 +89,7 @@ class PromptCutter:
             PendingTiles(self._tile_size, self._limits.windows),
         )
         for sequence in begun:
-            pending.add(
-                sequence.num_computed, self._composition.prefilled(sequence), limit, _in_tiles(sequence)
-            )
+            self._add(pending, sequence, sequence.num_computed, limit)
         admitting, room, taken, running = (
             self.admitting,
             self.room,
@@ -106,9 +105,22 @@ class PromptCutter:
             taken.update(self._needed(sequence, hit))
             if not self._fits(taken, running):
                 break
-            pending.add(hit.tokens, self._composition.prefilled(sequence), limit, _in_tiles(sequence))
+            self._add(pending, sequence, hit.tokens, limit)
             admitting, room, running = admitting - 1, room - sequence.slots, running + sequence.slots
         return pending
+
+    def _add(self, pending: PendingTiles, sequence: Sequence, start: int, limit: int) -> None:
+        """Adds a prompt's chunks from `start` on, until there are `limit` tiles in total."""
+        last, size = self._composition.prefilled(sequence), self._tile_size
+        while start < last and (room := limit - pending.count) > 0:
+            end = self._composition.end(sequence, start, min(start + room * size, last), last)
+            if end <= start:
+                return
+            whole = next_range(sequence.whole, start)
+            at_once = whole[1] - start if whole is not None and whole[0] == start else 1
+            seeing = meets(sequence.whole, end - (end - start) % size, end)
+            pending.add(start, end, at_once, seeing or _in_tiles(sequence))
+            start = end
 
     def cut(self, plan: PlanBuilder, begun: list[Sequence], budget: int) -> int:
         """Cuts prompts into a plan with at most `budget` tiles. Returns the number of tiles used.
@@ -165,7 +177,7 @@ class PromptCutter:
         For a beam search, includes the next pages of its beams.
         """
         blocks, prompt, beams = self._blocks, sequence.prompt_len, sequence.slots
-        needed = blocks.needed(hit, len(sequence.tokens), self._tile_size)
+        needed = blocks.needed(hit, len(sequence.tokens), self._limits.at_once)
         if beams > 1:
             shared, last = prompt // blocks.page_size, min(prompt + 1, sequence.max_len - 1)
             more = beams * (blocks.pages_of(last) - shared) - (blocks.pages_of(prompt) - shared)
@@ -183,12 +195,24 @@ class PromptCutter:
         self._registry.start([sequence, *self._searches.begin(sequence)])
 
     def _cut(self, plan: PlanBuilder, sequence: Sequence, tiles: int) -> int:
-        """Plans up to `tiles` tiles of a sequence's known tokens, if there are pages for them. Returns the
-        number of tiles."""
+        """Plans up to `tiles` tiles of a sequence's known tokens, if there are pages for them, in one chunk
+        or several. Returns the number of tiles.
+        """
+        used = 0
+        # once: all of a step's tokens are written before any is read
+        self._blocks.pass_windows(sequence.number, sequence.num_computed)
+        while used < tiles and sequence.state is State.PREFILLING:
+            more = self._cut_chunk(plan, sequence, tiles - used)
+            if not more:
+                break
+            used += more
+        return used
+
+    def _cut_chunk(self, plan: PlanBuilder, sequence: Sequence, tiles: int) -> int:
         number, start, blocks, size = sequence.number, sequence.num_computed, self._blocks, self._tile_size
         last = self._composition.prefilled(sequence)
-        blocks.pass_windows(number, start)
-        end = self._composition.end(blocks.room(number, min(start + tiles * size, last)), last)
+        room = blocks.room(number, min(start + tiles * size, last))
+        end = self._composition.end(sequence, start, room, last)
         if end <= start:
             return 0
         if sequence in self._landed:
@@ -198,7 +222,9 @@ class PromptCutter:
         wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
         states = None if blocks.states is None else blocks.states.tiles(number, start, end, size, last)
         inputs = self._registry.images.inputs(sequence, start, end)
-        plan.spans.append(Span(number, sequence.slot, start, end - start, inputs, *wanted, states=states))
+        span = Span(number, sequence.slot, start, end - start, inputs, *wanted, states=states)
+        span.ahead = ahead(sequence.whole, start, end)
+        plan.spans.append(span)
         plan.work = plan.work._replace(
             attended=plan.work.attended + pairs(start, end - start, self._limits.windows)
         )

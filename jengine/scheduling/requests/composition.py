@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from jengine.scheduling.pages.whole import next_range, outside
 from jengine.scheduling.requests.sequence import Sequence
 
 
@@ -20,9 +21,11 @@ class Composition:
         """Number of a sequence's known tokens that are computed in tiles; rows compute the others."""
         return len(sequence.tokens)
 
-    def end(self, end: int, last: int) -> int:
-        """Where a chunk ends, given room up to `end` and tokens to prefill up to `last`."""
-        return end
+    def end(self, sequence: Sequence, start: int, end: int, last: int) -> int:
+        """Where a chunk from `start` on ends, given room up to `end` and tokens to prefill up to `last`; at
+        most `start` if there is too little room.
+        """
+        return outside(sequence.whole, end)
 
     def hit_grid(self, page_size: int) -> int:
         """Prefix hits are multiples of this number of tokens."""
@@ -42,7 +45,8 @@ class BatchInvariant(Composition):
     change.
 
     - Steps never mix rows and tiles.
-    - Tiles begin and end at absolute multiples of the tile size, or at the prompt's end; so do hits.
+    - Tiles begin and end at absolute multiples of the tile size, or at the prompt's end; so do hits. An image
+      whose tokens see each other has tiles of its own, the first of which begins with it.
     - Prompt tokens are computed in tiles, generated tokens in rows. A resumed sequence recomputes its
     generated
       tokens in rows. The prefix cache holds only prompts: an earlier answer that becomes part of a prompt is
@@ -63,8 +67,15 @@ class BatchInvariant(Composition):
     def prefilled(self, sequence: Sequence) -> int:
         return sequence.prompt_len
 
-    def end(self, end: int, last: int) -> int:
-        return end if end == last else end // self._tile_size * self._tile_size
+    def end(self, sequence: Sequence, start: int, end: int, last: int) -> int:
+        size, stop = self._tile_size, last
+        if (whole := next_range(sequence.whole, start)) is not None:
+            if whole[0] == start:
+                return whole[1] if end >= whole[1] else start
+            stop = whole[0]
+        if start % size:  # behind an image
+            stop = min(stop, -(-start // size) * size)
+        return stop if end >= stop else end // size * size
 
     def hit_grid(self, page_size: int) -> int:
         return math.lcm(page_size, self._tile_size)

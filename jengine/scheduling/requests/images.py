@@ -33,11 +33,13 @@ class Embedded:
         rows: of the pool.
         users: running sequences that hold them.
         used: when they were last needed; larger is later.
+        old: whether no other sequence may use them.
     """
 
     rows: list[int]
     users: int = 0
     used: int = 0
+    old: bool = False
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class Images:
         rows: of the pool; 0: there are no images.
         vocab_size: ids from here on name the pool's rows.
         turns: whether positions have three numbers (mrope).
+        ahead: whether a part's tokens see each other, so that a step computes all of them.
 
     Attributes:
         first: as vocab_size.
@@ -65,8 +68,8 @@ class Images:
         reused: number of parts that were there when a sequence started to need them.
     """
 
-    def __init__(self, rows: int, vocab_size: int, *, turns: bool = False) -> None:
-        self.rows, self.first = rows, vocab_size
+    def __init__(self, rows: int, vocab_size: int, *, turns: bool = False, ahead: bool = False) -> None:
+        self.rows, self.first, self._ahead = rows, vocab_size, ahead
         self._parts: dict[Key, Embedded] = {}
         self._free = [*range(rows)][::-1]
         self._held: dict[Sequence, Held] = {}
@@ -78,9 +81,15 @@ class Images:
         self._clock = count(1)
         self.encoded = self.reused = 0
 
+    def anew(self) -> Images:
+        """The same with an empty pool and without requests."""
+        return Images(self.rows, self.first, turns=self._turns is not None, ahead=self._ahead)
+
     def came(self, sequence: Sequence) -> None:
         """A request was added."""
         self._waiting += sequence.images is not None
+        if self._ahead and sequence.images is not None:
+            sequence.whole = sequence.images.ranges
 
     def ended(self, sequence: Sequence) -> None:
         """A request has ended, and does not run."""
@@ -204,21 +213,30 @@ class Images:
         if held is not None:
             for part in held.parts:
                 part.users -= 1
+                if part.old and not part.users:
+                    self._free += part.rows
 
-    def clear(self) -> None:
-        """The pool has lost its content. No sequence runs."""
-        assert not self._held, "a sequence lost its embeddings"
+    def reset(self) -> None:
+        """Forgets all embeddings, as those of another encoder. Running sequences keep theirs. Nothing is
+        planned.
+        """
+        assert self._planned is None, "an image that is planned is not encoded"
+        for part in self._parts.values():
+            part.old = True
+            if not part.users:
+                self._free += part.rows
         self._parts.clear()
         self._new.clear()
         self._ready.clear()
-        self._free, self._planned = [*range(self.rows)][::-1], None
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row is free or belongs to one part."""
-        owned = [row for part in self._parts.values() for row in part.rows]
+        held = {id(part): part for own in self._held.values() for part in own.parts if part.old}
+        owned = [row for part in [*self._parts.values(), *held.values()] for row in part.rows]
         assert sorted([*self._free, *owned]) == [*range(self.rows)], "a row of the pool is shared or lost"
         users = sum(len(held.parts) for held in self._held.values())
-        assert users == sum(part.users for part in self._parts.values()), "users are miscounted"
+        parts = [*self._parts.values(), *held.values()]
+        assert users == sum(part.users for part in parts), "users are miscounted"
 
     def _make_room(self, new: Key, rows: int, kept: set[Key]) -> Embedded | None:
         """Rows for a part, if need be of parts that were not used for longest and are not in `kept`."""

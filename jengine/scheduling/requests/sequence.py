@@ -11,6 +11,7 @@ from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
 from jengine.scheduling.pages.prefix_index import Salt
+from jengine.scheduling.pages.whole import Ranges
 from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.beams import Beams
 from jengine.table.program_table import VARIANTS, sampler_variant
@@ -83,6 +84,7 @@ class Sequence:
     searches: bool = field(init=False)  # whether its request is a beam search
     salt: Salt = field(init=False)  # which its cached pages are found by
     images: PromptImages | None = field(init=False)  # of its prompt
+    whole: Ranges = ()  # of its prompt, that a step computes as a whole
     _keys: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,8 @@ class SequenceLimits:
         page_size: tokens in a page.
         pages: pages in the cache, without the null page.
         windows: one for each of the model's cache groups; None: the group keeps all tokens.
-        tile_size: tokens for which a prefill needs room at once.
+        tile_size: tokens of a tile.
+        whole: tokens of the most tiles that a step must be able to hold, see ProgramTable.
         recurrent: whether the model has recurrent states.
     """
 
@@ -27,6 +28,7 @@ class SequenceLimits:
     pages: int
     windows: tuple[int | None, ...] = (None,)
     tile_size: int = 1
+    whole: int = 0
     recurrent: bool = False
 
     def validate(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
@@ -80,6 +82,11 @@ class SequenceLimits:
             else min(len(request.prompt_token_ids) + most, self.max_model_len)
         )
 
+    @property
+    def at_once(self) -> int:
+        """Tokens for which a prefill needs room at once."""
+        return max(self.tile_size, self.whole)
+
     def longest_after(self, tokens: int, steps: int) -> int:
         """Length of a sequence of this many tokens after a burst, or at its end if that comes first."""
         return min(tokens + steps - 1, self.max_model_len)
@@ -98,7 +105,7 @@ class SequenceLimits:
 
     def most_pages(self, tokens: int) -> int:
         """Maximum pages that a sequence holds, over all cache groups, until it has this many tokens."""
-        return sum(most_pages(tokens, window, self.page_size, self.tile_size) for window in self.windows)
+        return sum(most_pages(tokens, window, self.page_size, self.at_once) for window in self.windows)
 
 
 def longest_prompt(max_model_len: int, *, pooled: bool) -> tuple[int, str]:

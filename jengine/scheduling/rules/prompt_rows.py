@@ -13,7 +13,7 @@ class PromptRows(Rule):
 
     All rows and tiles of a layer write their keys and values before any of them reads, so a row sees the
     rows before it, and the tiles of its own prompt. Tokens whose hidden states are needed, for log
-    probabilities of the prompt or for an embedding, stay in tiles.
+    probabilities of the prompt or for an embedding, stay in tiles, as do tokens that see later ones.
     """
 
     def __init__(self, costs: RowsOrTiles, tile_size: int) -> None:
@@ -27,7 +27,9 @@ class PromptRows(Rule):
         ends = sorted(
             (ChunkEnd(rest, span.start + span.length - rest), i)
             for i, span in enumerate(plan.spans[first:], first)
-            if self._costs.fits(rest := span.length % self._size) and span.targets is None is span.pool
+            if self._costs.fits(rest := span.length % self._size)
+            and span.targets is None is span.pool
+            and (span.ahead is None or not span.ahead[-rest:].any())
         )
         rows = first + plan.more_rows
         count, _ = self._costs.best(

@@ -65,11 +65,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
     "gemma3_images": {
-        **{"model_type": "gemma3", "mm_tokens_per_image": 9, "text_config": _GEMMA3_TEXT},
+        **{"model_type": "gemma3", "mm_tokens_per_image": 25, "text_config": _GEMMA3_TEXT},
         **{"boi_token_index": 61, "eoi_token_index": 62, "image_token_index": 63},
         "vision_config": {
             **{**VISION, "model_type": "siglip_vision_model", "num_hidden_layers": 2},
-            **{"image_size": 24, "patch_size": 4, "vision_use_head": False},
+            **{"image_size": 40, "patch_size": 4, "vision_use_head": False},
         },
     },
 }

@@ -70,6 +70,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "vision_config": _VISION,
         "audio_config": None,
     },
+    "gemma4_images": {
+        **{"model_type": "gemma4", "text_config": {**_GEMMA4, "use_bidirectional_attention": "vision"}},
+        **{"boi_token_id": 61, "eoi_token_id": 62, "image_token_id": 63, "audio_config": None},
+        "vision_config": {
+            **{**_VISION, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 2},
+            **{"position_embedding_size": 1024, "use_clipped_linears": True, "standardize": True},
+        },
+    },
     "gemma4_text": _EXPERTS,
 }
 NORMS = (
@@ -78,12 +86,14 @@ NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+BOUNDS = "input_min", "input_max", "output_min", "output_max"
 OF_EXPERTS = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
 
 
 def shapes(config: dict[str, Any]) -> Shapes:
     if "text_config" in config:
-        return with_images(config, shapes(config["text_config"]))
+        named = with_images(config, shapes(config["text_config"]))
+        return named | _vision(config["vision_config"])
     hidden, layers, heads, ffn = (
         config[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     )
@@ -162,3 +172,38 @@ def with_images(config: dict[str, Any], text: Shapes) -> Shapes:
         "model.vision_tower.std_scale": (32,),
         "model.embed_vision.embedding_projection.weight": (hidden, 32),
     }
+
+
+def _vision(config: dict[str, Any]) -> Shapes:
+    hidden, ffn, dim = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
+    q, kv = (config[f"num_{kind}_heads"] * dim for kind in ("attention", "key_value"))
+    products = {
+        **{
+            "self_attn.q_proj": (q, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+        },
+        **{"self_attn.o_proj": (hidden, q), "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden)},
+        "mlp.down_proj": (hidden, ffn),
+    }
+    out: Shapes = {
+        **{f"model.vision_tower.std_{part}": (hidden,) for part in ("bias", "scale")},
+        **linear(
+            "model.vision_tower.patch_embedder.input_proj", hidden, 3 * config.get("patch_size", 16) ** 2
+        ),
+        "model.vision_tower.patch_embedder.position_embedding_table": (
+            *(2, config.get("position_embedding_size", 10240)),
+            hidden,
+        ),
+    }
+    if not config.get("standardize"):
+        out = {name: shape for name, shape in out.items() if ".std_" not in name}
+    for i in range(config["num_hidden_layers"]):
+        name = f"model.vision_tower.encoder.layers.{i}"
+        out |= {f"{name}.{norm}.weight": (hidden,) for norm in NORMS}
+        out |= {f"{name}.self_attn.{part}_norm.weight": (dim,) for part in "qk"}
+        for product, shape in products.items():
+            out[f"{name}.{product}.linear.weight"] = shape
+            if config.get("use_clipped_linears"):
+                out |= {f"{name}.{product}.{bound}": () for bound in BOUNDS}
+    return out
