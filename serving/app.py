@@ -19,7 +19,7 @@ from jengine import InvalidArgument, Load, StepTotals
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.grpc.descriptors import allow_descriptors
-from jengine.serving.grpc.server import SERVICES, BuiltServer, build_server
+from jengine.serving.grpc.server import BuiltServer, build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.logs.status_log import write_status
@@ -200,7 +200,7 @@ class ServerApp:
     async def _exporter(self, metrics: Metrics, access: Access) -> MetricsServer | HttpFront | None:
         """Starts the metrics port, if it is enabled, with the playground if that is too."""
         config = self._config
-        if not isinstance(metrics, PrometheusMetrics):
+        if not isinstance(metrics, PrometheusMetrics) or config.metrics_on_api:
             return None
         assert config.metrics_port is not None
         pages = pages_of(metrics, self._why_not_ready, lambda: self._models.retry_seconds)
@@ -307,7 +307,7 @@ class ServerApp:
 
     async def _show_health(self) -> None:
         status = HealthCheckResponse.SERVING if self._models.serving else HealthCheckResponse.NOT_SERVING
-        for service in ("", *SERVICES):
+        for service in ("", *self._built.services):
             await self._built.health.set(service, status)
 
     def _why_not_ready(self) -> str | None:
@@ -336,6 +336,8 @@ class ServerApp:
         scheme = "http" if config.tls_cert is None else "https"
         if self._front is not None:
             parts.append(f"OpenAI's API on {scheme}://{host}:{self._front.port}/v1")
+        if config.metrics_on_api:
+            parts.append(f"metrics on {scheme}://{host}:{config.metrics_port}/metrics")
         if exporter is not None:
             address = f"{scheme if config.page else 'http'}://{host}:{exporter.port}"
             parts.append(f"metrics on {address}/metrics")

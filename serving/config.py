@@ -39,7 +39,8 @@ class ServerConfig:
         host: the address to listen on. By default only this machine can connect.
         port: the port for gRPC; 0 takes a free one.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and
-            /readyz for probes; 0 takes a free one. By default there is none. See page.
+            /readyz for probes; 0 takes a free one. By default there is none. See page. The same number as
+            http_port serves /metrics there, without keys, where the Gateway API's endpoint picker looks.
         metrics_prefix: the beginning of the metrics' names, before a colon. With vllm, dashboards and load
             balancers made for vLLM find the metrics that it has too.
         http_port: the port for OpenAI's and Anthropic's APIs over HTTP, with the same keys, TLS and limits
@@ -94,6 +95,7 @@ class ServerConfig:
         rollout_api: serve what trainers need, to administrators: over HTTP /pause, /resume, /sleep, /wake_up,
             /update_weights and /reset_prefix_cache, over gRPC the operations of these names. A paused server
             answers no one.
+        smg_api: serve what the gateway smg asks of a worker, on the port for gRPC (needs the extra fleets).
         weights_folder: the folder that /update_weights may read; it takes paths in it. By default it reads
             none.
         allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by
@@ -151,6 +153,7 @@ class ServerConfig:
     max_message_bytes: int = 4 * 2**20
     client_chat_templates: bool = False
     rollout_api: bool = False
+    smg_api: bool = False
     weights_folder: str | None = None
     allowed_origins: str | None = None
     write_timeout: float = 10.0
@@ -184,7 +187,7 @@ class ServerConfig:
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
-        for name in ("client_chat_templates", "page", "log_stats", "allow_lora_hub"):
+        for name in ("client_chat_templates", "smg_api", "page", "log_stats", "allow_lora_hub"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if self.allowed_origins is not None and self.http_port is None:
@@ -201,6 +204,8 @@ class ServerConfig:
             raise InvalidArgument("metrics_prefix", prefix, "must be letters, digits and _")
         if self.page and self.metrics_port is None:
             raise InvalidArgument("page", self.page, "needs metrics_port, where it is served")
+        if self.page and self.metrics_on_api:
+            raise InvalidArgument("page", self.page, "needs a metrics_port that differs from http_port")
         for name, above in (
             ("write_timeout", True),
             ("max_request_seconds", True),
@@ -264,6 +269,11 @@ class ServerConfig:
                 raise InvalidArgument(name, getattr(self, name), f"must be {', '.join(choices)}")
             if name != "log_level" and getattr(self, name) != "auto" and self.http_port is None:
                 raise InvalidArgument(name, getattr(self, name), "needs http_port")
+
+    @property
+    def metrics_on_api(self) -> bool:
+        """Whether the API's port serves metrics, without keys, instead of a port of their own."""
+        return bool(self.metrics_port) and self.metrics_port == self.http_port
 
     @property
     def changes_loras(self) -> bool:

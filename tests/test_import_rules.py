@@ -26,11 +26,18 @@ MAX_CHAIN = 3  # classes from the most derived to the last base of ours
 # packages of packages, among which there is no circle either
 ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity")
 # users of the library, as others are, that come with it
-COMMANDS = ("jengine.cli", "jengine.commands", "jengine.ray", "jengine.skyrl", "jengine.tunix")
+COMMANDS = (
+    "jengine.cli",
+    "jengine.commands",
+    "jengine.dynamo",
+    "jengine.ray",
+    "jengine.skyrl",
+    "jengine.tunix",
+)
 SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these of the network
 BATCH = "jengine.commands.batch_openai"  # answers requests as the service does
 FLAGS = "jengine.commands.flags"  # takes the engine's options from where the server's come from
-RAY = "jengine.ray.serve"  # the service's application, elsewhere
+RAY = ("jengine.ray.serve", "jengine.ray.llm_engine")  # the service's application, elsewhere
 CLIENT = "jengine.client"  # the network's client, under a name for users
 VLLM = "jengine.vllm"  # plain data: other names of options
 # other public names are asked of the module that has them, not of the front door
@@ -113,7 +120,7 @@ def broken_rules(imports: list[Import]) -> list[str]:
             or (
                 not inside(who, SERVING)
                 and inside(what, SERVING)
-                and not (who in (CLIENT, RAY) or (who in (SERVE, CHAT, BATCH, FLAGS) and found.lazy))
+                and not (who in (CLIENT, *RAY) or (who in (SERVE, CHAT, BATCH, FLAGS) and found.lazy))
             )
             or (
                 inside(who, "jengine")

@@ -12,6 +12,7 @@ from jengine.base.checks import check_number, check_targets, check_whole
 from jengine.base.errors import InvalidArgument
 from jengine.core.image_options import IMAGE_ROWS, image_limit
 from jengine.core.lora import LoraLimits, check_lora_options, target_modules
+from jengine.core.page_events import PageEvents
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
 from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, takes, value_of
@@ -150,6 +151,10 @@ class EngineConfig:
             `model` is); the guide to scheduling has the options of suffix. Models with recurrent states have
             up to 7 drafts of a sequence in a step, and on a GPU none with auto. none: off; None: the same.
         stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
+        kv_events_config: publishes in vLLM's format, over ZeroMQ, which pages the prefix cache holds, so that
+            a router can send requests where their prefix is. An object with enable_kv_cache_events (true),
+            endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size and topic; the guide to fleets has
+            their defaults. Needs the extra fleets and enable_prefix_caching. The events contain token ids.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
         cache_max_size: the largest size of that folder, such as "20GiB"; above it, the least recently used
@@ -216,6 +221,7 @@ class EngineConfig:
     num_scheduler_steps: int | str = 1
     speculative_config: dict[str, Any] | str | None = "auto"
     stream_interval: int = 1
+    kv_events_config: dict[str, Any] | str | None = None
     seed: int = 0
     cache_dir: str | Path | None = None
     cache_max_size: int | str | None = None
@@ -346,6 +352,9 @@ class EngineConfig:
             limit = f"at least {BURST_STEPS} with num_scheduler_steps={self.num_scheduler_steps}"
             raise InvalidArgument("tile_size", self.tile_size, limit)
         self._check_speculation()
+        if self.page_events is not None and not self.enable_prefix_caching:
+            limit = "must be True with kv_events_config: without it, no page is kept"
+            raise InvalidArgument("enable_prefix_caching", False, limit)
         if self.warm_up not in ("progressive", "all"):
             raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
@@ -372,6 +381,11 @@ class EngineConfig:
     def max_images(self) -> int:
         """The most images of a prompt."""
         return image_limit(self.limit_mm_per_prompt)
+
+    @property
+    def page_events(self) -> PageEvents | None:
+        """Where events of pages are published; None: nowhere."""
+        return PageEvents.of(self.kv_events_config)
 
     @property
     def image_rows(self) -> int:

@@ -28,6 +28,7 @@ from jengine.engine.live_weights import FixedWeights
 from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_masks
 from jengine.engine.operations import Operation
+from jengine.engine.page_events import PageEventPublisher
 from jengine.engine.planning import next_step
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
@@ -80,6 +81,7 @@ class Engine:
         recorder: records each finished request.
         embedder: how the model embeds; None: the table has no programs for embeddings.
         reranker: how the model scores pairs of texts; None: its folder does not say.
+        page_events: publishes what the prefix cache holds.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Engine:
         reranker: Reranker | None = None,
         weights: FixedWeights | None = None,
         adapters: AdapterStore | None = None,
+        page_events: PageEventPublisher | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self._embedder, self._reranker = embedder, reranker
@@ -121,8 +124,9 @@ class Engine:
         self._last_totals = StepTotals()
         self._recorder = recorder
         note_engine(self)
-        # runs at exit at the latest
+        # these run at exit at the latest
         self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)
+        self._page_events = None if page_events is None else weakref.finalize(self, page_events.close)
 
     @property
     def compiles_since_start(self) -> int:
@@ -278,6 +282,8 @@ class Engine:
             self._save_costs()
         if self._recorder is not None:
             self._recorder.close()
+        if self._page_events is not None:
+            self._page_events()
 
     def step(self) -> list[Update]:
         """Dispatches the next step, then reads the previous one. Returns its updates."""

@@ -28,6 +28,7 @@ from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
 from jengine.engine.live_weights import FixedWeights, LiveWeights, warm, why_not_updatable
 from jengine.engine.model_source import ModelSource
+from jengine.engine.page_events import EventMaker, Group, PageEventPublisher
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
 from jengine.engine.shapes import spec_of, with_pages
 from jengine.execution.cache_folders import cache_limit
@@ -194,6 +195,7 @@ def _start(
         adapters=None
         if spec.adapters is None or spec.lora is None
         else AdapterStore(spec.adapters, spec.lora, scheduler.registry.adapters),
+        page_events=_page_events(config, worker.spec, scheduler, started.tokenizer),
     )
     return engine, started
 
@@ -320,6 +322,19 @@ def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -
     )
     scheduler.predictor.ready = warmed_up.ready
     return scheduler
+
+
+def _page_events(
+    config: EngineConfig, spec: ExecutionSpec, scheduler: Scheduler, tokenizer: Tokenizer | None
+) -> PageEventPublisher | None:
+    how = config.page_events
+    if how is None:
+        return None
+    images = None if tokenizer is None else tokenizer.images
+    token = 0 if images is None else images.vision.row_token
+    publisher = PageEventPublisher(how, EventMaker(spec.page_size, [*map(Group.of, spec.groups)], token))
+    scheduler.blocks.watch(publisher.note)
+    return publisher
 
 
 def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,13 +23,12 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams
 from jengine.ray.routing import PrefixRouter, prefix_key
 from jengine.ray.scaling import QUEUED_TOKENS
 from jengine.serving.config import ServerConfig
-from jengine.serving.http.embedded import EmbeddedApi, http_scope
+from jengine.serving.http.embedded import EmbeddedApi
 
 ATTEMPTS = 5  # attempts for a request whose replica ends before it has begun to answer
 PARSED = 2**20  # maximum bytes of a body that is parsed for its prefix
@@ -172,33 +172,9 @@ class EngineReplica:
         """Yields status and headers, then pieces of the body. The router uses `key`."""
         if self._api is None:  # created here, where the event loop is running
             self._api = EmbeddedApi(self._llm, self._config.model, self._config.server_config())
-        messages: asyncio.Queue[Message] = asyncio.Queue(1)  # a slow reader delays only its own answer
-        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Message:
-            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()
-
-        task = asyncio.ensure_future(
-            self._api(http_scope(method, path, headers, client), receive, messages.put)
-        )
-        try:
-            more = True
-            while more:
-                message = await messages.get()
-                if message["type"] == "http.response.start":
-                    yield (
-                        message["status"],
-                        {
-                            name.decode("latin-1"): value.decode("latin-1")
-                            for name, value in message["headers"]
-                        },
-                    )
-                    continue
-                if message["body"]:
-                    yield message["body"]
-                more = message.get("more_body", False)
-        finally:
-            task.cancel()
+        async with aclosing(self._api.answer(method, path, headers, body, client)) as parts:
+            async for part in parts:
+                yield part
 
     async def check_health(self) -> None:
         """Raises EngineDead if the engine has failed. Serve then replaces this replica."""

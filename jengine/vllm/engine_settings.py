@@ -39,6 +39,7 @@ SAME: dict[str, str] = {
     "max_cpu_loras": "by default, as many as are loaded",
     "lora_target_modules": "by default all linear layers but those of experts",
     "limit_mm_per_prompt": "for images; video and audio must be 0",
+    "kv_events_config": "with publisher zmq or null; there is no snapshot_endpoint",
     "speculative_config": (
         "auto, or methods ngram, suffix, draft_model, mtp and eagle3; it changes no output"
     ),
@@ -207,7 +208,6 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("enable_mm_embeds", TEXT, False),
     unsupported("enable_prompt_embeds", "prompts are text or token ids", False),
     unsupported("kv_transfer_config", TRANSFER),
-    unsupported("kv_events_config", TRANSFER),
     unsupported("ec_transfer_config", TRANSFER),
     unsupported("kv_offloading_backend", TRANSFER, "native"),
     unsupported("kv_sharing_fast_prefill", "models that share caches between layers compute prompts in full",

@@ -17,6 +17,14 @@ class NotReady(EngineDead):
     """The model does not answer yet, or not at the moment. The message is for clients."""
 
 
+class EventSource(NamedTuple):
+    """Where an engine publishes page events: addresses of ZeroMQ, see the option kv_events_config."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Facts about the model, available as long as the server runs, even without an engine.
@@ -29,6 +37,7 @@ class ModelInfo:
         devices: their kind and number.
         mesh: number of devices along each axis.
         has_chat_template: whether the model can chat.
+        page_events: where its engine publishes them; None: nowhere.
     """
 
     name: str
@@ -38,6 +47,7 @@ class ModelInfo:
     devices: str = ""
     mesh: Mapping[str, int] = field(default_factory=dict)
     has_chat_template: bool = False
+    page_events: EventSource | None = None
 
 
 class ModelProvider(Protocol):

@@ -32,20 +32,21 @@ DESCRIPTORS = (
     generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
     grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
 )
-SERVICES = tuple(service.full_name for service in DESCRIPTORS)
 
 
 class BuiltServer(NamedTuple):
     """A server that has not been started. Close the sandbox after it has stopped.
 
-    Its health is NOT_SERVING, for "" and each of SERVICES, until it is set.
+    Its health is NOT_SERVING, for "" and each of its services, until it is set.
 
     Attributes:
+        services: their full names.
         shared, calls: for services of other protocols.
     """
 
     server: grpc.aio.Server
     health: health.aio.HealthServicer
+    services: tuple[str, ...]
     port: int
     sandbox: Sandbox
     shared: Shared
@@ -75,14 +76,19 @@ async def build_server(
         interceptors=[*interceptors, CallInterceptor(calls)], options=_options(config, calls.limit)
     )
     state = health.aio.HealthServicer()
-    for service in ("", *SERVICES):
-        await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
     shared = Shared.of(config, models, metrics, request_log, spans)
-    services = GenerateService(shared, config), KserveService(shared, state)
-    for service, servicer in zip(DESCRIPTORS, services, strict=True):
+    servicers: list[tuple[ServiceDescriptor, object]] = [
+        *zip(DESCRIPTORS, (GenerateService(shared, config), KserveService(shared, state)), strict=True)
+    ]
+    if config.smg_api:
+        servicers.append(_smg(shared, state))
+    for service, servicer in servicers:
         _add(service, servicer, server)
+    services = tuple(service.full_name for service, _ in servicers)
+    for name in ("", *services):
+        await state.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
-    reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = (
         f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"
     )
@@ -96,12 +102,21 @@ async def build_server(
         raise InvalidArgument(
             "port", config.port, f"cannot listen on {address}: {_why_not(config)}"
         ) from None
-    return BuiltServer(server, state, port, shared.sandbox, shared, calls)
+    return BuiltServer(server, state, services, port, shared.sandbox, shared, calls)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether gRPC's log record is more than a client that left while its answer was being sent."""
     return record.exc_info is None or not isinstance(record.exc_info[1], grpc.aio.InternalError)
+
+
+def _smg(shared: Shared, state: health.aio.HealthServicer) -> tuple[ServiceDescriptor, object]:
+    """The worker service of smg."""
+    try:
+        from jengine.serving.grpc.smg_service import DESCRIPTOR, SmgService
+    except ModuleNotFoundError as missing:
+        raise InvalidArgument.needs_extra("smg_api", True, "fleets", missing) from None
+    return DESCRIPTOR, SmgService(shared, state)
 
 
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:

@@ -40,6 +40,7 @@ class HttpCall:
         names: for fields that have other names in this request's body, a map from jengine's names.
         events: number of events sent.
         gone: whether the client disconnected before the end of the response.
+        more_headers: returns further headers of the response when it begins.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,6 +48,7 @@ class HttpCall:
         self.status, self.gone, self._complete = 0, False, False
         self.unread, self.events = True, 0
         self.names: dict[str, str] = {}
+        self.more_headers: Callable[[], dict[str, str]] = dict
         self._callbacks: list[Callable[[Any], None]] = []
         self._event = asyncio.Lock()
 
@@ -162,7 +164,7 @@ class HttpCall:
 
     async def _start(self, status: int, headers: dict[str, str], kind: bytes) -> None:
         self.status = status
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        raw = [(name.encode(), value.encode()) for name, value in (headers | self.more_headers()).items()]
         message: Message = {
             "type": "http.response.start",
             "status": status,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -76,6 +76,43 @@ class EmbeddedApi:
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]
         }
         return Reply(start["status"], headers, b"".join(part.get("body", b"") for part in parts))
+
+    async def answer(
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        client: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> AsyncGenerator[Any]:
+        """Sends a request. Yields status and headers of the response, then pieces of its body as they come.
+        Closing the generator aborts the request.
+        """
+        messages: asyncio.Queue[Message] = asyncio.Queue(1)  # a slow reader delays only its own answer
+        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()
+
+        task = asyncio.ensure_future(self(http_scope(method, path, headers, client), receive, messages.put))
+        try:
+            more = True
+            while more:
+                message = await messages.get()
+                if message["type"] == "http.response.start":
+                    yield (
+                        message["status"],
+                        {
+                            name.decode("latin-1"): value.decode("latin-1")
+                            for name, value in message["headers"]
+                        },
+                    )
+                    continue
+                if message["body"]:
+                    yield message["body"]
+                more = message.get("more_body", False)
+        finally:
+            task.cancel()
 
     @property
     def unfinished_tokens(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import grpc
 from starlette.types import Receive, Scope, Send
@@ -17,6 +18,7 @@ from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.errors import OPENAI, ErrorForm, HttpError, http_error
+from jengine.serving.http.load_report import FORMAT, load_headers
 from jengine.serving.metrics.server_metrics import Metrics
 
 log = logging.getLogger("jengine.serving")
@@ -65,6 +67,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = HttpCall(scope, receive, send)
+        call.more_headers = partial(load_headers, call.header(FORMAT), self._gate.models)
         try:
             await self._answer(call)
         except asyncio.CancelledError:

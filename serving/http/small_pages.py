@@ -55,7 +55,7 @@ def api(parts: Parts) -> ASGIApp:
 
 def small_pages(parts: Parts) -> list[Route]:
     """The routes. `/` needs no key; `/metrics` needs one with admin=1, or a client on this machine if there
-    are no keys.
+    are no keys, unless this is the metrics' port, too.
     """
 
     async def root(call: HttpCall) -> None:
@@ -72,11 +72,12 @@ def small_pages(parts: Parts) -> list[Route]:
         make = pages_of(parts.metrics, parts.why_not_ready)["/metrics"]
 
         async def metrics(call: HttpCall) -> None:
-            check_admin(call.peer())
+            if not parts.config.metrics_on_api:
+                check_admin(call.peer())
             page = await make(call.header(b"accept") or "")
             await call.answer(page.status, page.body, kind=page.content_type.encode())
 
-        routes.append(endpoint(parts, "GET", "/metrics", metrics))
+        routes.append(endpoint(parts, "GET", "/metrics", metrics, open=parts.config.metrics_on_api))
     return routes
 
 

@@ -72,6 +72,9 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
         ("decision",),
         decisions,
     )
+    if (first := load.first_token_seconds) is not None:
+        text = "Predicted seconds to the first token of a typical request that would arrive now"
+        yield families.gauge("predicted_time_to_first_token_seconds", text, first)
     yield families.gauge("programs_ready", "Compiled programs that steps can use", load.programs_ready)
     yield families.gauge("programs", "Programs of the engine's table", load.programs)
     yield families.counter(

@@ -65,6 +65,11 @@ def resolve_models(
             raise InvalidArgument("model", name, "is the name of two models; see --model-config for names")
     if len(models) > 1 and engine.num_processes > 1:
         raise InvalidArgument("num_processes", engine.num_processes, "must be 1 with several models")
+    addresses = [events.endpoint for model in models if (events := model.engine.page_events) is not None]
+    for i, address in enumerate(addresses):
+        if address in addresses[:i]:
+            limit = "is the endpoint of two models; give each its own in --model-config"
+            raise InvalidArgument("kv_events_config.endpoint", address, limit)
     return server, models
 
 

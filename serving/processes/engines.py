@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jengine import EngineConfig, SamplingParams, Steps, Tokenizer
+from jengine.serving.calls.model_provider import EventSource
 from jengine.serving.processes.tokenizers import load_tokenizer, prepared
 from jengine.serving.processes.wire import EngineInfo
 
@@ -41,7 +42,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
 
     config = EngineConfig(**options)
     engine, started = start_engine(config, progress=report or True)
-    tokenizer = prepared(started.require_tokenizer())
+    tokenizer, events = prepared(started.require_tokenizer()), config.page_events
     info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),
         image_folder=None if tokenizer.images is None else str(started.folder),
@@ -58,6 +59,9 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         sampling_defaults=_changed(started.default_sampling_params),
         longest_step=started.longest_step,
         stream_interval=config.stream_interval,
+        page_events=None
+        if events is None
+        else EventSource(events.endpoint, events.replay_endpoint, events.topic),
     )
     return WarmEngine(engine, tokenizer, info)
 

@@ -303,6 +303,7 @@ class Supervisor:
             devices=info.devices,
             mesh=info.mesh,
             has_chat_template=bool(self._tokenizer.chat_templates),
+            page_events=info.page_events,
         )
         defaults = SamplingParams(**info.sampling_defaults)
         return AsyncLLM.over(engine, self._tokenizer, defaults, stream_interval=info.stream_interval), facts

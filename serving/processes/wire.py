@@ -37,6 +37,7 @@ from jengine import (
     TokenUpdate,
     params_of_samples,
 )
+from jengine.serving.calls.model_provider import EventSource
 
 MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
 RECEIVE = 1 << 18  # bytes read from the socket at a time
@@ -184,6 +185,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     max_images: int = 0  # of a prompt
     image_rows: int = 0  # the most embeddings of an image
     chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
+    page_events: EventSource | None = None
 
 
 class Starting(WireMessage):

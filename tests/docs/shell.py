@@ -25,7 +25,7 @@ PATHS = {
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/models",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/healthz", "/readyz", "/health",
 }  # fmt: skip
-UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", "sleep", ".venv/bin/jupyter", "claude"}
+UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", "sleep", ".venv/bin/jupyter", "claude", "smg"}
 KEYWORDS = {"until", "do", "done"}
 
 
@@ -81,7 +81,8 @@ def check(words: list[str]) -> None:
     elif head == "pip":
         _check_extras(re.findall(r"jengine\[(.*?)\]", " ".join(rest)))
     elif head == "python":
-        assert rest[0] == "-c" or importlib.util.find_spec(rest[rest.index("-m") + 1]), rest
+        module = "" if rest[0] == "-c" else rest[rest.index("-m") + 1]
+        assert not module or module == "dynamo.frontend" or importlib.util.find_spec(module), rest
     elif head == "curl":
         _check_curl(rest)
     elif head == "grpcurl":

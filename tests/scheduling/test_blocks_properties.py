@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jengine.engine.page_events import BlockRemoved, BlockStored, EventMaker, Group, hash_of
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.table.pages import most_pages
@@ -44,6 +45,9 @@ class BlocksMachine(RuleBasedStateMachine):
         self.blocks = BlockManager(
             page_size, pools, groups, prefix_caching=prefix_caching, host_pages=host_pages, staged=staged
         )
+        self.changes, self.published = [], set()  # as a subscriber to page events knows them
+        self.blocks.watch(self.changes.append)
+        self.maker = EventMaker(page_size, [Group("full_attention")] * len(groups))
         self.host = HostMemory(self.page, self.set_page)
         # by sequence, the tokens to compute once its pages have come
         self.fetching: dict[int, list[int]] = {}
@@ -207,6 +211,33 @@ class BlocksMachine(RuleBasedStateMachine):
             assert self.blocks.numbers == {*self.tokens}
             for number in self.ready:
                 self.read(number, len(self.tokens[number]))
+            self.follow()
+            index, tier = self.blocks._index, self.blocks.tier
+            found = {
+                ("GPU", group, block) for group, own in enumerate(index._holding) for block in own.values()
+            }
+            found |= (
+                {("CPU", tier._owner[page][1], tier._owner[page][0]) for page in tier._kept}
+                if tier
+                else set()
+            )
+            assert self.published == {(medium, group, hash_of(block)) for medium, group, block in found}
+
+    def follow(self):
+        """What a subscriber does with the events since the last call."""
+        changes, self.changes[:] = [*self.changes], []
+        for event in self.maker.events(changes):
+            if isinstance(event, BlockStored):
+                assert len(event.token_ids) == len(event.block_hashes) * self.blocks.page_size
+                assert len(event.extra_keys) == len(event.block_hashes)
+                new = {(event.medium, event.group_idx, name) for name in event.block_hashes}
+                assert len(new) == len(event.block_hashes) and not new & self.published
+                self.published |= new
+            elif isinstance(event, BlockRemoved):
+                for name in event.block_hashes:
+                    self.published.remove((event.medium, event.group_idx, name))
+            else:
+                self.published = {one for one in self.published if one[0] == "CPU"}
 
     def teardown(self):
         if hasattr(self, "blocks"):

@@ -20,7 +20,7 @@ from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
 from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from jengine.serving.grpc.server import SERVICES, build_server
+from jengine.serving.grpc.server import build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.http.app import Parts
 from jengine.serving.http.front import HttpFront
@@ -134,7 +134,7 @@ def serve_mock(
             )
             await fronts[-1].start(None)
             addresses[1] = f"http://127.0.0.1:{fronts[-1].port}"
-        for service in ("", *SERVICES):
+        for service in ("", *built.services):
             await built.health.set(service, HealthCheckResponse.SERVING)
         stop = asyncio.Event()
         box.extend((asyncio.get_running_loop(), llm, built.port, addresses, stop))

@@ -21,7 +21,7 @@ OTHER: dict[str, Any] = {
     "max_connections": 77, "max_connections_per_client": 7,
     "max_calls_per_client": 5, "max_answer_logprobs": 9, "max_tokens_limit": 6, "max_request_seconds": 7.5,
     "request_log": "-",
-    "max_message_bytes": 5000, "client_chat_templates": True, "rollout_api": True,
+    "max_message_bytes": 5000, "client_chat_templates": True, "smg_api": True, "rollout_api": True,
     "weights_folder": "w", "allowed_origins": "https://a.example",
     "write_timeout": 1.5,
     "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
@@ -51,6 +51,7 @@ OTHER: dict[str, Any] = {
     "data_parallel_size": 2, "model_config": "models.toml", "max_loaded_models": 2, "unload_after": 60.5,
     "warm_up": "all", "log_stats": False, "stream_interval": 3, "num_scheduler_steps": 1,
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
+    "kv_events_config": '{"topic": "kv-events"}',
 }  # fmt: skip
 
 

@@ -105,6 +105,14 @@ def server_of(arguments: list[str]) -> ServerConfig:
     return resolve_config({name: value for name, value in options.items() if name != "run"}, {})[0]
 
 
+def test_the_inference_pool_selects_the_pods() -> None:
+    pool = yaml.safe_load((DEPLOY / "inference-pool.yaml").read_text())["spec"]
+    pod = kustomized(DEPLOY / "kubernetes" / "base")["Deployment"]["spec"]["template"]
+    assert pool["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+    assert pool["targetPorts"] == [{"number": ports["http"]}]
+
+
 @pytest.mark.parametrize("name", ["kubernetes", "compose"])
 def test_flags_and_ports(name: str) -> None:
     server = server_of(

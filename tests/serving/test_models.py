@@ -195,6 +195,11 @@ def test_options_of_each_model(tmp_path: Path) -> None:
         ('[models.a]\nmodel = "x"\nmax_num_seqs = 0\n', r"model a\)"),
         ("port = 1\n", r"must have tables \[models\.NAME\] only"),
         ('[models.demo]\nmodel = "x"\n', "is the name of two models"),
+        (
+            '[models.a]\nmodel = "x"\nkv_events_config = \'{"enable_kv_cache_events": true}\'\n'
+            '[models.b]\nmodel = "x"\nkv_events_config = {enable_kv_cache_events = true}\n',
+            "is the endpoint of two models",
+        ),
     ):
         file.write_text(text)
         with pytest.raises(InvalidArgument, match=message):

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from jengine import LLM, SamplingParams
 from jengine.serving.grpc.client import Client, Retries, ServerError
 from tests.compiling import quickly_compiled
+from tests.extras import of_extra
 from tests.serving.leaks import wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, process
 
@@ -50,8 +51,16 @@ def expected(llm: LLM) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server(expected: list[str]) -> Iterator[ServerProcess]:
+def server(expected: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("events")
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{folder}/events",
+        "replay_endpoint": f"ipc://{folder}/replay",
+    }
     flags = [
+        "--smg-api",
+        f"--kv-events-config={json.dumps(events)}",
         "--port=0",
         "--http-port=0",
         "--metrics-port=0",
@@ -93,6 +102,38 @@ def test_chat_is_that_without_a_server(server: ServerProcess, expected: list[str
     assert done[0].stderr.startswith(
         "The model has no chat template: it continues the text that you begin.\n"
     )
+
+
+def test_a_worker_of_smg(server: ServerProcess) -> None:
+    """With the stub of smg's package: the gateway learns which pages its requests have left behind."""
+    pb = of_extra("dev", "smg_grpc_proto.generated.vllm_engine_pb2")
+    common = of_extra("dev", "smg_grpc_proto.generated.common_pb2")
+    stubs = of_extra("dev", "smg_grpc_proto.generated.vllm_engine_pb2_grpc")
+    ids = [*range(100, 240)]
+    params = pb.SamplingParams(temperature=0.0, max_tokens=9)
+    asked = {"tokenized": pb.TokenizedInput(input_ids=ids), "sampling_params": params}
+    with grpc.insecure_channel(server.address) as channel:
+        smg = stubs.VllmEngineStub(channel)
+        assert smg.HealthCheck(pb.HealthCheckRequest()).healthy
+        *chunks, last = smg.Generate(pb.GenerateRequest(request_id="a", stream=True, **asked))
+        tokens = [token for chunk in chunks for token in chunk.chunk.token_ids]
+        [whole] = smg.Generate(pb.GenerateRequest(request_id="b", **asked))
+        assert tokens == [*last.complete.output_ids] == [*whole.complete.output_ids] and len(tokens) == 9
+        assert whole.complete.cached_tokens == 128  # whole tiles, being batch-invariant
+        events = smg.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+        blocks: dict[int, list[int]] = {}
+        batches = 0
+        while ids[:128] not in blocks.values():
+            batch = next(events)
+            assert batch.load.load_only or batch.sequence_number == batches
+            batches += not batch.load.load_only
+            assert batch.load.max_running_requests == TABLE["max_num_seqs"]
+            for event in batch.events:
+                found = blocks.get(event.stored.parent_block_hash, [])
+                for block in event.stored.blocks:
+                    assert block.block_size == 16 == len(block.token_ids)
+                    found = blocks[block.block_hash] = [*found, *block.token_ids]
+        events.cancel()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from jengine.serving.calls.model_provider import FixedModel
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.inference import grpc_service_pb2
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.server import SERVICES, build_server
+from jengine.serving.grpc.server import DESCRIPTORS, build_server
 from tests.serving.conftest import MockServer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # how a client of HTTP/2 begins
@@ -41,7 +41,7 @@ def test_reflection(channel: grpc.Channel) -> None:
 
 def test_health(channel: grpc.Channel) -> None:
     stub = HealthStub(channel)
-    for service in ("", *SERVICES):
+    for service in ("", *(service.full_name for service in DESCRIPTORS)):
         assert (
             stub.Check(health_pb2.HealthCheckRequest(service=service)).status
             == health_pb2.HealthCheckResponse.SERVING
@@ -58,7 +58,7 @@ def test_a_new_server_is_not_yet_serving(mock_server: MockServer) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{built.port}") as channel:
             checks = [
                 await HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
-                for service in ("", *SERVICES)
+                for service in ("", *(service.full_name for service in DESCRIPTORS))
             ]
         await built.server.stop(None)
         return [check.status for check in checks]

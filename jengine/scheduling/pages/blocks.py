@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from jengine.scheduling.pages.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
 from jengine.scheduling.pages.host_tier import Fetch, HostTier
+from jengine.scheduling.pages.page_change import Changed
 from jengine.scheduling.pages.page_pool import PagePool
 from jengine.scheduling.pages.prefix_finder import LAST_PAGE, PrefixFinder
 from jengine.scheduling.pages.prefix_index import PrefixIndex, Salt
@@ -95,6 +96,10 @@ class BlockManager:
     def evictions(self) -> int:
         """Number of cached pages that were reused for other tokens."""
         return sum(pool.evictions for pool in self._token_pools)
+
+    def watch(self, changed: Changed) -> None:
+        """`changed` is called with every change of what can be found, in order."""
+        self._index.changed = changed
 
     @property
     def version(self) -> int:

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from jengine.scheduling.pages.page_change import HOST, PageChange
 from jengine.scheduling.pages.prefix_index import Block, PrefixIndex
 from jengine.scheduling.step_plan import Swaps
 from jengine.table.pages import SWAPS
@@ -147,6 +148,8 @@ class HostTier:
         block, group = self._owner.pop(host)
         del self._page[block, group]
         self._index.version += 1
+        if self._index.changed is not None and host not in self._arriving:
+            self._index.changed(PageChange("removed", block, group, HOST))
         self._index.unuse(block)
 
     def saved(self, hosts: Iterable[int]) -> None:
@@ -156,6 +159,8 @@ class HostTier:
             if host in self._owner:
                 self._kept[host] = None
                 self._index.version += 1
+                if self._index.changed is not None:
+                    self._index.changed(PageChange("stored", *self._owner[host], HOST))
             else:
                 self._free.append(host)
 

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-Salt = str | tuple[int, str | None] | None  # of a sequence; with an adapter, its number is a part
+from jengine.scheduling.pages.page_change import CLEARED, Changed, PageChange
+
+
+class AdapterSalt(NamedTuple):
+    """Of a sequence with an adapter: the number of its loading, its name, and the request's own salt."""
+
+    number: int
+    name: str
+    salt: str | None
+
+
+Salt = str | AdapterSalt | None  # of a sequence
 
 
 class Block:
@@ -14,14 +26,16 @@ class Block:
         parent: the preceding block; the salt, for the first block of a sequence.
         pages: page numbers by cache group; 0: none.
         users: number of following blocks, sequences that will add one, and copies on the host.
+        hash: of the tokens and the prefix, for others; see engine/page_events.py. None: nobody has asked.
     """
 
-    __slots__ = ("pages", "parent", "tokens", "users")
+    __slots__ = ("hash", "pages", "parent", "tokens", "users")
 
     def __init__(self, parent: Block | Salt, tokens: tuple[int, ...], groups: int) -> None:
         self.parent, self.tokens = parent, tokens
         self.pages = [0] * groups
         self.users = 0
+        self.hash: int | None = None
 
 
 Find = Callable[[Block, int], int]  # looks up a block's page of a cache group elsewhere; 0 if there is none
@@ -32,6 +46,9 @@ class PrefixIndex:
     and salt.
 
     A block is kept while it has a page or a user, so a chain can be followed past evicted pages.
+
+    Attributes:
+        changed: called when a page becomes findable or stops being so; None: nobody watches.
     """
 
     def __init__(self, groups: int, page_size: int) -> None:
@@ -39,6 +56,7 @@ class PrefixIndex:
         self._blocks: dict[tuple[Block | Salt, tuple[int, ...]], Block] = {}
         self._holding: list[dict[int, Block]] = [{} for _ in range(groups)]  # by group: page -> block
         self.version = 0  # changes when pages are added or removed
+        self.changed: Changed | None = None
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -83,6 +101,8 @@ class PrefixIndex:
             block.pages[group] = page
             self.version += 1
             self._holding[group][page] = block
+            if self.changed is not None:
+                self.changed(PageChange("stored", block, group))
 
     def holds(self, group: int, page: int) -> bool:
         """Whether the index refers to a page."""
@@ -97,6 +117,8 @@ class PrefixIndex:
         block = self._holding[group].pop(page)
         block.pages[group] = 0
         self.version += 1
+        if self.changed is not None:
+            self.changed(PageChange("removed", block, group))
         self._drop(block)
 
     def use(self, block: Block) -> None:
@@ -114,6 +136,8 @@ class PrefixIndex:
         self.version += 1
         for pages in self._holding:
             pages.clear()
+        if self.changed is not None:
+            self.changed(CLEARED)
 
     def _drop(self, block: Block) -> None:
         parent: Block | Salt = block

@@ -10,7 +10,7 @@ from jengine.core.images import PromptImages
 from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
-from jengine.scheduling.pages.prefix_index import Salt
+from jengine.scheduling.pages.prefix_index import AdapterSalt, Salt
 from jengine.scheduling.pages.whole import Ranges
 from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.beams import Beams
@@ -95,7 +95,7 @@ class Sequence:
         self.last_position = self.max_len - 1
         self.searches = self.request.beams is not None
         salt, adapter = self.request.cache_salt, self.adapter
-        self.salt = salt if adapter is None else (adapter.number, salt)
+        self.salt = salt if adapter is None else AdapterSalt(adapter.number, adapter.name, salt)
         full = self.searches or self.request.mask is not None
         self.variant_rank = VARIANTS.index("full" if full else sampler_variant(self.request.params))
 

@@ -1,0 +1,285 @@
+"""Changes of the prefix cache as events in vLLM's format: named blocks, and batches as messages of ZeroMQ.
+
+Names of the events and of their fields are vLLM's (`vllm.distributed.kv_events`). A batch is an array, an
+event a map, as in vLLM since 0.24.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from queue import Empty, Queue
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jengine.base.errors import InvalidArgument
+from jengine.core.images import CONTENT
+from jengine.core.page_events import NAME, PageEvents
+from jengine.models.cache import CacheGroup
+from jengine.scheduling.pages.page_change import PageChange
+from jengine.scheduling.pages.prefix_index import AdapterSalt, Block, Salt
+
+log = logging.getLogger(__name__)
+LAST = (-1).to_bytes(8, "big", signed=True)  # in place of a number: the replay is complete
+MOST = 1000  # changes in a batch
+KINDS = {
+    "full": "full_attention",
+    "latent": "mla_attention",
+    "window": "sliding_window",
+    "state": "mamba",
+}  # vLLM's names of cache groups
+
+
+class _Event(msgspec.Struct, omit_defaults=True, tag=True):
+    """An event of a block."""
+
+
+class BlockStored(_Event):
+    """Blocks that follow one another can be found."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(_Event):
+    """Blocks cannot be found any more."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(_Event):
+    """No block can be found any more."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What changed, in order. ts: seconds since the epoch."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class Group(NamedTuple):
+    """A cache group by vLLM's names."""
+
+    kind: str
+    window: int | None = None
+
+    @classmethod
+    def of(cls, group: CacheGroup) -> Group:
+        """That of a model's group."""
+        return cls(KINDS[group.kind], group.window)
+
+
+def hash_of(block: Block) -> int:
+    """A block's name for others: 64 bits of its tokens, images, prefix, cache salt and adapter. The same in
+    every process; an adapter counts as another one when it is loaded again.
+    """
+    unnamed: list[Block] = []
+    parent: Block | Salt = block
+    while isinstance(parent, Block) and parent.hash is None:
+        unnamed.append(parent)
+        parent = parent.parent
+    known = parent.hash if isinstance(parent, Block) else None
+    before = repr(parent).encode() if known is None else known.to_bytes(8, "big")
+    for one in reversed(unnamed):
+        before = hashlib.blake2b(before + array("q", one.tokens).tobytes(), digest_size=8).digest()
+        one.hash = int.from_bytes(before, "big")
+    assert block.hash is not None
+    return block.hash
+
+
+class EventMaker:
+    """Makes events from changes.
+
+    Args:
+        page_size: tokens of a block.
+        groups: the model's cache groups.
+        image_token: id in prompts where an image's content stands.
+    """
+
+    def __init__(self, page_size: int, groups: Sequence[Group], image_token: int = 0) -> None:
+        self._page_size, self._groups, self._image_token = page_size, groups, image_token
+
+    def events(self, changes: Iterable[PageChange]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """The events of consecutive changes. Blocks that follow one another share an event."""
+        made: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        growing: dict[tuple[int, str], BlockStored | BlockRemoved] = {}  # events that may take more blocks
+        before = ""
+        for change in changes:
+            if change.kind != before:
+                growing, before = {}, change.kind
+            if change.block is None:
+                made.append(AllBlocksCleared())
+                continue
+            key, block, name = (change.group, change.medium), change.block, hash_of(change.block)
+            event = growing.get(key)
+            if change.kind == "removed":
+                if event is None:
+                    made.append(growing.setdefault(key, BlockRemoved([], change.medium, change.group)))
+                growing[key].block_hashes.append(name)
+                continue
+            parent = block.parent.hash if isinstance(block.parent, Block) else None
+            if not isinstance(event, BlockStored) or parent is None or event.block_hashes[-1] != parent:
+                event = growing[key] = self._stored(change, block, parent)
+                made.append(event)
+            event.block_hashes.append(name)
+            event.token_ids += [id if id < CONTENT else self._image_token for id in block.tokens]
+            assert event.extra_keys is not None
+            event.extra_keys.append(_extra_keys(block))
+        return made
+
+    def _stored(self, change: PageChange, block: Block, parent: int | None) -> BlockStored:
+        """An event that no block is in yet."""
+        group, salt = self._groups[change.group], _salt(block)
+        number, name = (salt.number, salt.name) if isinstance(salt, AdapterSalt) else (None, None)
+        return BlockStored(
+            [], parent, [], self._page_size, number, change.medium, name, [], change.group, *group
+        )
+
+
+def _salt(block: Block) -> Salt:
+    parent: Block | Salt = block
+    while isinstance(parent, Block):
+        parent = parent.parent
+    return parent
+
+
+def _extra_keys(block: Block) -> list[Any] | None:
+    """What a block's hash depends on besides tokens, as in vLLM: the adapter's name, images, and for the
+    first block the cache salt.
+    """
+    keys: list[Any] = []
+    salt = _salt(block)
+    if isinstance(salt, AdapterSalt):
+        keys.append(salt.name)
+        salt = salt.salt
+    content = [(at, id - CONTENT) for at, id in enumerate(block.tokens) if id >= CONTENT]
+    for _, rows in groupby(content, lambda row: row[1] - row[0]):  # rows of an image have consecutive ids
+        at, first = next(rows)
+        keys.append((f"{first:016x}", at))
+    if salt is not None and not isinstance(block.parent, Block):
+        keys.append(salt)
+    return keys or None
+
+
+class PageEventPublisher:
+    """Publishes changes from a thread of its own, which also makes the hashes.
+
+    Each message has three frames: the topic, the batch's number (8 bytes, big endian, from 0) and the batch.
+    A subscriber that misses one sends the number from which it wants them to replay_endpoint, from a DEALER
+    socket. The answers are messages like the missed ones; the last one has the number -1 and no batch.
+
+    Args:
+        rank: among several engines that share a model.
+
+    Raises:
+        InvalidArgument: pyzmq is missing, or an address cannot be used.
+    """
+
+    def __init__(self, how: PageEvents, maker: EventMaker, rank: int = 0) -> None:
+        try:
+            import zmq
+        except ModuleNotFoundError as missing:
+            raise InvalidArgument.needs_extra(NAME, how.endpoint, "fleets", missing) from None
+        self._maker, self._topic, self._rank = maker, how.topic.encode(), rank
+        self._changes: Queue[PageChange | None] = Queue(how.max_queue_size)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=how.buffer_steps)
+        self._lock = threading.Lock()
+        self._context = zmq.Context()
+        self._out = self._context.socket(zmq.PUB)
+        self._out.set_hwm(how.hwm)
+        bound = "*" in how.endpoint or "::" in how.endpoint or how.endpoint.startswith(("ipc:", "inproc:"))
+        self._replay = None if how.replay_endpoint is None else self._context.socket(zmq.ROUTER)
+        try:
+            name = "endpoint"
+            (self._out.bind if bound else self._out.connect)(how.endpoint)
+            if self._replay is not None and how.replay_endpoint is not None:
+                name = "replay_endpoint"
+                self._replay.bind(how.replay_endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise InvalidArgument(f"{NAME}.{name}", getattr(how, name), f"cannot be used: {error}") from None
+        self._threads = [threading.Thread(target=self._publish, name="page-events", daemon=True)]
+        if self._replay is not None:
+            again = threading.Thread(target=self._answer, name="page-events-replay", daemon=True)
+            self._threads.append(again)
+        for thread in self._threads:
+            thread.start()
+
+    def note(self, change: PageChange) -> None:
+        """Queues a change. Waits if max_queue_size changes have not been published yet."""
+        self._changes.put(change)
+
+    def close(self) -> None:
+        """Publishes what is queued, and ends. May be called repeatedly."""
+        if not self._context.closed:
+            self._changes.put(None)
+            self._threads[0].join()
+            self._context.term()  # ends the other thread
+            for thread in self._threads:
+                thread.join()
+
+    def _publish(self) -> None:
+        pack, number, open_ = msgspec.msgpack.Encoder().encode, 0, True
+        while open_:
+            changes: list[PageChange] = []
+            change = self._changes.get()
+            while change is not None:
+                changes.append(change)
+                if len(changes) == MOST:
+                    break
+                try:
+                    change = self._changes.get_nowait()
+                except Empty:
+                    break
+            else:
+                open_ = False
+            if changes:
+                try:
+                    events = self._maker.events(changes)
+                    frames = number.to_bytes(8, "big"), pack(KVEventBatch(time.time(), events, self._rank))
+                    with self._lock:
+                        self._kept.append(frames)
+                    self._out.send_multipart((self._topic, *frames))
+                except Exception:  # the engine must not wait for a thread that has ended
+                    log.exception("page events are lost: subscribers see that number %d is missing", number)
+                number += 1
+        self._out.close(linger=1000)
+
+    def _answer(self) -> None:
+        import zmq
+
+        assert self._replay is not None
+        try:
+            while True:
+                who, *between, start = self._replay.recv_multipart()
+                if len(start) != 8 or between not in ([], [b""]):
+                    log.warning("a request for events to replay is invalid: it must be a number of 8 bytes")
+                    continue
+                with self._lock:
+                    kept = [*self._kept]
+                for number, batch in kept:
+                    if number >= start:  # of equal length
+                        self._replay.send_multipart((who, *between, self._topic, number, batch))
+                self._replay.send_multipart((who, *between, b"", LAST, b""))
+        except zmq.ContextTerminated:
+            self._replay.close(linger=0)
