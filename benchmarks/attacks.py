@@ -1,12 +1,13 @@
 """How much longer other clients wait during an attack, on loopback with a server of the demo model or a mock
 engine.
 
-    python -m benchmarks.attacks [--attacks NAME ...] [--seconds 10] [--mock] [--list]
+    python -m benchmarks.attacks [--attacks NAME ...] [--seconds 10] [--mock] [--images] [--list]
 
 A probe calls GetLoad, and another one generates eight tokens, in loops: first alone, then while a client
 sends the attack's requests one after the other. Results: the probes' waiting times (99th percentile and
 maximum), and the responses to the attacker. An attack is a function, registered by name, that returns the
-request for a number (requests may differ).
+request for a number (requests may differ). With --images, those of image_attacks.py, on a small model that
+reads images.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from benchmarks.image_attacks import IMAGES
+from benchmarks.images import image_model
 from benchmarks.large_requests import LARGE, AnyRequest, send
 from benchmarks.machine import save
 from benchmarks.serve_processes import mock_server, model_server
@@ -34,7 +37,7 @@ LIMIT = 0.25  # seconds by which an attack may increase the longest wait
 # allowed responses to an attacker
 REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "OK")
 Attack = Callable[[int], AnyRequest]
-ATTACKS: dict[str, Attack] = {}
+ATTACKS: dict[str, Attack] = {}  # others are in IMAGES
 
 
 def attack(function: Attack) -> Attack:
@@ -201,16 +204,23 @@ def watch(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="NAME")
+    names = [*ATTACKS, *IMAGES]
+    parser.add_argument("--attacks", nargs="+", choices=names, default=list(ATTACKS), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each")
     parser.add_argument("--mock", action="store_true", help="use a mock engine, without masks; save nothing")
+    parser.add_argument("--images", action="store_true", help="attacks with images")
     parser.add_argument("--list", action="store_true", help="list the attacks")
     options = parser.parse_args()
     if options.list:
-        print(*ATTACKS, sep="\n")
+        print(*names, sep="\n")
         return
-    wide = {"client_chat_templates": True}
-    with mock_server(0.001, more=wide) if options.mock else model_server(MODEL, more=wide) as (_, address):
+    wide: dict[str, Any] = {"client_chat_templates": True, "allowed_media_domains": "*"}
+    model, attacks = MODEL, ATTACKS
+    if options.images:
+        model, attacks = {**MODEL, "model": str(image_model())}, IMAGES
+        if options.attacks == list(ATTACKS):
+            options.attacks = list(IMAGES)
+    with mock_server(0.001, more=wide) if options.mock else model_server(model, more=wide) as (_, address):
         watch(address, 2.0, None, 0)  # the first steps of a process are slower
         usual, _ = watch(address, options.seconds, None, 0)
         print(
@@ -220,7 +230,7 @@ def main() -> None:
         show("(none)", usual, Counter())
         results = {}
         for name in options.attacks:
-            waits, answers = watch(address, options.seconds, ATTACKS[name], 0)
+            waits, answers = watch(address, options.seconds, attacks[name], 0)
             show(name, waits, answers)
             added = {probe: round(waits[probe]["longest"] - usual[probe]["longest"], 4) for probe in waits}
             results[name] = {"waits": waits, "added_to_longest": added, "answers": dict(answers)}
@@ -229,7 +239,7 @@ def main() -> None:
                 print(f"   MISSED: {added} {bad}")
     if not options.mock:
         save(
-            "attacks",
+            "attacks_images" if options.images else "attacks",
             {"seconds": options.seconds, "limit_seconds": LIMIT, "without": usual, "attacks": results},
         )
 

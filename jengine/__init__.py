@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from jengine.api.forward import Forward
+    from jengine.api.image_prompts import GivenImage, given_images, image_reader, with_parts
     from jengine.api.llm import LLM
     from jengine.api.lora_text import find_lora, lora_tokenizer
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.core.beam_params import BeamSearchParams
     from jengine.core.config import EngineConfig
-    from jengine.core.images import ImagePart, PromptImages
+    from jengine.core.images import CutImage, ImagePart, PromptImages
     from jengine.core.lora import LoraInfo, LoraLimits, LoRARequest
     from jengine.core.pooling import Embedder, PoolingParams, Reranker
     from jengine.core.request import (
@@ -85,11 +86,13 @@ if TYPE_CHECKING:
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
     from jengine.text.tokenizer import Tokenizer
+    from jengine.vision.images import MOST_IMAGE_BYTES
     from jengine.vision.reader import ImageReader
 
 __all__ = [
     "LLM",
     "MAX_CLIENT",
+    "MOST_IMAGE_BYTES",
     "AsyncLLM",
     "Backend",
     "Beam",
@@ -98,6 +101,7 @@ __all__ = [
     "BeamSearchSequence",
     "BeamsFound",
     "CompletionOutput",
+    "CutImage",
     "Embedder",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -112,6 +116,7 @@ __all__ = [
     "Forward",
     "GenerationParams",
     "GetTrace",
+    "GivenImage",
     "ImagePart",
     "ImageReader",
     "InvalidArgument",
@@ -176,6 +181,8 @@ __all__ = [
     "explain",
     "find_lora",
     "follow",
+    "given_images",
+    "image_reader",
     "lora_tokenizer",
     "make_masks",
     "params_of_samples",
@@ -186,6 +193,7 @@ __all__ = [
     "scoring_of",
     "start_engine",
     "uninterrupted",
+    "with_parts",
 ]
 
 _MODULES = {
@@ -221,7 +229,9 @@ _MODULES = {
     "jengine.insight.recording.records": ("EngineFacts",),
     "jengine.insight.recording.totals": ("StepTotals",),
     "jengine.insight.recording.trace": ("Readers", "Trace"),
-    "jengine.core.images": ("ImagePart", "PromptImages"),
+    "jengine.api.image_prompts": ("GivenImage", "given_images", "image_reader", "with_parts"),
+    "jengine.core.images": ("CutImage", "ImagePart", "PromptImages"),
+    "jengine.vision.images": ("MOST_IMAGE_BYTES",),
     "jengine.vision.reader": ("ImageReader",),
     "jengine.core.lora": ("LoRARequest", "LoraInfo", "LoraLimits"),
     "jengine.core.pooling": ("Embedder", "PoolingParams", "Reranker"),

@@ -171,7 +171,7 @@ class ServerApp:
                 stack.callback(request_log.close)
             if spans is not None:
                 stack.push_async_callback(asyncio.to_thread, spans.close)
-            stack.push_async_callback(asyncio.to_thread, self._built.sandbox.close)
+            stack.push_async_callback(asyncio.to_thread, self._built.shared.close)
             stack.push_async_callback(self._built.server.stop, None)
             front = self._front = await self._http(metrics, access)
             if front is not None:

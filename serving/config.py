@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.lora_modules import LoraModule, read_modules
+from jengine.serving.media_options import read_domains
 from jengine.serving.service_links import is_service_link
 from jengine.vllm.setting import whole_number
 from jengine.vllm.translate import SERVE_SETTINGS, suggestion, translated, value_of
@@ -100,6 +101,11 @@ class ServerConfig:
             none.
         allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by
             commas or as a list in JSON, such as https://chat.example.com; * allows all. By default none.
+        allowed_media_domains: hosts from which images are fetched for clients that give an http or https URL,
+            such as images.example.com, separated by commas or as a list. *.example.com allows all names below
+            it, * all hosts, but with these only public addresses; a host of a private network must be listed
+            by its name or IP address. By default none: clients send images as data URLs.
+        allowed_local_media_path: a folder whose images clients may name by file URLs. By default none.
         write_timeout: seconds after which a client that does not read is disconnected.
         lame_duck_seconds: seconds after SIGTERM during which health says NOT_SERVING but requests are still
             accepted, so that load balancers can leave. Then the drain begins. Has no effect if drain_seconds
@@ -156,6 +162,8 @@ class ServerConfig:
     smg_api: bool = False
     weights_folder: str | None = None
     allowed_origins: str | None = None
+    allowed_media_domains: list[str] | tuple[str, ...] | str | None = None
+    allowed_local_media_path: str | Path | None = None
     write_timeout: float = 10.0
     lame_duck_seconds: float = 2.0
     drain_seconds: float = 20.0
@@ -238,10 +246,12 @@ class ServerConfig:
             "request_log",
             "lora_dir",
             "model_config",
+            "allowed_local_media_path",
         ):
             if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
-                kind = "folder" if name == "lora_dir" else "file"
+                kind = "folder" if name in ("lora_dir", "allowed_local_media_path") else "file"
                 raise InvalidArgument(name, getattr(self, name), f"must be a {kind}'s path")
+        object.__setattr__(self, "allowed_media_domains", self.media_domains or None)
         modules = read_modules(self.lora_modules)
         object.__setattr__(self, "lora_modules", modules or None)
         keys = (self.api_key,) if isinstance(self.api_key, str) else self.api_key
@@ -279,6 +289,15 @@ class ServerConfig:
     def changes_loras(self) -> bool:
         """Whether administrators may load and unload adapters."""
         return self.lora_dir is not None or self.allow_lora_hub
+
+    @property
+    def media_domains(self) -> tuple[str, ...]:
+        """The hosts of allowed_media_domains."""
+        return read_domains(self.allowed_media_domains)
+
+    @property
+    def media_folder(self) -> Path | None:
+        return None if self.allowed_local_media_path is None else Path(self.allowed_local_media_path)
 
     @property
     def origins(self) -> list[str]:

@@ -18,6 +18,8 @@ from nbclient import NotebookClient
 
 from tests.compiling import QUICK_PROCESS
 from tests.extras import of_extra
+from tests.golden.families.smolvlm import VARIANTS
+from tests.golden.images import write_image_model
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -37,16 +39,19 @@ def install_cell(path: Path) -> str:
     return "".join(cell["source"])
 
 
-def run(path: Path, *, optimized: bool = False, timeout: int = 280) -> dict[str, list[dict[str, Any]]]:
+def run(
+    path: Path, *, optimized: bool = False, timeout: int = 280, **variables: str
+) -> dict[str, list[dict[str, Any]]]:
     """Each code cell's outputs.
 
     Args:
+        variables: of the kernel's environment.
         optimized: XLA compiles with all optimizations.
         timeout: seconds for each cell.
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(path.parent)}})
-    client.execute(env={**os.environ, **({} if optimized else QUICK_PROCESS)})
+    client.execute(env={**os.environ, **({} if optimized else QUICK_PROCESS), **variables})
     return {cell["id"]: cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"}
 
 
@@ -187,3 +192,20 @@ def test_rollouts_runs() -> None:
     assert float(last) > 2 * float(first)
     assert "image/png" in data_of(cells)["curve"][0] and "weights {20}" in printed(cells["after"])
     assert data_of(cells)["end"] == [{"text/plain": "0"}]
+
+
+@pytest.mark.full
+def test_images_runs(tmp_path: Path) -> None:
+    """With a tiny model, whose answers mean nothing."""
+    text = {**VARIANTS["smolvlm"]["text_config"], "max_position_embeddings": 512}
+    write_image_model(tmp_path, "smolvlm", text_config=text)
+    path = ROOT / "notebooks" / "07_images.ipynb"
+    cells = run(path, MODEL=str(tmp_path))
+    shown = data_of(cells)
+    assert "image/png" in shown["draw"][0] and "image/png" in shown["plot"][0]
+    assert printed(cells["trace"]).startswith("1 of ")
+    whole, small, refused = printed(cells["size"]).splitlines()
+    assert int(whole.split()[1]) > int(small.split(": ")[2].split()[0])
+    assert "only size.longest_edge and do_image_splitting" in refused
+    assert len(printed(cells["any"]).splitlines()) == 8
+    assert shown["end"] == [{"text/plain": "0"}]

@@ -79,6 +79,14 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--enable-auto-tool-choice", NOTHING, ""),
     ("--disable-log-requests", NOTHING, ""),
     ("--disable-log-stats", {"log_stats": False}, ""),
+    (
+        "--allowed-media-domains images.example.com static.example.com",
+        {"allowed_media_domains": ("images.example.com", "static.example.com")},
+        "",
+    ),
+    ("--allowed-local-media-path tests", {"allowed_local_media_path": "tests"}, ""),
+    ("--limit-mm-per-prompt.image 2", {"limit_mm_per_prompt": {"image": 2}}, ""),
+    ('--mm-processor-kwargs {"max_pixels":200704}', {"mm_processor_kwargs": {"max_pixels": 200704}}, ""),
     ('--http-port 0 --allowed-origins ["*"]', {"http_port": 0, "allowed_origins": '["*"]'}, ""),
     ("--no-enable-log-requests", NOTHING, ""),
     ("--pipeline-parallel-size 1 -dp 1", NOTHING, ""),
@@ -364,3 +372,9 @@ def test_attributes_of_engines() -> None:
             with pytest.raises(AttributeError, match=re.escape(says)):
                 getattr(engine, name)
         assert not hasattr(engine, "nothing_of_the_kind")
+
+
+@pytest.mark.parametrize("name", ["allowed_media_domains", "allowed_local_media_path"])
+def test_options_of_the_server_that_vllms_library_has(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{name}='x': .*`jengine serve` has this option"):
+        EngineConfig(model="demo", **{name: "x"})

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from jengine.api.image_prompts import IMAGE, images_apart, in_form, reader_of
+from jengine.api.image_prompts import IMAGE, image_reader, images_apart, in_form
 from jengine.api.prompts import TokensPrompt, check_length
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.core.request import check_cache_salt
@@ -19,7 +19,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # {"role": one of ROLES, "content": text, or a list of parts: {"type": "text", "text": text};
 # {"type": "image", "image": a Pillow image, bytes, a path or a data URL};
-# {"type": "image_url", "image_url": {"url": a data URL}}
+# {"type": "image_url", "image_url": {"url": a data URL}}. An image may also be a CutImage.
 Message = dict[str, Any]
 Conversation = list[Message]
 
@@ -36,6 +36,7 @@ class ChatOptions(TypedDict, total=False):
         chat_template_kwargs: further variables for the template, such as {"enable_thinking": False}.
             Variables that the template does not use are ignored.
         cache_salt: see TextPrompt.
+        mm_processor_kwargs: how images are resized, see EngineConfig.
     """
 
     add_generation_prompt: bool | None
@@ -44,6 +45,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
     cache_salt: str | None
+    mm_processor_kwargs: dict[str, Any] | None
 
 
 def split_options(options: Mapping[str, Any], first: type) -> tuple[Any, Any]:
@@ -65,18 +67,15 @@ def chat_prompt(
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     cache_salt: str | None = None,
-    image_paths: bool = True,
+    mm_processor_kwargs: dict[str, Any] | None = None,
 ) -> TokensPrompt:
     """Make the prompt for one conversation. The options are those of ChatOptions.
-
-    Args:
-        image_paths: whether texts may be paths of images.
 
     Raises:
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.
         ModelError: the model has no chat template, or one that cannot be read.
     """
-    messages, images = images_apart(tokenizer, messages, paths=image_paths)
+    messages, images = images_apart(tokenizer, messages, mm_processor_kwargs)
     messages = checked(messages)
     check_cache_salt(cache_salt)
     if add_generation_prompt is None:
@@ -95,7 +94,7 @@ def chat_prompt(
     # Templates write the special tokens themselves.
     ids, placed = tokenizer.encode(text, add_special_tokens=False), None
     if images:
-        ids, placed = reader_of(tokenizer, "messages").placed(ids, images, "messages")
+        ids, placed = image_reader(tokenizer, "messages").placed(ids, images, "messages")
     prompt: TokensPrompt = {"prompt_token_ids": ids, "prompt": text}
     if placed is not None:
         prompt["multi_modal_data"] = {"image": placed}

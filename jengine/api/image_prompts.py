@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jengine.base.errors import InvalidArgument
-from jengine.core.images import PromptImages
+from jengine.core.image_options import PROCESSING
+from jengine.core.images import CutImage, PromptImages
 from jengine.text.tokenizer import Tokenizer
 from jengine.vision.reader import ImageReader
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from jengine.text.chat_template import ChatTemplate
 
 IMAGE = {"type": "image"}  # a part of a message, without the image
 FIELD = "multi_modal_data"  # of a prompt, as in vLLM
 # types of a message's parts that are images: the field that has it
 PARTS = {"image_url": "image_url", "image": "image", "image_pil": "image_pil"}
+Conversation = list[dict[str, Any]]
 
 
-def with_data(tokenizer: Tokenizer, ids: list[int], data: Any) -> tuple[list[int], PromptImages | None]:
+class GivenImage(NamedTuple):
+    """An image in a conversation.
+
+    Attributes:
+        message, part: the indexes of its message, and of its part of that.
+        source: see `read_image`.
+        field: of the request, named in errors.
+        path: whether a text may be a path.
+    """
+
+    message: int
+    part: int
+    source: Any
+    field: str
+    path: bool
+
+
+def with_data(
+    tokenizer: Tokenizer, ids: list[int], data: Any, processing: Mapping[str, Any] | None = None
+) -> tuple[list[int], PromptImages | None]:
     """A prompt's tokens with the images of its multi_modal_data: one or a list, or those of `chat_prompt`,
     which have their places already.
+
+    Args:
+        processing: the prompt's mm_processor_kwargs.
 
     Raises:
         InvalidArgument: naming the image's field.
     """
     if data is None:
+        check_processing(tokenizer, processing)
         return ids, None
     if not isinstance(data, dict):
         raise InvalidArgument(FIELD, type(data).__name__, 'must be a dict such as {"image": image}')
@@ -40,50 +64,79 @@ def with_data(tokenizer: Tokenizer, ids: list[int], data: Any) -> tuple[list[int
     images = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     if not images:
         return ids, None
-    reader = reader_of(tokenizer, field)
+    reader = image_reader(tokenizer, field).adjusted(processing)
+    reader.check_count(len(images), field)
     several = isinstance(given, list | tuple)
     read = [reader.read(one, f"{field}[{i}]" if several else field) for i, one in enumerate(images)]
     return reader.placed(ids, read, field)
 
 
-def reader_of(tokenizer: Tokenizer, field: str) -> ImageReader:
+def image_reader(tokenizer: Tokenizer, field: str) -> ImageReader:
     """Raises InvalidArgument if there is none."""
     if tokenizer.images is None:
         raise InvalidArgument(field, "an image", "this model, or this engine, reads no images")
     return tokenizer.images
 
 
-def images_apart(tokenizer: Tokenizer, messages: Any, *, paths: bool) -> tuple[Any, list[Image]]:
-    """A conversation with IMAGE in the place of each image, and the images in order.
+def check_processing(tokenizer: Tokenizer, processing: Mapping[str, Any] | None) -> None:
+    """Raises InvalidArgument if a prompt without images may not have these mm_processor_kwargs."""
+    if processing:
+        image_reader(tokenizer, PROCESSING).adjusted(processing)
+
+
+def given_images(messages: Any) -> list[GivenImage]:
+    """The images of a conversation, in order.
 
     Raises:
-        InvalidArgument: an image cannot be read, see `read_image`, or the engine reads none.
+        InvalidArgument: a field of an image's part is missing or unknown.
     """
-    images: list[Image] = []
-    left: list[Any] = []
-    if not isinstance(messages, list | tuple):
-        return messages, images
-    for at, message in enumerate(messages):
+    found: list[GivenImage] = []
+    for at, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
         content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, list) or not any(map(_is_image, content)):
-            left.append(message)
-            continue
-        parts = []
-        for index, part in enumerate(content):
-            if _is_image(part):
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in PARTS:
                 where = f"messages[{at}].content[{index}]"
-                source, path = source_of(part, where, paths=paths)
-                field = f"{where}.{PARTS[part['type']]}"
-                images.append(reader_of(tokenizer, field).read(source, field, paths=path))
-                part = IMAGE
-            parts.append(part)
-        left.append({**message, "content": parts})
-    return left, images
+                source, path = _source(part, where)
+                found.append(GivenImage(at, index, source, f"{where}.{PARTS[part['type']]}", path))
+    return found
 
 
-def in_form(
-    template: ChatTemplate, messages: list[dict[str, Any]], tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
+def with_parts(messages: Any, images: list[GivenImage], parts: list[dict[str, Any]]) -> Any:
+    """A copy of a conversation with these parts in the places of its images."""
+    if not images:
+        return messages
+    copied = list(messages)
+    for one, part in zip(images, parts, strict=True):
+        message = copied[one.message]
+        if message is messages[one.message]:
+            message = copied[one.message] = {**message, "content": [*message["content"]]}
+        message["content"][one.part] = part
+    return copied
+
+
+def images_apart(
+    tokenizer: Tokenizer, messages: Any, processing: Mapping[str, Any] | None = None
+) -> tuple[Any, list[CutImage]]:
+    """A conversation with IMAGE in the place of each image, and the images in order.
+
+    Args:
+        processing: the conversation's mm_processor_kwargs.
+
+    Raises:
+        InvalidArgument: an image cannot be read, see `read_image`, there are too many, or the engine reads
+            none.
+    """
+    images = given_images(messages)
+    if not images:
+        check_processing(tokenizer, processing)
+        return messages, []
+    reader = image_reader(tokenizer, images[0].field).adjusted(processing)
+    reader.check_count(len(images), "messages")
+    read = [reader.read(one.source, one.field, paths=one.path) for one in images]
+    return with_parts(messages, images, [IMAGE] * len(images)), read
+
+
+def in_form(template: ChatTemplate, messages: Conversation, tokenizer: Tokenizer) -> Conversation:
     """Checked messages as the template shows them: parts where it takes them, otherwise text, with the text
     that stands for an image.
     """
@@ -100,15 +153,11 @@ def _content(template: ChatTemplate, content: Any, tokenizer: Tokenizer) -> Any:
         return [{"type": "text", "text": content}] if template.only_parts else content
     if template.takes_parts:
         return content
-    marker = reader_of(tokenizer, "messages").vision.marker
+    marker = image_reader(tokenizer, "messages").vision.marker
     return "\n".join(marker if part == IMAGE else part["text"] for part in content)
 
 
-def _is_image(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") in PARTS
-
-
-def source_of(part: dict[str, Any], where: str, *, paths: bool) -> tuple[Any, bool]:
+def _source(part: dict[str, Any], where: str) -> tuple[Any, bool]:
     """The image of such a part, and whether it may be a path.
 
     Raises:
@@ -131,4 +180,4 @@ def source_of(part: dict[str, Any], where: str, *, paths: bool) -> tuple[Any, bo
         return source, False
     if source is None:
         raise InvalidArgument(f"{where}.{name}", None, "must be an image")
-    return source, paths
+    return source, True

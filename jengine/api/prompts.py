@@ -11,6 +11,7 @@ from typing import Any, NotRequired, TypedDict, cast
 from jengine.api.image_prompts import FIELD, with_data
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
+from jengine.core.image_options import PROCESSING
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, SamplingParams, TokenMask, check_cache_salt
 from jengine.scheduling.requests.sequence_limits import longest_prompt
@@ -24,12 +25,14 @@ POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokeni
 
 class TextPrompt(TypedDict):
     """A prompt as text. With a `cache_salt`, it shares cached pages only with prompts that have the same
-    salt. `multi_modal_data` is {"image": one or a list}, for the places that the text has for images.
+    salt. `multi_modal_data` is {"image": one or a list}, for the places that the text has for images;
+    `mm_processor_kwargs` says how they are resized, see EngineConfig.
     """
 
     prompt: str
     cache_salt: NotRequired[str | None]
     multi_modal_data: NotRequired[dict[str, Any] | None]
+    mm_processor_kwargs: NotRequired[dict[str, Any] | None]
 
 
 class TokensPrompt(TypedDict):
@@ -39,6 +42,7 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     cache_salt: NotRequired[str | None]
     multi_modal_data: NotRequired[dict[str, Any] | None]
+    mm_processor_kwargs: NotRequired[dict[str, Any] | None]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -84,8 +88,8 @@ def make_requests(
     given: Any = prompt
     salt = given.get("cache_salt") if isinstance(given, dict) else None
     check_cache_salt(salt)
-    fields = set(given) - {"cache_salt", FIELD} if isinstance(given, dict) else set()
-    data = given.get(FIELD) if isinstance(given, dict) else None
+    fields = set(given) - {"cache_salt", FIELD, PROCESSING} if isinstance(given, dict) else set()
+    data, how = (given.get(FIELD), given.get(PROCESSING)) if isinstance(given, dict) else (None, None)
     if isinstance(given, str) or fields == {"prompt"}:
         text = given if isinstance(given, str) else given["prompt"]
         if not isinstance(text, str):
@@ -106,7 +110,7 @@ def make_requests(
         )
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
-    ids, images = with_data(tokenizer, list(ids), data)
+    ids, images = with_data(tokenizer, list(ids), data, how)
     arrival = time.monotonic()
     fresh: Sequence[TokenMask | None] = (
         _masks(tokenizer, params) if masks and params.masks else [None] * params.n

@@ -135,7 +135,9 @@ def _dashed(word: str, known: Iterable[str]) -> str:
 
 
 def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
-    """--option.field VALUE as --option={"field": VALUE}; several fields of an option together."""
+    """--option.field VALUE as --option={"field": VALUE}; several fields of an option together. VALUE is JSON
+    or text.
+    """
     found: dict[str, dict[str, Any]] = {}
     out: list[str] = []
     waiting = iter(words)
@@ -149,5 +151,12 @@ def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
         fields = found.setdefault(name, {})
         for folder in folders:
             fields = fields.setdefault(folder, {})
-        fields[last] = value if equals else next(waiting, "")
+        fields[last] = _value(value if equals else next(waiting, ""))
     return out + [f"{name}={json.dumps(fields)}" for name, fields in found.items()]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

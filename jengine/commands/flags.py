@@ -36,6 +36,7 @@ FILES = ("chat_template",)  # options whose text may be a file
 SEVERAL = {
     "lora_modules": "NAME=PATH",
     "lora_target_modules": "NAME",
+    "allowed_media_domains": "HOST",
 }  # options that take several values after one flag, as in vLLM
 
 LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None

@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 
 from jengine.base.checks import check_number, check_targets, check_whole
 from jengine.base.errors import InvalidArgument
-from jengine.core.image_options import IMAGE_ROWS, image_limit
+from jengine.core.image_options import IMAGE_ROWS, image_limit, processing_options
 from jengine.core.lora import LoraLimits, check_lora_options, target_modules
 from jengine.core.page_events import PageEvents
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
-from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, takes, value_of
+from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, LIBRARY_SETTINGS, takes, value_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -27,7 +27,7 @@ BURST_STEPS = 8
 FOUR_BITS = ("int4", "int4_mixed")  # values of the option quantization
 
 
-@takes(ENGINE_SETTINGS)
+@takes({**ENGINE_SETTINGS, **LIBRARY_SETTINGS})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """An engine's options. None lets the engine choose for the model and the device. Options of vLLM are
@@ -78,6 +78,10 @@ class EngineConfig:
             the device. By default all linear layers but those of experts.
         limit_mm_per_prompt: the most images of a prompt, as {"image": 4}; by default 999. With {"image": 0},
             a model with images serves text alone, and its encoder of images is not loaded.
+        mm_processor_kwargs: fields that replace those of the model's preprocessor_config.json. Qwen's models
+            have min_pixels and max_pixels (or size, with shortest_edge and longest_edge, also in pixels),
+            SmolVLM and Idefics3 size.longest_edge and do_image_splitting. A request may have others, as long
+            as its images have no more embeddings.
         image_pool_rows: embeddings of images that the devices hold, at least those of the largest part of an
             image that is encoded by itself. A prompt's images must fit; they are kept for later prompts until
             others need their place. By default max_model_len, but at most 16384, or the largest image's.
@@ -194,6 +198,7 @@ class EngineConfig:
     max_cpu_loras: int | None = None
     lora_target_modules: list[str] | tuple[str, ...] | str | None = None
     limit_mm_per_prompt: dict[str, Any] | str | None = None
+    mm_processor_kwargs: dict[str, Any] | str | None = None
     image_pool_rows: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -289,6 +294,7 @@ class EngineConfig:
         object.__setattr__(self, "lora_target_modules", targets)  # hashable
         check_lora_options(self.enable_lora, self.max_loras, self.max_lora_rank, self.max_cpu_loras, targets)
         image_limit(self.limit_mm_per_prompt)
+        processing_options(self.mm_processor_kwargs)
         if self.embeddings is not None and not isinstance(self.embeddings, bool):
             raise InvalidArgument("embeddings", self.embeddings, "must be True, False or None")
         if (
@@ -386,6 +392,11 @@ class EngineConfig:
     def page_events(self) -> PageEvents | None:
         """Where events of pages are published; None: nowhere."""
         return PageEvents.of(self.kv_events_config)
+
+    @property
+    def image_processing(self) -> dict[str, Any]:
+        """The fields of mm_processor_kwargs."""
+        return processing_options(self.mm_processor_kwargs)
 
     @property
     def image_rows(self) -> int:

@@ -35,6 +35,13 @@ class ImagePart:
 
 
 @dataclass(frozen=True, slots=True)
+class CutImage:
+    """An image that has been read and cut as its model needs it, in the order of its embeddings."""
+
+    parts: tuple[ImagePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptImages:
     """The images of a prompt. Its token ids have an ordinary id at each embedding.
 

@@ -301,7 +301,7 @@ class Engine:
         now = time.perf_counter()
         self._clock.planning(now, self.scheduler.predictor.costs)
         self.records.turn(now)
-        plan, beside = next_step(self.scheduler, self.runner)
+        plan, beside = next_step(self.scheduler, self.runner, self.records)
         planned = time.perf_counter()
         self.records.planned()
         updates += self._rejected()

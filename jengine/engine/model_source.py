@@ -106,7 +106,8 @@ class ModelSource:
         config = read_config(folder)
         embedder = choose_embedder(options.embeddings, folder, config.hidden_size)
         reads = options.max_images and not is_converted(folder)
-        vision = served_vision(folder, no_text, options.image_rows) if reads else None
+        how = options.image_rows, options.image_processing
+        vision = served_vision(folder, no_text, *how) if reads else None
         return cls(folder, config, embedder, vision=vision)
 
     def _draft(self, options: EngineConfig, weights: bool = True) -> ModelSource | None:

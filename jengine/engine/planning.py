@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from jengine.engine.engine_parts import ModelRunner
+from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 
 
-def next_step(scheduler: Scheduler, runner: ModelRunner) -> tuple[StepPlan | None, bool]:
+def next_step(
+    scheduler: Scheduler, runner: ModelRunner, records: StepRecorder
+) -> tuple[StepPlan | None, bool]:
     """The next step, and whether pages move or images are encoded before it."""
     if scheduler.blocks.tier is not None:
         scheduler.swapped(*runner.swapped())
@@ -17,4 +20,5 @@ def next_step(scheduler: Scheduler, runner: ModelRunner) -> tuple[StepPlan | Non
     encoding = scheduler.registry.images.take_encoding()
     if encoding is not None:
         runner.encode(encoding)
+        records.encodes(encoding.key)
     return plan, swaps is not None or encoding is not None

@@ -231,7 +231,8 @@ def _prepare(
         started.tokenizer = Tokenizer.load(started.tokenizer_folder, config.chat_template)
     if shapes.images is not None and (tokenizer := started.tokenizer) is not None:
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        tokenizer.images = ImageReader.of(started.folder, encode, config.max_images, config.image_rows)
+        how = config.max_images, config.image_rows, config.image_processing
+        tokenizer.images = ImageReader.of(started.folder, encode, *how)
     lap("tokenizer")
     begin(progress, "loading weights")
     text = (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jengine.base.errors import ModelError
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.core.image_options import PROCESSING
 from jengine.vision.family import Vision
 
 Encode = Callable[[str], list[int]]  # text to token ids
@@ -27,14 +28,16 @@ FAMILIES = {
 }
 
 
-def vision_of(folder: Path, encode: Encode) -> Vision | None:
+def vision_of(folder: Path, encode: Encode, processing: Mapping[str, Any] | None = None) -> Vision | None:
     """The images of a model; None: it has none, or they are not supported.
 
     Args:
         encode: text to token ids, see Vision.prompt.
+        processing: checked fields that replace those of preprocessor_config.json, see `processing_options`.
 
     Raises:
         ModelError: a file cannot be read, or a setting is not supported.
+        InvalidArgument: so is a field of `processing`.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -51,22 +54,33 @@ def vision_of(folder: Path, encode: Encode) -> Vision | None:
             fields = _read(folder / name)
             processor |= fields.get("image_processor") or (fields if name == PROCESSORS[0] else {})
     try:
-        vision: Vision = make(config, processor, encode)
+        vision: Vision = make(config, processor, encode, *([processing] if processing else []))
         return vision
     except KeyError as missing:
         raise ModelError(f"field {missing} is missing", file=file) from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
+        if processing and isinstance(wrong, InvalidArgument):
+            raise
         raise ModelError(f"a field has the wrong type or value: {wrong}", file=file) from None
 
 
-def served_vision(folder: Path, encode: Encode, rows: int) -> Vision | None:
+def served_vision(
+    folder: Path, encode: Encode, rows: int, processing: Mapping[str, Any] | None = None
+) -> Vision | None:
     """The same for an engine.
 
     Args:
         rows: the most embeddings of an image, if the family reads images of any size.
     """
-    vision = vision_of(folder, encode)
-    return None if vision is None else vision.limited(rows)
+    vision = vision_of(folder, encode, processing)
+    if vision is None:
+        return None
+    limited, given = vision.limited(rows), processing or {}
+    largest = "max_pixels" in given or "longest_edge" in given.get("size", ())
+    if largest and limited.most_rows < vision.most_rows:
+        limit = f"images of {vision.most_rows} embeddings; at most {limited.most_rows}, see image_pool_rows"
+        raise InvalidArgument(PROCESSING, dict(given), limit)
+    return limited
 
 
 def no_text(text: str) -> list[int]:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
-from jengine.core.images import KEY_BITS, ImagePart, PromptImages
-from jengine.vision.family import VISUAL, Vision
+from jengine.core.images import KEY_BITS, CutImage, ImagePart, PromptImages
+from jengine.vision.family import VISUAL, Patches, Vision
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MOST_BYTES = 32 << 20  # of an encoded image
+MOST_IMAGE_BYTES = 32 << 20  # of an encoded image
 MOST_PIXELS = 64 << 20  # of a decoded one
 MOST_RATIO = 200  # of the longer side to the shorter one
 DATA = "data:"
@@ -59,8 +59,26 @@ def read_image(source: Any, field: str, *, paths: bool = True) -> Image:
     return _decoded(bytes(source), field)
 
 
+def cut_image(vision: Vision, image: Image, field: str, how: str = "") -> CutImage:
+    """An image in RGB as the parts that the encoder reads.
+
+    Args:
+        how: what the parts depend on beside the image and the model.
+
+    Raises:
+        InvalidArgument: the model cannot read an image of this size.
+    """
+    try:
+        cut = vision.cut(image)
+    except InvalidArgument as wrong:
+        raise InvalidArgument(field, wrong.value, wrong.limit) from None
+    keys = _keys(image, len(cut), how)
+    parts = zip(keys, cut, strict=True)
+    return CutImage(tuple(ImagePart(key, one.pixels, one.places, one.rows, one.grid) for key, one in parts))
+
+
 def with_images(
-    vision: Vision, ids: list[int], images: Sequence[Image], field: str
+    vision: Vision, ids: list[int], images: Sequence[Image | CutImage], field: str
 ) -> tuple[list[int], PromptImages | None]:
     """A prompt whose image tokens are replaced by the images, in order.
 
@@ -79,20 +97,19 @@ def with_images(
             prompt.append(token)
             continue
         image = next(left)
-        cut = vision.cut(image)
-        inside = vision.prompt(cut)
+        cut = (image if isinstance(image, CutImage) else cut_image(vision, image, field)).parts
+        inside = vision.prompt([Patches(one.pixels, one.places, one.rows, one.grid) for one in cut])
         positions += [len(prompt) + at for at, one in enumerate(inside) if one == VISUAL]
         prompt += [vision.row_token if one == VISUAL else one for one in inside]
-        parts += [
-            ImagePart(key, one.pixels, one.places, one.rows, one.grid)
-            for key, one in zip(_keys(image, len(cut)), cut, strict=True)
-        ]
+        parts += cut
     return prompt, PromptImages(tuple(parts), positions)
 
 
-def _keys(image: Image, count: int) -> list[int]:
+def _keys(image: Image, count: int, how: str) -> list[int]:
     """Keys of an image's parts."""
-    content = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes()).digest()
+    whole = hashlib.sha256(f"{image.width} {image.height} {how}".encode())
+    whole.update(image.tobytes())
+    content = whole.digest()
     digests = (hashlib.sha256(content + index.to_bytes(4, "little")).digest() for index in range(count))
     return [int.from_bytes(digest[:8], "little") >> (64 - KEY_BITS) for digest in digests]
 
@@ -129,8 +146,8 @@ def _of_file(path: Path, field: str) -> bytes:
 
 
 def _check_bytes(count: int, field: str) -> None:
-    if count > MOST_BYTES:
-        raise InvalidArgument(field, f"{count} bytes", f"at most {MOST_BYTES} bytes")
+    if count > MOST_IMAGE_BYTES:
+        raise InvalidArgument(field, f"{count} bytes", f"at most {MOST_IMAGE_BYTES} bytes")
 
 
 def _decoded(data: bytes, field: str) -> Image:
@@ -145,6 +162,8 @@ def _decoded(data: bytes, field: str) -> Image:
             raise InvalidArgument(field, f"{len(data)} bytes", limit) from None
         except pillow.Image.DecompressionBombError:
             raise InvalidArgument(field, "too many pixels", f"at most {MOST_PIXELS} pixels") from None
+        except MemoryError:
+            raise
         except Exception as error:
             raise InvalidArgument(field, f"{len(data)} bytes", f"cannot be decoded: {error}") from None
         return _rgb(image, field)
@@ -165,5 +184,7 @@ def _rgb(image: Image, field: str) -> Image:
         image.load()
         turned: Image = pillow.ImageOps.exif_transpose(image)
         return turned if turned.mode == "RGB" else rgb(turned)
+    except MemoryError:
+        raise
     except Exception as error:
         raise InvalidArgument(field, f"{width} x {height} pixels", f"cannot be decoded: {error}") from None

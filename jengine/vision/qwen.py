@@ -72,7 +72,7 @@ class Preparation:
         patch, merge = int(fields.get("patch_size", 14)), int(fields.get("merge_size", 2))
         if not 0 < least <= most or most < (patch * merge) ** 2:
             raise InvalidArgument(
-                "max_pixels",
+                "mm_processor_kwargs.max_pixels" if overrides else "max_pixels",
                 most,
                 f"must be at least min_pixels={least}, and {(patch * merge) ** 2}, of one embedding",
             )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from jengine.base.errors import ModelError
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.vision.family import VISUAL, Patches
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LANCZOS = 1  # Pillow's numbers of filters, as in preprocessor_config.json
 LONGEST = 4096  # pixels; no resized image is longer
+EDGE = "longest_edge"
 FIELDS = (
     "image_size", "patch_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_channels", "layer_norm_eps", "hidden_act",
@@ -39,14 +40,26 @@ class SmolVlm:
         config: config.json.
         processor: preprocessor_config.json, or {}.
         encode: text to token ids, with special tokens where the text has their names. Only `prompt` uses it.
+        overrides: the option mm_processor_kwargs: size.longest_edge and do_image_splitting.
     """
 
     places = levels = 1
     ahead = False
 
     def __init__(
-        self, config: Mapping[str, Any], processor: Mapping[str, Any], encode: Callable[[str], list[int]]
+        self,
+        config: Mapping[str, Any],
+        processor: Mapping[str, Any],
+        encode: Callable[[str], list[int]],
+        overrides: Mapping[str, Any] | None = None,
     ) -> None:
+        given = dict(overrides or {})
+        for name in given.keys() - {"size", "do_image_splitting"} | given.get("size", {}).keys() - {EDGE}:
+            limit = f"only size.{EDGE} and do_image_splitting are supported for this model"
+            raise InvalidArgument("mm_processor_kwargs", name, limit)
+        if (edge := given.get("size", {}).get(EDGE, 0)) > LONGEST:
+            raise InvalidArgument(f"mm_processor_kwargs.size.{EDGE}", edge, f"at most {LONGEST}")
+        processor = {**processor, **given}
         vision = {
             **{"num_hidden_layers": 12, "num_attention_heads": 16, "num_channels": 3},
             **{"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},

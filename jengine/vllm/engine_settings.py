@@ -40,6 +40,7 @@ SAME: dict[str, str] = {
     "lora_target_modules": "by default all linear layers but those of experts",
     "limit_mm_per_prompt": "for images; video and audio must be 0",
     "kv_events_config": "with publisher zmq or null; there is no snapshot_endpoint",
+    "mm_processor_kwargs": "`min_pixels`, `max_pixels`, `size`, `do_image_splitting`, as the model has them",
     "speculative_config": (
         "auto, or methods ngram, suffix, draft_model, mtp and eagle3; it changes no output"
     ),
@@ -49,7 +50,6 @@ PROGRAMS = (
     " and warm_up"
 )
 TEXT = "not supported for images: leave it out"
-MEDIA = "no addresses or files are opened for clients: they send images as data URLs"
 SPECULATION = "see speculative_config, with method ngram, suffix, draft_model, mtp or eagle3"
 EXPERTS = "experts are split over the devices of tensor_parallel_size"
 REPLICAS = "run several engines: jengine.ray serves replicas behind one address"
@@ -201,10 +201,7 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("logits_processors", "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
     unsupported("logits_processor_pattern",
         "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
-    unsupported("mm_processor_kwargs", "images are processed as preprocessor_config.json says"),
     unsupported("media_io_kwargs", "images are read as transformers does it"),
-    unsupported("allowed_local_media_path", MEDIA),
-    unsupported("allowed_media_domains", MEDIA),
     unsupported("enable_mm_embeds", TEXT, False),
     unsupported("enable_prompt_embeds", "prompts are text or token ids", False),
     unsupported("kv_transfer_config", TRANSFER),
@@ -224,3 +221,10 @@ ENGINE: tuple[Setting, ...] = (
         "a model's folder is downloaded without PyTorch's files if it has safetensors"),
     unsupported("enable_return_routed_experts", "the experts of a token are not returned", False),
 )  # fmt: skip
+
+FETCHED = "give images as Pillow images, bytes, paths or data URLs; `jengine serve` has this option"
+# Arguments of `LLM` that are options of the server here.
+LIBRARY: tuple[Setting, ...] = (
+    unsupported("allowed_media_domains", FETCHED),
+    unsupported("allowed_local_media_path", FETCHED, ""),
+)

@@ -53,7 +53,6 @@ CALLS: tuple[Setting, ...] = (  # of generate, chat, embed, score, ...
     unsupported("prompt_adapter_request", "prompt adapters are not supported"),
     unsupported("tokenization_kwargs", "pass prompt_token_ids, made as you want"),
     unsupported("truncate_prompt_tokens", "pass prompt_token_ids, cut to what you want"),
-    unsupported("mm_processor_kwargs", "images are processed as preprocessor_config.json says"),
     unsupported(
         "chat_template_content_format", "the parts of a message are joined to text", "auto", "string"
     ),

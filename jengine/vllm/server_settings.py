@@ -15,6 +15,8 @@ SAME: dict[str, str] = {
         "also the variable `JENGINE_API_KEY`; `api_keys` is a file with hashes and limits for each key"
     ),
     "allowed_origins": "default none; a comma-separated list or JSON",
+    "allowed_media_domains": "default none; also `*.NAME` and `*`, with public addresses",
+    "allowed_local_media_path": "default none",
     "tool_call_parser": "detected by default",
     "reasoning_parser": "detected by default",
     "otlp_traces_endpoint": "",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
-from jengine.vllm.engine_settings import ENGINE
+from jengine.vllm.engine_settings import ENGINE, LIBRARY
 from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
 from jengine.vllm.server_settings import SERVER
 from jengine.vllm.setting import Setting
@@ -23,7 +23,7 @@ def by_name(settings: Iterable[Setting]) -> Settings:
     return {setting.name: setting for setting in settings}
 
 
-ENGINE_SETTINGS, SERVER_SETTINGS = by_name(ENGINE), by_name(SERVER)
+ENGINE_SETTINGS, SERVER_SETTINGS, LIBRARY_SETTINGS = by_name(ENGINE), by_name(SERVER), by_name(LIBRARY)
 SERVE_SETTINGS: Settings = {**ENGINE_SETTINGS, **SERVER_SETTINGS}
 SAMPLING_SETTINGS, STRUCTURED_SETTINGS, CALL_SETTINGS = by_name(SAMPLING), by_name(STRUCTURED), by_name(CALLS)
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -38,6 +38,7 @@ class ModelInfo:
         mesh: number of devices along each axis.
         has_chat_template: whether the model can chat.
         page_events: where its engine publishes them; None: nowhere.
+        reads_images: whether it reads images.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModelInfo:
     mesh: Mapping[str, int] = field(default_factory=dict)
     has_chat_template: bool = False
     page_events: EventSource | None = None
+    reads_images: bool = False
 
 
 class ModelProvider(Protocol):

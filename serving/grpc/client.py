@@ -116,7 +116,8 @@ class Client(_Connection):
     """A blocking client of `jengine serve`. Threads may share one.
 
     Methods that generate take SamplingParams, or its fields as keywords; methods that chat also take the
-    fields of ChatOptions. All of them take these options:
+    fields of ChatOptions. Prompts and messages have images as for LLM; paths are those of this machine. All
+    methods take these options:
 
     - `request_id`: for `abort`. By default the server makes one.
     - `priority`: lower runs first, if the server's policy is "priority".

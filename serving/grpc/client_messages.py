@@ -19,18 +19,22 @@ from jengine import (
     SamplingParams,
 )
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.grpc.client_images import image_of, part_of
 from jengine.serving.grpc.conversions import REASONS, from_params
 
-# text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt"
+# text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt", and
+# "multi_modal_data" and "mm_processor_kwargs" as in LLM.generate
 Prompt = str | list[int] | dict[str, Any]
-Messages = Iterable[Mapping[str, Any]]  # {"role": ..., "content": text, or [{"type": "text", "text": text}]}
+Messages = Iterable[Mapping[str, Any]]  # {"role": ..., "content": text, or parts as in LLM.chat}
 CHAT_OPTIONS = (
     "add_generation_prompt",
     "continue_final_message",
     "tools",
     "chat_template",
     "chat_template_kwargs",
+    "mm_processor_kwargs",
 )
+JSON_OPTIONS = ("tools", "chat_template_kwargs", "mm_processor_kwargs")
 SAME = ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms", "model")  # options that are fields
 FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.items()}
 
@@ -89,6 +93,12 @@ def generate_request(prompt: Prompt, call: CallOptions) -> pb.GenerateRequest:
     if isinstance(prompt, dict):
         given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
         call = call._replace(cache_salt=prompt.get("cache_salt", call.cache_salt))
+        images = (prompt.get("multi_modal_data") or {}).get("image") or []
+        for i, image in enumerate(images if isinstance(images, list | tuple) else [images]):
+            request.images.append(image_of(f"multi_modal_data.image[{i}]", image))
+        if (processing := prompt.get("mm_processor_kwargs")) is not None:
+            with sending("mm_processor_kwargs", processing):
+                request.mm_processor_kwargs_json = json.dumps(processing)
     if isinstance(given, str):
         with sending("prompt", given):
             request.text = given
@@ -103,12 +113,12 @@ def chat_request(messages: Messages, call: CallOptions) -> pb.ChatRequest:
     request = pb.ChatRequest()
     for i, message in enumerate(messages):
         with sending(f"messages[{i}]", message):
-            request.messages.append(_message(message))
+            request.messages.append(_message(f"messages[{i}]", message))
     for name in CHAT_OPTIONS:
         value = call.fields.get(name)
         if value is not None:
             with sending(name, value):
-                as_json = name in ("tools", "chat_template_kwargs")
+                as_json = name in JSON_OPTIONS
                 setattr(
                     request.options,
                     f"{name}_json" if as_json else name,
@@ -141,13 +151,18 @@ def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](
     return request
 
 
-def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
+def _message(where: str, message: Mapping[str, Any]) -> pb.ChatMessage:
     proto = pb.ChatMessage(
         **{name: message[name] for name in ("role", "name", "tool_call_id") if message.get(name) is not None}
     )
     content = message.get("content")
     if content is not None:
-        proto.content = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        if isinstance(content, str):
+            proto.content = content
+        elif all(part["type"] == "text" for part in content):
+            proto.content = "\n".join(part["text"] for part in content)
+        else:
+            proto.parts.extend(part_of(f"{where}.content[{i}]", part) for i, part in enumerate(content))
     if message.get("tool_calls"):
         proto.tool_calls_json = json.dumps(message["tool_calls"])
     return proto

@@ -20,6 +20,7 @@ from jengine import (
     StructuredOutputs,
     check_entries,
 )
+from jengine.serving.calls.named_image import NamedImage
 from jengine.serving.calls.portions import Portioned, width_of
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
@@ -170,15 +171,46 @@ def to_messages(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
     """Messages for AsyncLLM.chat, with the set fields only.
 
     Raises:
-        InvalidArgument: tool calls that are not JSON.
+        InvalidArgument: tool calls that are not JSON, or an empty part.
     """
     out = []
     for i, message in enumerate(messages):
         given = {field.name: value for field, value in message.ListFields()}
+        if "parts" in given:
+            if "content" in given:
+                raise InvalidArgument(f"messages[{i}].parts", "given", "must be absent beside content")
+            parts = enumerate(given.pop("parts"))
+            given["content"] = [_part(f"messages[{i}].parts[{j}]", part) for j, part in parts]
         if "tool_calls_json" in given:
             given["tool_calls"] = _json(f"messages[{i}].tool_calls_json", given.pop("tool_calls_json"), list)
         out.append(given)
     return out
+
+
+def to_images(images: Sequence[pb.Image]) -> list[NamedImage]:
+    """Raises InvalidArgument if one is empty."""
+    return [_image(f"images[{i}]", one) for i, one in enumerate(images)]
+
+
+def to_processing(text: str) -> dict[str, Any]:
+    """Raises InvalidArgument if it is not a JSON object."""
+    found: dict[str, Any] = _json("mm_processor_kwargs_json", text, dict)
+    return found
+
+
+def _part(where: str, part: pb.ContentPart) -> dict[str, Any]:
+    if part.HasField("image"):
+        return {"type": "image", "image": _image(f"{where}.image", part.image)}
+    if not part.HasField("text"):
+        raise InvalidArgument(where, None, "must be a text or an image")
+    return {"type": "text", "text": part.text}
+
+
+def _image(where: str, image: pb.Image) -> NamedImage:
+    kind = image.WhichOneof("source")
+    if kind is None:
+        raise InvalidArgument(where, None, "must have data or url")
+    return NamedImage(image.data if kind == "data" else image.url, f"{where}.{kind}")
 
 
 def to_options(options: pb.ChatOptions) -> dict[str, Any]:
@@ -188,7 +220,7 @@ def to_options(options: pb.ChatOptions) -> dict[str, Any]:
         InvalidArgument: invalid JSON, JSON of another type, or more than MAX_TOOLS_BYTES.
     """
     given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}
-    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict), ("mm_processor_kwargs", dict)):
         if f"{name}_json" in given:
             given[name] = _json(f"options.{name}_json", given.pop(f"{name}_json"), kind)
     return given

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgspec
@@ -131,7 +132,13 @@ class GenerateService(Service, GenerateServiceServicer):
         place: Place,
     ) -> RequestHandle:
         """Validates and queues a request."""
-        prompt: Callable[[], str | list[int] | TokensPrompt] = partial(_prompt_of, request, model)
+        prompt: Callable[[], str | list[int] | TokensPrompt | dict[str, Any]] = partial(
+            _prompt_of, request, model
+        )
+        if isinstance(request, pb.GenerateRequest) and (
+            request.images or request.HasField("mm_processor_kwargs_json")
+        ):
+            prompt = partial(_with_images, request, model, await self._images(request, model, context))
         if isinstance(request, pb.ChatRequest):
             template = request.options.chat_template if request.options.HasField("chat_template") else None
             rendered = await self._render(
@@ -153,6 +160,18 @@ class GenerateService(Service, GenerateServiceServicer):
             request.tpot_ms if request.HasField("tpot_ms") else None,
         )
         return await self._submit(model, parsed, kind, context, request_id, place)
+
+    async def _images(
+        self, request: pb.GenerateRequest, model: NamedModel, context: grpc.aio.ServicerContext
+    ) -> dict[str, Any]:
+        """The images of a prompt, as its further fields."""
+        asked: dict[str, Any] = {}
+        if request.HasField("mm_processor_kwargs_json"):
+            asked = conversions.to_processing(request.mm_processor_kwargs_json)
+        images = conversions.to_images(request.images)
+        how = model.tokenizer, "images", asked
+        read = await self._shared.images.read(client_of(context), images, *how) if images else []
+        return {"multi_modal_data": {"image": read}, "mm_processor_kwargs": asked}
 
     # --- the rest ---------------------------------------------------------------------------------
 
@@ -312,6 +331,11 @@ def _prompt_of(request: pb.GenerateRequest, model: NamedModel) -> str | list[int
         return str(request.text)
     check_ids("prompt_token_ids", len(request.token_ids.ids), model)
     return list(request.token_ids.ids)
+
+
+def _with_images(request: pb.GenerateRequest, model: NamedModel, images: dict[str, Any]) -> dict[str, Any]:
+    given = _prompt_of(request, model)
+    return {"prompt" if isinstance(given, str) else "prompt_token_ids": given, **images}
 
 
 def _conversation_of(request: pb.ChatRequest) -> Conversation:

@@ -22,7 +22,6 @@ from jengine.serving.generated.jengine.v1 import generate_pb2
 from jengine.serving.grpc.generate_service import GenerateService
 from jengine.serving.grpc.kserve_service import KserveService
 from jengine.serving.guards.client_calls import CallInterceptor, ClientCalls
-from jengine.serving.guards.sandbox import Sandbox
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
@@ -35,7 +34,7 @@ DESCRIPTORS = (
 
 
 class BuiltServer(NamedTuple):
-    """A server that has not been started. Close the sandbox after it has stopped.
+    """A server that has not been started. Close `shared` after it has stopped.
 
     Its health is NOT_SERVING, for "" and each of its services, until it is set.
 
@@ -48,7 +47,6 @@ class BuiltServer(NamedTuple):
     health: health.aio.HealthServicer
     services: tuple[str, ...]
     port: int
-    sandbox: Sandbox
     shared: Shared
     calls: ClientCalls
 
@@ -102,7 +100,7 @@ async def build_server(
         raise InvalidArgument(
             "port", config.port, f"cannot listen on {address}: {_why_not(config)}"
         ) from None
-    return BuiltServer(server, state, services, port, shared.sandbox, shared, calls)
+    return BuiltServer(server, state, services, port, shared, calls)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

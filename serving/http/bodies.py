@@ -94,6 +94,7 @@ class ChatBody(chat_create_params.CompletionCreateParamsBase, Extras, total=Fals
     continue_final_message: bool
     chat_template: str
     chat_template_kwargs: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
     include_reasoning: bool
 
 
@@ -164,6 +165,7 @@ class TokenizeBody(TypedDict, total=False):
     continue_final_message: bool
     chat_template: str
     chat_template_kwargs: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
     tools: list[ChatCompletionFunctionToolParam]
 
 
@@ -356,6 +358,7 @@ CHAT_ONLY = frozenset(
         "continue_final_message",
         "chat_template",
         "chat_template_kwargs",
+        "mm_processor_kwargs",
         "include_reasoning",
     )
 )

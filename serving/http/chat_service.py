@@ -24,7 +24,13 @@ from jengine.serving.requests.service import Conversation, ParsedRequest, Shared
 from jengine.serving.requests.tracking import TrackedRequest
 
 Read = Callable[[dict[str, Any]], Asked]
-OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+)
 
 
 class ChatService(HttpService):

@@ -121,7 +121,7 @@ class EmbeddedApi:
 
     def close(self) -> None:
         """Ends its worker processes."""
-        self._shared.sandbox.close()
+        self._shared.close()
 
 
 def http_scope(

@@ -25,6 +25,7 @@ OPTIONS = (
     "continue_final_message",
     "chat_template",
     "chat_template_kwargs",
+    "mm_processor_kwargs",
     "tools",
 )
 STARTED = int(time.time())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
+from jengine.serving.calls.named_image import NamedImage
+
 Role = Literal["system", "developer", "user", "assistant"]
 Message = dict[str, Any]
 
@@ -53,6 +55,6 @@ def text(text: str) -> Message:
     return {"type": "text", "text": text}
 
 
-def image(url: str) -> Message:
-    """A part of a message. The address is checked where it is read."""
-    return {"type": "image_url", "image_url": {"url": url}}
+def image(url: str, field: str) -> Message:
+    """A part of a message. The address is checked where it is read; errors name the field."""
+    return {"type": "image", "image": NamedImage(url, field)}

@@ -101,6 +101,7 @@ class LiveFeed:
             event["model"] = {
                 "name": info.name,
                 "chat": info.has_chat_template,
+                "images": info.reads_images,
                 "devices": info.devices,
                 "dtype": info.dtype,
             }

@@ -13,6 +13,8 @@ from jengine.serving.calls.model_provider import EventSource
 from jengine.serving.processes.tokenizers import load_tokenizer, prepared
 from jengine.serving.processes.wire import EngineInfo
 
+IMAGE_ROWS = 1024  # of an image of the mock
+
 
 class WarmEngine(NamedTuple):
     """A warmed-up engine, and the tokenizer for its requests' masks. Without a tokenizer there are no
@@ -48,6 +50,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         image_folder=None if tokenizer.images is None else str(started.folder),
         max_images=config.max_images,
         image_rows=config.image_rows,
+        image_processing=config.image_processing,
         chat_template=None if config.chat_template is None else tokenizer.chat_templates["default"].source,
         dtype=started.dtype,
         quantization=started.quantization,
@@ -72,13 +75,27 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(params).items() if value != plain[name]}
 
 
-def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> WarmEngine:
-    """A MockEngine with these options. The folder is that of its server's tokenizer."""
+def mock_engine(
+    tokenizer_folder: str | None = None, image_folder: str | None = None, **options: Any
+) -> WarmEngine:
+    """A MockEngine with these options.
+
+    Args:
+        tokenizer_folder: that of its server's tokenizer.
+        image_folder: says how its server reads images; the engine ignores them.
+    """
     from jengine.serving.processes.mock_engine import MockEngine
 
     tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))
     return WarmEngine(
-        MockEngine(**options),
+        MockEngine(**options, image_rows=IMAGE_ROWS if image_folder else 0),
         tokenizer,
-        EngineInfo(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"),
+        EngineInfo(
+            tokenizer_folder=tokenizer_folder,
+            image_folder=image_folder,
+            max_images=4,
+            image_rows=IMAGE_ROWS,
+            dtype="none",
+            devices="none",
+        ),
     )

@@ -89,6 +89,7 @@ class MockEngine:
         reranker: Reranker | None = None,
         max_loras: int = 0,
         max_cpu_loras: int | None = None,
+        image_rows: int = 0,
     ) -> None:
         room = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=pages)
         self.limits = Limits(
@@ -98,6 +99,7 @@ class MockEngine:
             eos_token_ids=eos_token_ids,
             embedder=Embedder(size=embedding_size) if embedding_size else None,
             reranker=reranker,
+            image_rows=image_rows,
             lora=LoraLimits(max_loras=max_loras, max_lora_rank=MAX_RANK, max_cpu_loras=max_cpu_loras)
             if max_loras
             else None,

@@ -292,9 +292,8 @@ class Supervisor:
             self._tokenizer = Tokenizer.load(Path(info.tokenizer_folder), info.chat_template)
             if info.image_folder is not None:
                 encode = partial(self._tokenizer.encode, add_special_tokens=False)
-                self._tokenizer.images = ImageReader.of(
-                    Path(info.image_folder), encode, info.max_images, info.image_rows
-                )
+                how = info.max_images, info.image_rows, info.image_processing
+                self._tokenizer.images = ImageReader.of(Path(info.image_folder), encode, *how)
         facts = ModelInfo(
             name=self._name,
             limits=engine.limits,
@@ -304,6 +303,7 @@ class Supervisor:
             mesh=info.mesh,
             has_chat_template=bool(self._tokenizer.chat_templates),
             page_events=info.page_events,
+            reads_images=self._tokenizer.images is not None,
         )
         defaults = SamplingParams(**info.sampling_defaults)
         return AsyncLLM.over(engine, self._tokenizer, defaults, stream_interval=info.stream_interval), facts

@@ -184,6 +184,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     image_folder: str | None = None  # the folder that says how the model reads images; None: it reads none
     max_images: int = 0  # of a prompt
     image_rows: int = 0  # the most embeddings of an image
+    image_processing: dict[str, Any] = {}  # mm_processor_kwargs
     chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
     page_events: EventSource | None = None
 
@@ -250,18 +251,23 @@ class Job(WireMessage):
     """Work for a sandbox worker.
 
     Attributes:
-        kind: "check" for a grammar, or "render" for a conversation.
+        kind: "check" for a grammar, "render" for a conversation, "image" for the bytes of a file, or
+            "data_url".
         field: the field of the request that errors name.
-        arguments: JSON object with the fields of StructuredOutputs, or the arguments of chat_prompt.
+        arguments: JSON object with the fields of StructuredOutputs, the arguments of chat_prompt, or an
+            image's mm_processor_kwargs.
+        source: an image's.
     """
 
     kind: str
     field: str
     arguments: str
+    source: bytes = b""
 
 
 class Done(WireMessage):
     """The result: the rendered conversation, or the reason for a rejection. Also sent when a worker is ready.
+    An image's parts are sent before, as Pictures.
 
     Attributes:
         seconds: processor time of the job.
@@ -272,6 +278,16 @@ class Done(WireMessage):
     value: str = ""
     limit: str = ""
     seconds: float = 0.0
+
+    @classmethod
+    def refused(cls, error: InvalidArgument) -> Done:
+        value = error.value if isinstance(error.value, str) else ""
+        return cls(field=error.field, value=value, limit=error.limit)
+
+    def check(self) -> None:
+        """Raises InvalidArgument if the job was rejected."""
+        if self.limit:
+            raise InvalidArgument(self.field, self.value, self.limit)
 
 
 # --- frames ----------------------------------------------------------------------------------------
@@ -347,8 +363,20 @@ def picture_orders(requests: tuple[Request, ...]) -> Iterator[Picture]:
     images = requests[0].images
     parts = {} if images is None else {part.key: part for part in images.parts}
     for part in parts.values():
-        arrays = part.pixels.tobytes(), part.places.tobytes()
-        yield Picture(part.key, *arrays, len(part.pixels), part.rows, part.grid)
+        yield picture_of(part)
+
+
+def picture_of(part: ImagePart) -> Picture:
+    arrays = part.pixels.tobytes(), part.places.tobytes()
+    return Picture(part.key, *arrays, len(part.pixels), part.rows, part.grid)
+
+
+def part_of(picture: Picture) -> ImagePart:
+    import numpy as np  # imported here, since only processes with images need it
+
+    pixels = np.frombuffer(picture.pixels, np.float32).reshape(picture.patches, -1)
+    places = np.frombuffer(picture.places, np.int32).reshape(picture.patches, -1)
+    return ImagePart(picture.key, pixels, places, picture.rows, picture.grid)
 
 
 class Gallery:
@@ -367,13 +395,7 @@ class Gallery:
 
 
 def images_of(pictures: Pictures) -> PromptImages:
-    import numpy as np  # imported here, since only the engine's process needs it
-
-    parts = {}
-    for one in pictures.parts:
-        pixels = np.frombuffer(one.pixels, np.float32).reshape(one.patches, -1)
-        places = np.frombuffer(one.places, np.int32).reshape(one.patches, -1)
-        parts[one.key] = ImagePart(one.key, pixels, places, one.rows, one.grid)
+    parts = {one.key: part_of(one) for one in pictures.parts}
     return PromptImages(tuple(parts[key] for key in pictures.keys), pictures.positions)
 
 

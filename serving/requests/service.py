@@ -17,6 +17,7 @@ from jengine import (
     SamplingParams,
     TokensPrompt,
     chat_prompt,
+    given_images,
 )
 from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import in_use
@@ -26,10 +27,12 @@ from jengine.serving.calls.portions import Portions
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import Place, ServerAdmission, client_of
 from jengine.serving.guards.bounds import RequestBounds
+from jengine.serving.guards.media import Media
 from jengine.serving.guards.sandbox import Sandbox
 from jengine.serving.guards.security import salted, scoped
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
+from jengine.serving.requests.images import RequestImages
 from jengine.serving.requests.pace import Pace
 from jengine.serving.requests.spans import Spans
 from jengine.serving.requests.text_work import TextWork
@@ -37,6 +40,7 @@ from jengine.serving.requests.tracking import RequestTracker
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and ChatOptions
 
+PROCESSING = "mm_processor_kwargs"
 UNKNOWN_TOKENS = 256  # reserved for a completion without max_tokens
 
 
@@ -44,7 +48,8 @@ class Shared(NamedTuple):
     """Parts of a server that services share.
 
     Attributes:
-        sandbox: checks grammars, and renders clients' chat templates.
+        sandbox: checks grammars, renders clients' chat templates, and reads images.
+        images: of requests.
         text_work: tokenizes long texts.
         portions: of large answers.
         write_timeout: seconds in which a client must read each message of a stream.
@@ -57,6 +62,7 @@ class Shared(NamedTuple):
     tracker: RequestTracker
     bounds: RequestBounds
     sandbox: Sandbox
+    images: RequestImages
     text_work: TextWork
     pace: Pace
     portions: Portions
@@ -73,14 +79,17 @@ class Shared(NamedTuple):
         request_log: RequestLog | None = None,
         spans: Spans | None = None,
     ) -> Shared:
-        """Must be called in the server's event loop. Close the sandbox after the server has stopped."""
+        """Must be called in the server's event loop. Close it after the server has stopped."""
         admission = ServerAdmission(config, models)
+        sandbox = Sandbox(charge=admission.charge_work)
+        media = Media(config.media_domains, config.media_folder)
         return cls(
             models,
             admission,
             RequestTracker(metrics, request_log, spans),
             RequestBounds.of(config),
-            Sandbox(charge=admission.charge_work),
+            sandbox,
+            RequestImages(sandbox, media),
             TextWork(),
             Pace(),
             Portions(),
@@ -88,6 +97,11 @@ class Shared(NamedTuple):
             config.client_chat_templates,
             config.rollout_api,
         )
+
+    def close(self) -> None:
+        """Ends the sandbox's processes, and threads that wait for names."""
+        self.sandbox.close()
+        self.images.close()
 
 
 class ParsedRequest(NamedTuple):
@@ -101,7 +115,7 @@ class ParsedRequest(NamedTuple):
     """
 
     params: GenerationParams
-    prompt: Callable[[], str | list[int] | TokensPrompt]
+    prompt: Callable[[], str | list[int] | TokensPrompt | dict[str, Any]]
     bytes: int
     cache_salt: str | None = None
     priority: int = 0
@@ -201,22 +215,22 @@ class Service:
             read: returns the conversation; called in a thread if the request, of `size` bytes, is long.
             template: the client's template, which is also among the options.
         """
-        client = client_of(call)
+        client, tokenizer = client_of(call), model.tokenizer
         work = partial(self._text_work.run, client, size)
-        if template is None:
-            return await work(partial(_render_here, model, read))
-        if not self._shared.client_chat_templates:
+        if template is not None and not self._shared.client_chat_templates:
             raise InvalidArgument(
                 "chat_template", template, "this server does not accept templates from clients"
             )
         messages, options = await work(read)
-        return {"prompt_token_ids": await self._sandbox.render(client, messages, options, model.tokenizer)}
-
-
-def _render_here(model: NamedModel, read: Callable[[], Conversation]) -> TokensPrompt:
-    messages, options = read()
-    options = {**options, "image_paths": False}  # of this machine's files
-    return chat_prompt(model.tokenizer, messages, max_model_len=model.max_model_len, **options)
+        if template is None:
+            how = options.get(PROCESSING)
+            messages = await self._shared.images.in_messages(client, messages, tokenizer, how)
+            return await work(
+                lambda: chat_prompt(tokenizer, messages, max_model_len=model.max_model_len, **options)
+            )
+        if given_images(messages):
+            raise InvalidArgument("chat_template", template, "must be absent from conversations with images")
+        return {"prompt_token_ids": await self._sandbox.render(client, messages, options, tokenizer)}
 
 
 def check_ids(field: str, count: int, model: NamedModel) -> None:

@@ -49,8 +49,8 @@ HTTP_ROOT = HTTP.removesuffix("/v1")
 # text: output, which varies
 CHECKED = {"python", "bash", "console", "json", "toml", "pycon", "promql", "text"}
 ALIASES = {
-    "FinishReason", "GenerationParams", "OutputKind", "StrategyName", "MAX_CLIENT", "Update", "Updates",
-    "__version__",
+    "FinishReason", "GenerationParams", "OutputKind", "StrategyName", "MAX_CLIENT", "MOST_IMAGE_BYTES",
+    "Update", "Updates", "__version__",
 }  # fmt: skip
 
 ids = {"ids": name_of}

@@ -146,7 +146,7 @@ def serve_mock(
         await built.server.stop(None)
         if request_log is not None:
             request_log.close()
-        built.sandbox.close()
+        built.shared.close()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()

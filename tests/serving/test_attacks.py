@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from benchmarks import attacks
+from benchmarks.image_attacks import IMAGES, asked
 from jengine import Ended
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
@@ -21,7 +22,9 @@ from jengine.serving.processes.engine_child import EngineChild
 from jengine.serving.processes.mock_engine import MockEngine
 from jengine.serving.processes.watchdog import Heartbeat
 from jengine.serving.processes.wire import Add, End, PromptSample
+from tests.golden.images import picture, write_image_model
 from tests.serving.processes import ServerProcess, mock_process
+from tests.vision.test_images import encoded
 
 GRAMMARS = (
     "schema_of_many_refs",
@@ -102,6 +105,42 @@ def test_an_attack_costs_its_own_request(name: str, server: ServerProcess) -> No
             )
         assert beside.calls and not beside.errors
         assert engine in server.children(), "the engine has been restarted"
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that reads images."""
+    folder = tmp_path_factory.mktemp("images")
+    write_image_model(folder, "smolvlm")
+    more = {"server": {"allowed_media_domains": "*"}, "image_folder": str(folder), "vocab_size": 288}
+    with mock_process(folder, **more) as server:
+        server.wait_until_ready()
+        yield server
+
+
+SLOW = "image_of_most_pixels"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name == SLOW else []) for name in IMAGES]
+)
+def test_an_image_costs_its_own_request(name: str, sees: ServerProcess) -> None:
+    """Others are answered meanwhile, and no process is replaced but those that decode."""
+    with grpc.insecure_channel(sees.address) as channel:
+        stub = GenerateServiceStub(channel)
+        good = asked(pb.Image(data=encoded(picture("good", (30, 20)))))
+        assert stub.Chat(good, timeout=60).usage.prompt_tokens > 10
+        with Beside(stub) as beside:
+            future = stub.Chat.future(IMAGES[name](0), timeout=60)
+            assert stub.Generate(pb.GenerateRequest(text="a"), timeout=60).completions
+            if name == SLOW:
+                assert future.result().usage.prompt_tokens > 10
+            else:
+                error = future.exception()
+                assert error.code().name == "INVALID_ARGUMENT", error
+                assert error.details().startswith(("messages", "messages[0].parts[0].image."))
+            assert stub.Chat(good, timeout=60).completions
+        assert beside.calls and not beside.errors
 
 
 def test_clients_of_kserve_are_checked_too(server: ServerProcess) -> None:

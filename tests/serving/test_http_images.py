@@ -1,4 +1,4 @@
-"""Images in OpenAI's chat completions, and on their way to the engine's process."""
+"""Images in OpenAI's and Anthropic's APIs, over gRPC, and on their way to the engine's process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jengine import AsyncLLM, ImagePart, PromptImages, Request, SamplingParams
+from benchmarks.image_attacks import bomb
+from jengine import AsyncLLM, ImagePart, InvalidArgument, PromptImages, Request, SamplingParams
+from jengine.client import AsyncClient
+from jengine.serving.calls.model_provider import FixedModel, ModelInfo
+from jengine.serving.config import ServerConfig
+from jengine.serving.grpc.server import build_server
 from jengine.serving.http.embedded import EmbeddedApi
+from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.processes.wire import (
     Add,
     Frames,
@@ -27,7 +33,7 @@ from jengine.serving.processes.wire import (
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.golden.images import picture, write_image_model
-from tests.vision.test_images import ANIMATED, bomb
+from tests.vision.test_images import ANIMATED
 
 
 def url(data: bytes, kind: str = "image/png") -> str:
@@ -40,17 +46,17 @@ def png(size: tuple[int, int]) -> bytes:
     return buffer.getvalue()
 
 
-def asked(*images: Any) -> bytes:
+def asked(*images: Any, **more: Any) -> bytes:
     parts = [{"type": "image_url", "image_url": image} for image in images]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
     body = {"messages": messages, "max_completion_tokens": 4, "temperature": 0, "return_token_ids": True}
-    return json.dumps(body).encode()
+    return json.dumps({**body, **more}).encode()
 
 
 REFUSED = [  # image_url, field, limit
-    ({"url": "https://example.com/a.png"}, "", "addresses are not fetched"),
-    ({"url": "http://127.0.0.1:22/"}, "", "addresses are not fetched"),
-    ({"url": "file:///etc/passwd"}, "", "must be a data URL"),
+    ({"url": "https://example.com/a.png"}, "", "the host example.com is not one of --allowed-media-domains"),
+    ({"url": "http://localhost:22/"}, "", "the host localhost is not one of"),
+    ({"url": "file:///etc/passwd"}, "", "this server reads no files"),
     ({"url": "/etc/passwd"}, "", "must be a data URL"),
     ({"url": 5}, ".url", "must be a data URL"),
     ({"url": url(png((9, 9))), "detail": "much"}, ".detail", "must be auto, low or high"),
@@ -72,7 +78,7 @@ def test_chat_completions(tmp_path: Path) -> None:
                 tmp_path, progress=False, max_model_len=256, limit_mm_per_prompt={"image": 2}, **SMALL
             )
         async with llm:
-            api = EmbeddedApi(llm, "smolvlm")
+            api = EmbeddedApi(llm, "smolvlm", ServerConfig(allowed_media_domains="127.0.0.1"))
             try:
                 await check(llm, api)
             finally:
@@ -93,13 +99,23 @@ def test_chat_completions(tmp_path: Path) -> None:
             error = json.loads(reply.body)["error"]
             assert reply.status == 400 and limit in error["message"], error
             assert error["param"] == f"messages[0].content[0].image_url{field}"
+        encoded = await patches(llm)
         await others_agree(api, answer)
+        assert await patches(llm) == encoded > 0, "the image is encoded once, whatever asks about it"
+        await others_name_their_fields(api)
+        await addresses_and_sizes(api, answer)
+        await grpc_agrees(llm, answer)
         many = await api.post("/v1/chat/completions", asked(*[{"url": url(png((9, 9)))}] * 3))
         assert (
             many.status == 400 and "at most 2 images in a prompt" in json.loads(many.body)["error"]["message"]
         )
 
     asyncio.run(work())
+
+
+async def patches(llm: AsyncLLM) -> int:
+    """Patches of images that were encoded, from the records of steps."""
+    return sum(step.patches for step in (await llm.trace()).steps)
 
 
 async def others_agree(api: EmbeddedApi, answer: Any) -> None:
@@ -123,6 +139,105 @@ async def others_agree(api: EmbeddedApi, answer: Any) -> None:
     response = json.loads((await api.post("/v1/responses", json.dumps(body).encode())).body)
     assert response["output"][-1]["content"][0]["text"] == text, response
     assert response["usage"]["input_tokens"] == tokens
+
+
+async def others_name_their_fields(api: EmbeddedApi) -> None:
+    """Errors name the image by its place in the API's own body, though messages are joined."""
+    bad, text = url(b"<svg/>"), {"type": "text", "text": "What?"}
+    source = {"type": "base64", "media_type": "image/png", "data": bad.partition(",")[2]}
+    result = [{"type": "text", "text": "See"}, {"type": "image", "source": {"type": "url", "url": bad}}]
+    called = {"type": "tool_use", "id": "1", "name": "see", "input": {}}
+    turns = [
+        {"role": "user", "content": [text]},
+        {"role": "user", "content": [text, {"type": "image", "source": source}]},
+    ]
+    tools = [turns[0], {"role": "assistant", "content": [called]}]
+    tools += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": result}]}]
+    for messages, field in (
+        (turns, "messages[1].content[1].source"),
+        (tools, "messages[2].content[0].content[1].source.url"),
+    ):
+        body = {"model": "smolvlm", "messages": messages, "max_tokens": 4}
+        reply = await api.post("/v1/messages", json.dumps(body).encode())
+        assert reply.status == 400 and json.loads(reply.body)["error"]["message"].startswith(f"{field}: ")
+    parts = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": bad}]
+    given = [{"type": "reasoning", "summary": []}, {"role": "user", "content": parts}]
+    reply = await api.post("/v1/responses", json.dumps({"model": "smolvlm", "input": given}).encode())
+    assert reply.status == 400
+    assert json.loads(reply.body)["error"]["param"] == "input[1].content[1].image_url"
+
+
+async def addresses_and_sizes(api: EmbeddedApi, answer: Any) -> None:
+    """An image from a listed host has the same answer; a request's own size makes another prompt."""
+    served = png((60, 20))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: %d\r\n\r\n" % len(served)
+        )
+        writer.write(served)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a.png"
+        fetched = await api.post("/v1/chat/completions", asked({"url": address}))
+    choice = json.loads(fetched.body)["choices"][0]
+    assert choice["token_ids"] == answer["choices"][0]["token_ids"]
+    split = {"mm_processor_kwargs": {"do_image_splitting": False}}
+    whole = json.loads((await api.post("/v1/chat/completions", asked({"url": url(served)}, **split))).body)
+    assert 0 < whole["usage"]["prompt_tokens"] < answer["usage"]["prompt_tokens"]
+    for wrong, limit in (
+        ({"fps": 2}, "mm_processor_kwargs.fps=2: is not supported"),
+        ({"max_pixels": 9}, "only size.longest_edge and do_image_splitting"),
+        ({"size": {"longest_edge": 4000}}, "at most the engine's"),
+    ):
+        reply = await api.post("/v1/chat/completions", asked({"url": url(served)}, mm_processor_kwargs=wrong))
+        error = json.loads(reply.body)["error"]
+        assert reply.status == 400 and limit in error["message"], error
+        assert error["param"].startswith("mm_processor_kwargs"), error
+
+
+async def grpc_agrees(llm: AsyncLLM, answer: Any) -> None:
+    """The same image over gRPC, in a conversation and in a prompt; errors have the proto's fields."""
+    info = ModelInfo(name="smolvlm", limits=llm.backend.limits, dtype="")
+    built = await build_server(ServerConfig(port=0), FixedModel(llm, info), metrics=Metrics())
+    await built.server.start()
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    image, data, question = picture("asked", (60, 20)), png((60, 20)), {"type": "text", "text": "What?"}
+    try:
+        async with AsyncClient(f"127.0.0.1:{built.port}") as client:
+            for part in (
+                {"type": "image", "image": data},
+                {"type": "image", "image": image},
+                {"type": "image_url", "image_url": {"url": url(data)}},
+            ):
+                output = await client.chat([{"role": "user", "content": [part, question]}], params)
+                assert output.outputs[0].token_ids == answer["choices"][0]["token_ids"]
+                assert output.usage is not None
+                assert output.usage.prompt_tokens == answer["usage"]["prompt_tokens"]
+            prompt: Any = {
+                "prompt": "See <image> and <image>.",
+                "multi_modal_data": {"image": [data, image]},
+                "mm_processor_kwargs": {"do_image_splitting": False},
+            }
+            async for output in llm.generate(prompt, params):
+                alone = output
+            assert (await client.generate(prompt, params)).outputs[0].token_ids == alone.outputs[0].token_ids
+            bad = [{"role": "user", "content": [question, {"type": "image", "image": b"<svg/>"}]}]
+            with pytest.raises(InvalidArgument, match="one of the formats") as wrong:
+                await client.chat(bad, params)
+            assert wrong.value.field == "messages[0].parts[1].image.data"
+            with pytest.raises(InvalidArgument, match="at most 2 images") as wrong:
+                await client.generate({"prompt": "", "multi_modal_data": {"image": [data] * 3}}, params)
+            assert wrong.value.field == "images"
+            away = [{"role": "user", "content": [{"type": "image", "image": "http://127.0.0.1/a.png"}]}]
+            with pytest.raises(InvalidArgument, match="this server opens no addresses"):
+                await client.chat(away, params)
+    finally:
+        await built.server.stop(None)
+        built.shared.close()
 
 
 @pytest.mark.parametrize("masked", [False, True])

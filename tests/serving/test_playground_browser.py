@@ -6,6 +6,8 @@ Needs Playwright (`pip install playwright`) and a Chromium on the PATH.
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import shutil
@@ -20,7 +22,9 @@ import httpx
 import pytest
 
 from jengine.serving.guards.security import hash_line
+from tests.golden.images import picture, write_image_model
 from tests.serving.processes import ServerProcess, mock_process, process
+from tests.vision.test_images import encoded
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 BROWSERS = "chromium", "chromium-browser", "google-chrome"
@@ -149,6 +153,58 @@ def test_answers_are_markdown_and_empty_drawings_say_so(browser: Any, tokenizer_
                 assert answer.locator(tag).first.text_content().startswith(text), tag
             assert NASTY in answer.text_content() and page.locator("#log img, #log b, #log a").count() == 0
             assert page.title() != "1"
+
+
+def test_pictures_are_chosen_pasted_and_dropped(browser: Any, tmp_path: Path) -> None:
+    """A model that reads images is asked with three pictures, of which one is taken away again."""
+    write_image_model(tmp_path, "smolvlm")
+    flags = ["--port=0", "--metrics-port=0", "--page", "--lame-duck-seconds=0", "--max-num-seqs=2"]
+    flags += ["--max-model-len=256", "--max-num-batched-tokens=128", "--served-model-name=sees"]
+    with process([sys.executable, "-m", "jengine.cli", "serve", str(tmp_path), *flags]) as server:
+        server.wait_until_ready()
+        with opened(browser, server.page) as page:
+            serving(page)
+            page.wait_for_selector("#picture:not([hidden])")
+            page.click("summary")
+            page.fill("#sampling-temperature", "0")
+            page.fill("#sampling-max_tokens", "8")
+            image = encoded(picture("page", (60, 20)))
+            page.set_input_files("#file", {"name": "chosen.png", "mimeType": "image/png", "buffer": image})
+            page.wait_for_selector("#pictures canvas[aria-label='chosen.png']")
+            given = """([how, type, bytes]) => {
+              const data = new DataTransfer();
+              data.items.add(new File([new Uint8Array(bytes)], how + ".png", { type }));
+              const both = { dataTransfer: data, clipboardData: data, bubbles: true, cancelable: true };
+              if (how === "drop") document.getElementById("log").dispatchEvent(new DragEvent(how, both));
+              else document.getElementById("prompt").dispatchEvent(new ClipboardEvent(how, both));
+            }"""
+            for number, how in enumerate(("paste", "drop"), start=2):
+                page.evaluate(given, [how, "image/png", [*image]])
+                page.wait_for_function(
+                    "n => document.querySelectorAll('#pictures canvas').length === n", arg=number
+                )
+            page.click("#pictures button[aria-label='Remove drop.png']")
+            with page.expect_request("**/v1/chat/completions") as asked:
+                answer = ask(page, "What?", 0)
+            body = json.loads(asked.value.post_data)
+            [message] = body["messages"]
+            url = "data:image/png;base64," + base64.b64encode(image).decode()
+            one = {"type": "image_url", "image_url": {"url": url}}
+            assert message["content"] == [one, one, {"type": "text", "text": "What?"}]
+            body |= {"stream": False}
+            del body["stream_options"]
+            reply = httpx.post(f"{server.page}v1/chat/completions", json=body, timeout=100).json()
+            assert answer == reply["choices"][0]["message"]["content"]
+            assert page.locator(".message.user canvas").count() == 2
+            assert page.locator("#pictures").is_hidden() and page.locator("img").count() == 0
+
+            broken = {"name": "broken.png", "mimeType": "image/png", "buffer": image[:30]}
+            page.set_input_files("#file", broken)
+            page.wait_for_selector("#pictures .error")
+            page.click("input[value=complete]", force=True)
+            page.wait_for_selector("#picture", state="hidden")
+        server.send(signal.SIGTERM)
+        assert server.wait()[0] == 0
 
 
 def test_it_reconnects_to_another_server(browser: Any, tokenizer_folder: Path) -> None:

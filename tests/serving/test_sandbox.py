@@ -16,7 +16,7 @@ import pytest
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
 from jengine.serving.calls.errors import Refusal
-from jengine.serving.guards import sandbox as sandboxes
+from jengine.serving.guards import sandbox_worker, workers
 from jengine.serving.guards.sandbox import Sandbox
 from jengine.text import masks
 from tests.serving.children import started
@@ -51,7 +51,7 @@ def within(work: Callable[[Sandbox], Awaitable[None]], **options: Any) -> None:
 
 
 def pids(sandbox: Sandbox) -> list[int]:
-    return [worker._process.pid for worker in (*sandbox._idle, *sandbox._running)]
+    return [worker._process.pid for worker in (*sandbox.texts._idle, *sandbox.texts._running)]
 
 
 def test_grammars_are_checked_once(tokenizer: Tokenizer) -> None:
@@ -122,7 +122,7 @@ def test_templates_that_fail(template: str, field: str, why: str, tokenizer: Tok
 
 
 def test_the_queue_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxes, "MOST_WAITING", 1)
+    monkeypatch.setattr(workers, "MOST_WAITING", 1)
 
     async def work(sandbox: Sandbox) -> None:
         first = asyncio.create_task(sandbox.check("a", GOOD, tokenizer))
@@ -155,7 +155,7 @@ from jengine.serving.guards.sandbox import Sandbox
 async def main():
     sandbox, tokenizer = Sandbox(), Tokenizer.load(Path(sys.argv[1]))
     await sandbox.render("a", {MESSAGES}, {{"chat_template": "x"}}, tokenizer)
-    print(sandbox._idle[0]._process.pid, flush=True)
+    print(sandbox.texts._idle[0]._process.pid, flush=True)
     await sandbox.render("a", {MESSAGES}, {{"chat_template": {ENDLESS!r}}}, tokenizer)
 
 asyncio.run(main())
@@ -229,7 +229,7 @@ def test_nothing_is_remembered_of_processes_that_are_always_killed(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    call = sandboxes._Worker.call
+    call = workers._Worker.call
 
     def killed(self: Any, job: Any) -> Any:
         calls.append(self._process.pid)
@@ -238,11 +238,11 @@ def test_nothing_is_remembered_of_processes_that_are_always_killed(
 
     async def work(sandbox: Sandbox) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(sandboxes._Worker, "call", killed)
+            patch.setattr(workers._Worker, "call", killed)
             with pytest.raises(Refusal) as busy:
                 await sandbox.check("a", GOOD, tokenizer)
         assert busy.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED and busy.value.retry_seconds
-        assert len(calls) == sandboxes.ATTEMPTS and not sandbox._verdicts
+        assert len(calls) == workers.ATTEMPTS and not sandbox._verdicts
         await sandbox.check("a", GOOD, tokenizer)
 
     within(work)
@@ -255,13 +255,13 @@ def test_many_addresses_do_not_keep_a_client_waiting(tokenizer: Tokenizer) -> No
 
     async def work(sandbox: Sandbox) -> None:
         started: list[str] = []
-        do = sandbox._do
+        do = sandbox.texts._do
 
-        def counting(folder: Path, job: Any) -> Any:
+        def counting(arguments: Any, job: Any) -> Any:
             started.append("victim" if "victim" in job.arguments else "attacker")
-            return do(folder, job)
+            return do(arguments, job)
 
-        sandbox._do = counting  # type: ignore[method-assign]
+        sandbox.texts._do = counting  # type: ignore[method-assign]
         attackers = [
             asyncio.create_task(sandbox.render(f"a{i}", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
             for i in range(30)
@@ -270,11 +270,11 @@ def test_many_addresses_do_not_keep_a_client_waiting(tokenizer: Tokenizer) -> No
         for regex in ("victim 1", "victim 2"):
             await sandbox.check("victim", StructuredOutputs(regex=regex), tokenizer)
         first, second = (i for i, who in enumerate(started) if who == "victim")
-        assert first <= sandboxes.WORKERS and second <= 2 * sandboxes.WORKERS + 1, started
+        assert first <= workers.WORKERS and second <= 2 * workers.WORKERS + 1, started
         for task in attackers:
             task.cancel()
         await asyncio.gather(*attackers, return_exceptions=True)
-        assert not len(sandbox._turns)
+        assert not len(sandbox.texts._turns)
 
     within(work)
 
@@ -285,11 +285,11 @@ def test_work_is_charged_to_the_client(tokenizer: Tokenizer) -> None:
     async def work(sandbox: Sandbox) -> None:
         await sandbox.check("a", GOOD, tokenizer)
         [(client, seconds)] = charged
-        assert client == "a" and 0 < seconds <= sandboxes.CPU_SECONDS
+        assert client == "a" and 0 < seconds <= sandbox_worker.CPU_SECONDS
         await sandbox.check("b", GOOD, tokenizer)
         assert charged[1:] == [("b", seconds)], "the engine compiles it once more"
         with pytest.raises(InvalidArgument):
             await sandbox.render("c", MESSAGES, {"chat_template": ENDLESS}, tokenizer)
-        assert charged[2:] == [("c", sandboxes.CPU_SECONDS)]
+        assert charged[2:] == [("c", sandbox_worker.CPU_SECONDS)]
 
     within(work, charge=lambda *one: charged.append(one))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.image_attacks import bomb
 from jengine.base.errors import InvalidArgument
-from jengine.vision.images import MOST_BYTES, read_image
+from jengine.vision.images import MOST_IMAGE_BYTES, read_image
 
 
 def encoded(image: Image.Image, form: str = "PNG", **how: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, form, **how)
     return buffer.getvalue()
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that says that it has so many pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = chunk(b"IDAT", zlib.compress(bytes(1000)))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data + chunk(b"IEND", b"")
 
 
 SMALL = Image.new("RGB", (8, 6), (1, 2, 3))
@@ -50,7 +38,7 @@ URL = "data:image/png;base64,"
         (encoded(Image.effect_noise((64, 64), 90))[:900], "cannot be decoded"),
         (bomb(50_000, 50_000), "at most 67108864 pixels"),
         (bomb(12_000, 9_000), "at most 67108864 pixels"),
-        (bytes(MOST_BYTES + 1), f"at most {MOST_BYTES} bytes"),
+        (bytes(MOST_IMAGE_BYTES + 1), f"at most {MOST_IMAGE_BYTES} bytes"),
         (Image.new("RGB", (1000, 2)), "one side at most 200 times the other"),
         (ANIMATED, "animated images are not supported"),
         ("no_such_file.png", "cannot be read"),

@@ -69,7 +69,9 @@ def test_options_of_a_processor() -> None:
     assert read(older, {"max_pixels": 501760}).largest == 501760 // 14**2
     with pytest.raises(InvalidArgument, match=r"^mm_processor_kwargs='pan': must be one of max_pixels, "):
         read(LARGE, {"pan": 1})
-    with pytest.raises(InvalidArgument, match=r"^max_pixels=100: must be at least min_pixels=65536"):
+    with pytest.raises(
+        InvalidArgument, match=r"^mm_processor_kwargs.max_pixels=100: must be at least min_pixels=65536"
+    ):
         read(LARGE, {"max_pixels": 100})
     with pytest.raises(ModelError, match=r"^do_resize=False is not supported, only True"):
         read({**LARGE, "do_resize": False}, {})

@@ -102,6 +102,7 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
         "prompt tokens": step.prompt_tokens,
         "padded tokens": step.padded_tokens(tile_size),
         "context": step.work.context,
+        "patches of images": step.patches,
         "predicted ms": round(1e3 * step.predicted, 4),
         "measured ms": round(1e3 * step.device, 4) if step.device else "not known",
         "strategy": step.strategy,

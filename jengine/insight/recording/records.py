@@ -63,6 +63,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         prompt_rows: how many of its rows hold tokens of prompts.
         drafts: how many of its rows verify drafts.
         accepted: how many of these drafts became output.
+        patches: of the encoder's programs that ran since the step before, padding included; 0: none did.
+        encoder: seconds of these, predicted.
     """
 
     number: int
@@ -112,6 +114,8 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     prompt_rows: int = 0
     drafts: int = 0
     accepted: int = 0
+    patches: int = 0
+    encoder: float = 0.0
 
     @property
     def generated(self) -> int:

@@ -17,6 +17,7 @@ from jengine.insight.recording.trace import Trace
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import EncoderKey
 
 STEPS, REQUESTS = 8192, 4096  # numbers of records kept
 MEMORIES, MEMORY_SECONDS = 1024, 2.0  # number of memory samples kept, and seconds between them
@@ -53,6 +54,7 @@ class StepRecorder:
         self._passed_on = self._next_memory = 0.0
         self._paused = False
         self._decision: object = None  # of the last step
+        self._patches, self._encoder = 0, 0.0  # of encoders' programs, and their seconds, for the next step
         self._totals, self._totalled = StepTotals(), 0  # totals of the steps with smaller numbers
         self._lock = threading.Lock()  # protects these two
         self.thread = 0
@@ -79,6 +81,11 @@ class StepRecorder:
         """The scheduler has made its plan."""
         self._cpu = time.thread_time() - self._cpu
 
+    def encodes(self, key: EncoderKey) -> None:
+        """This program runs before the next step."""
+        self._patches += key.patches
+        self._encoder += self._scheduler.predictor.costs.encoder_seconds(key)
+
     def dispatched(
         self, plan: StepPlan, planned: float, started: float, now: float, mask: float = 0.0
     ) -> StepRecord:
@@ -104,8 +111,8 @@ class StepRecorder:
         self._decision = decision
         cached, owned, tier = blocks.cached, blocks.owned, blocks.tier
         host = scheduler.predictor.costs.host_seconds(len(spans), trunk.tiles)
-        number = self._number
-        self._number += 1
+        number, patches, encoder = self._number, self._patches, self._encoder
+        self._number, self._patches, self._encoder = number + 1, 0, 0.0
         return StepRecord(
             number,
             trunk,
@@ -146,6 +153,8 @@ class StepRecorder:
             self._cpu,
             prompt_rows=prompt_rows,
             drafts=plan.guesses,
+            patches=patches,
+            encoder=encoder,
         )
 
     def read(

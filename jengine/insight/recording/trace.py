@@ -168,6 +168,11 @@ class Trace(msgspec.Struct, kw_only=True):
                 "device",
                 f"{device:.2f} s measured, {predicted:.2f} s predicted, in {counted(len(known), 'step')}",
             ),
+            (
+                "images",
+                f"{sum([s.patches for s in self.steps]):,} patches encoded,"
+                f" {sum([s.encoder for s in self.steps]):.2f} s predicted",
+            ),
             ("preemptions", f"{sum([request.preemptions for request in self.requests])}"),
         ]
         image = image_html(self.plot, "requests, steps and pages over time") if self.steps else ""

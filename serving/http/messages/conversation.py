@@ -37,7 +37,7 @@ def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
 def _add(turns: Turns, role: Any, block: dict[str, Any]) -> None:
     match block["type"]:
         case "text" | "image":
-            turns.add(role, [_part(block)])
+            turns.add(role, [block["part"]])
         case "thinking":
             turns.reasoning(block["thinking"])
         case "tool_use":
@@ -47,9 +47,11 @@ def _add(turns: Turns, role: Any, block: dict[str, Any]) -> None:
 
 
 def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, Any]]:
-    """Validated blocks. The content of a result is a list of parts."""
+    """Validated blocks, with the parts of the conversation that texts and images become. The content of a
+    result is a list of parts.
+    """
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
+        return [{"type": "text", "part": text(content)}]
     out = []
     for i, given in enumerate(content):
         at = f"{where}[{i}]"
@@ -60,16 +62,20 @@ def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, 
         block = checked(BLOCKS[kind], {name: one for name, one in given.items() if one is not None}, at)
         if kind == "tool_result":
             block = {**block, "content": _parts(f"{at}.content", block.get("content", ""), "result")}
+        elif kind in ("text", "image"):
+            block = {"type": kind, "part": _part(block, at)}
         out.append(block)
     return out
 
 
 def _parts(where: str, content: str | list[Any], place: str) -> list[dict[str, Any]]:
-    return [_part(block) for block in _blocks(where, content, place)]
+    return [block["part"] for block in _blocks(where, content, place)]
 
 
-def _part(block: dict[str, Any]) -> dict[str, Any]:
+def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
     if block["type"] == "text":
         return text(block["text"])
     source = block["source"]
-    return image(source["url"] if "url" in source else f"data:{source['media_type']};base64,{source['data']}")
+    if "url" in source:
+        return image(source["url"], f"{where}.source.url")
+    return image(f"data:{source['media_type']};base64,{source['data']}", f"{where}.source")

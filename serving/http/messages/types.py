@@ -31,8 +31,6 @@ class Base64Image(TypedDict):
 
 @with_config(STRICT)
 class UrlImage(TypedDict):
-    """Data URLs only: addresses are not fetched."""
-
     type: Literal["url"]
     url: str
 

@@ -59,5 +59,9 @@ def _parts(where: str, content: str | list[Any]) -> list[dict[str, Any]]:
             raise InvalidArgument(f"{where}[{i}].type", kind, f"this server supports {', '.join(PARTS)}")
         present = {name: value for name, value in part.items() if value is not None}
         whole = checked(PARTS[kind], present, f"{where}[{i}]")
-        out.append(image(whole["image_url"]) if kind == "input_image" else text(whole["text"]))
+        out.append(
+            image(whole["image_url"], f"{where}[{i}].image_url")
+            if kind == "input_image"
+            else text(whole["text"])
+        )
     return out

@@ -69,7 +69,7 @@ class InputText(TypedDict):
 
 @with_config(STRICT)
 class InputImage(TypedDict, total=False):
-    """Data URLs only: addresses are not fetched. `detail` has no effect."""
+    """`detail` has no effect."""
 
     type: Required[Literal["input_image"]]
     image_url: Required[str]

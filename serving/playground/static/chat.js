@@ -2,6 +2,7 @@
 
 import { element } from "./figures.js";
 import { build, parse } from "./markdown.js";
+import { Pictures, partsOf } from "./pictures.js";
 import { makeFields, samplingOf } from "./sampling.js";
 import { events } from "./server.js";
 
@@ -24,11 +25,18 @@ function copyButton(shown) {
   return button;
 }
 
+function copy(drawing) {
+  const copied = drawing.cloneNode();
+  copied.getContext("2d").drawImage(drawing, 0, 0);
+  return copied;
+}
+
 export class Chat {
   constructor() {
     this.messages = []; // of the conversation, as the API takes them
     this.running = null; // AbortController of the answer that comes
     this.model = null;
+    this.pictures = new Pictures({ button: $("picture"), input: $("file"), strip: $("pictures"), area: $("chat") });
     makeFields($("fields"));
     $("ask").addEventListener("submit", (event) => (event.preventDefault(), this.send()));
     $("prompt").addEventListener("keydown", (event) => this.key(event));
@@ -48,7 +56,7 @@ export class Chat {
 
   // What can be asked is known from when the engine has said what it serves.
   use(model) {
-    if (this.model?.name === model.name && this.model.chat === model.chat) return;
+    if (["name", "chat", "images"].every((fact) => this.model?.[fact] === model[fact])) return;
     this.model = model;
     for (const radio of this.modes) {
       radio.disabled = radio.value === "chat" && !model.chat;
@@ -70,15 +78,23 @@ export class Chat {
     const label = this.mode === "chat" ? "Message" : "Text to continue";
     [$("prompt-label").textContent, $("prompt").placeholder] = [label, label];
     $("system-box").hidden = this.mode !== "chat";
+    this.pictures.use(this.mode === "chat" && Boolean(this.model?.images));
     $("log").replaceChildren(element("p", EMPTY[this.mode], "empty"));
   }
 
   async send() {
     const text = $("prompt").value;
-    if (!text.trim() || this.running) return;
+    if (this.running) return;
+    const pictures = this.pictures.take();
+    if (!text.trim() && !pictures.length) return;
     $("log").querySelector(".empty")?.remove();
     const chat = this.mode === "chat";
-    if (chat) this.show("user").text.textContent = text;
+    if (chat) {
+      const { box, text: shown } = this.show("user");
+      shown.textContent = text;
+      box.prepend(...pictures.map(({ drawing }) => drawing));
+      this.follow(true);
+    }
     const shown = this.show(chat ? "assistant running" : "complete running");
     if (!chat) shown.text.append(element("span", text, "given"));
     $("prompt").value = "";
@@ -86,7 +102,7 @@ export class Chat {
     const { signal } = this.running;
     const messages = this.messages;
     const body = { model: this.model?.name, stream: true, stream_options: { include_usage: true }, ...samplingOf($("fields")) };
-    const asked = { role: "user", content: text }, rules = $("system").value.trim();
+    const asked = { role: "user", content: partsOf(text, pictures) }, rules = $("system").value.trim();
     const system = rules ? [{ role: "system", content: rules }] : [];
     const [path, given] = chat ? ["/v1/chat/completions", { messages: [...system, ...messages, asked] }] : ["/v1/completions", { prompt: text }];
     try {
@@ -95,7 +111,10 @@ export class Chat {
     } catch (error) {
       if (error.name !== "AbortError") shown.box.append(element("p", error.message, "error"));
       else shown.note.textContent ||= "stopped";
-      if (!$("prompt").value) $("prompt").value = text;
+      if (!$("prompt").value) {
+        $("prompt").value = text;
+        this.pictures.put(pictures.map((picture) => ({ ...picture, drawing: copy(picture.drawing) })));
+      }
     } finally {
       shown.box.classList.remove("running");
       shown.render();

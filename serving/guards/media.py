@@ -1,0 +1,242 @@
+"""Images that clients name by an address: which may be opened, and how they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+import ssl
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote, urljoin, urlsplit
+from weakref import WeakValueDictionary
+
+from jengine import MOST_IMAGE_BYTES, InvalidArgument
+
+if TYPE_CHECKING:
+    import httpcore2
+
+SECONDS = 10.0  # of a fetch, from the look-up of the name to the last byte
+MOST_REDIRECTS = 3
+FETCHES, FETCHES_OF_CLIENT = 32, 2  # at a time
+LOOKUPS = 4  # threads that wait for names
+REDIRECTS = 301, 302, 303, 307, 308
+# IPv6 addresses that stand for IPv4 addresses, also private ones
+TRANSLATED = [
+    ipaddress.ip_network(one) for one in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
+]
+WHERE = "--allowed-media-domains"
+
+
+class Target(NamedTuple):
+    """The parts of an address. `listed`: its host by name, rather than by a pattern."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    listed: bool
+
+
+class Refused(Exception):
+    """Why an address is not opened, as a limit of InvalidArgument."""
+
+
+class Media:
+    """Fetches images over HTTP, and reads those of files. Belongs to one event loop.
+
+    An address is split once, and its host is looked up once: the connection is made to an IP address that
+    was checked, so a second look-up cannot give another one. Proxies of the environment are not used, since
+    they would look up names themselves.
+
+    Args:
+        domains: hosts that may be opened: names or IP addresses; *.NAME for all names below one, * for all.
+            Those of private networks, and this machine, must be listed by name or by address.
+        folder: the folder of files that may be read; None: none.
+    """
+
+    def __init__(self, domains: Iterable[str] = (), folder: Path | None = None) -> None:
+        self._domains = frozenset(domains)
+        if folder is not None and not folder.is_dir():
+            raise InvalidArgument("allowed_local_media_path", str(folder), "must be a folder")
+        self._folder = None if folder is None else folder.resolve()
+        self._all = asyncio.Semaphore(FETCHES)
+        self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup")
+
+    async def read(self, client: str, address: str, field: str) -> bytes:
+        """The bytes of a file at an http, https or file URL.
+
+        Raises:
+            InvalidArgument: it may not be opened, or cannot be read.
+        """
+        try:
+            if address[:5].lower() == "file:":
+                return await asyncio.to_thread(self._file, address)
+            mine = self._clients.get(client) or asyncio.Semaphore(FETCHES_OF_CLIENT)
+            self._clients[client] = mine
+            async with mine, self._all, asyncio.timeout(SECONDS):
+                return await self._fetch(address)
+        except Refused as why:
+            limit = str(why)
+        except TimeoutError:
+            limit = f"could not be fetched within {SECONDS:g} s"
+        raise InvalidArgument(field, address[:200], limit)
+
+    def close(self) -> None:
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+
+    # --- addresses ---------------------------------------------------------------------------------
+
+    def _target(self, address: str) -> Target:
+        """Raises Refused if it is not one that may be opened."""
+        if not self._domains:
+            raise Refused(f"must be a data URL: this server opens no addresses, see {WHERE}")
+        if not re.fullmatch(r"[!-~]+", address) or "\\" in address:
+            raise Refused("must be a URL in ASCII, without spaces and backslashes")
+        try:
+            url = urlsplit(address)
+            scheme, host, port = url.scheme.lower(), (url.hostname or "").rstrip("."), url.port
+        except ValueError as wrong:
+            raise Refused(f"is not a URL: {wrong}") from None
+        if scheme not in ("http", "https") or not host or "%" in host:
+            raise Refused("must be an http or https URL with a host")
+        if "@" in url.netloc:
+            raise Refused("must not have a name or a password before its host")
+        parents = {"*." + host[at + 1 :] for at, one in enumerate(host) if one == "."}
+        listed = host in self._domains
+        if not listed and not self._domains & (parents | {"*"}):
+            raise Refused(f"the host {host[:100]} is not one of {WHERE}")
+        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+        return Target(scheme, host, port or (443 if scheme == "https" else 80), path, listed)
+
+    async def _addresses(self, host: str, port: int, listed: bool) -> list[str]:
+        """The IP addresses of a host. Raises Refused if one of them is not public, and the host not
+        listed.
+        """
+        loop = asyncio.get_running_loop()
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        try:
+            found = await loop.run_in_executor(self._lookups, look_up)
+        except (OSError, UnicodeError):
+            raise Refused(f"the host {host[:100]} is not known") from None
+        addresses = [str(one[4][0]) for one in found]
+        if not listed and not all(map(is_public, addresses)):
+            raise Refused(f"the host {host[:100]} is in a private network, and not listed in {WHERE}")
+        return addresses
+
+    # --- reading -----------------------------------------------------------------------------------
+
+    async def _fetch(self, address: str) -> bytes:
+        for _ in range(MOST_REDIRECTS + 1):
+            data, further = await self._answer(self._target(address))
+            if further is None:
+                return data
+            address = urljoin(address, further)
+        raise Refused(f"more than {MOST_REDIRECTS} redirects")
+
+    async def _answer(self, target: Target) -> tuple[bytes, str | None]:
+        """The image, or the address of a redirect."""
+        try:
+            import httpcore2
+        except ImportError as error:
+            raise InvalidArgument.needs_extra("image_url", "an address", "images", error) from None
+        addresses = await self._addresses(target.host, target.port, target.listed)
+        url = httpcore2.URL(
+            scheme=target.scheme, host=_bracketed(target.host), port=target.port, target=target.path
+        )
+        default = target.port == (443 if target.scheme == "https" else 80)
+        host = _bracketed(target.host) + ("" if default else f":{target.port}")
+        headers = {"Host": host, "Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "jengine"}
+        try:
+            async with (
+                httpcore2.AsyncConnectionPool(self._tls, network_backend=_backend(addresses)) as pool,
+                pool.stream("GET", url, headers=[*headers.items()]) as response,
+            ):
+                return await _body(response)
+        except _errors(httpcore2) as error:
+            raise Refused(f"cannot be fetched: {type(error).__name__}") from None
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    def _file(self, address: str) -> bytes:
+        if self._folder is None:
+            raise Refused("must be a data URL: this server reads no files, see --allowed-local-media-path")
+        url = urlsplit(address)
+        if url.netloc not in ("", "localhost") or "\0" in unquote(url.path):
+            raise Refused("must be a URL such as file:///folder/image.png")
+        path = Path(unquote(url.path)).resolve()
+        if not path.is_relative_to(self._folder):
+            raise Refused("is not within --allowed-local-media-path")
+        try:
+            if not path.is_file():
+                raise Refused("is not a file")
+            with path.open("rb") as file:
+                data = file.read(MOST_IMAGE_BYTES + 1)
+        except OSError as error:
+            raise Refused(f"cannot be read: {error.strerror}") from None
+        if len(data) > MOST_IMAGE_BYTES:
+            raise Refused(f"at most {MOST_IMAGE_BYTES} bytes")
+        return data
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address belongs to the public internet."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return is_public(str(ip.ipv4_mapped))
+        if any(ip in network for network in TRANSLATED):
+            return False
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _errors(library: Any) -> tuple[type[Exception], ...]:
+    return OSError, library.NetworkError, library.ProtocolError, library.TimeoutException
+
+
+def _backend(addresses: list[str]) -> httpcore2.AsyncNetworkBackend:
+    """Connects to these addresses, whatever host is asked for."""
+    import httpcore2
+
+    class Backend(httpcore2.AnyIOBackend):
+        async def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> Any:
+            error: Exception | None = None
+            for address in addresses:
+                try:
+                    return await super().connect_tcp(address, port, *args, **options)
+                except httpcore2.ConnectError as wrong:
+                    error = wrong
+            raise error or httpcore2.ConnectError("no address")
+
+    return Backend()
+
+
+async def _body(response: httpcore2.Response) -> tuple[bytes, str | None]:
+    """An image, or a redirect's address. Raises Refused if the answer is neither."""
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
+    if response.status in REDIRECTS and "location" in headers:
+        return b"", headers["location"]
+    if response.status != 200:
+        raise Refused(f"its server answered with status {response.status}")
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not kind.startswith("image/"):
+        raise Refused(f"must be an image: its server says {kind[:100] or 'no content-type'}")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise Refused("its server compresses it, though it was asked not to")
+    data = bytearray()
+    async for piece in response.aiter_stream():
+        data += piece
+        if len(data) > MOST_IMAGE_BYTES:
+            raise Refused(f"at most {MOST_IMAGE_BYTES} bytes")
+    return bytes(data), None
