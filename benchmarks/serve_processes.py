@@ -19,7 +19,12 @@ from benchmarks.machine import ROOT
 
 # Like `jengine serve`, with any engine. The fourth argument enables cProfile.
 SERVER = """
-import cProfile, json, sys
+import cProfile, json, pathlib, sys, threading
+named = threading.Thread._set_native_id
+def name(self):  # so that the kernel knows threads by their names, too; Python 3.14 does it by itself
+    named(self)
+    pathlib.Path(f"/proc/self/task/{self.native_id}/comm").write_text(self.name[:15])
+threading.Thread._set_native_id = name
 from jengine.serving import app
 from jengine.serving.config import ServerConfig
 from jengine.serving.processes.engine_process import EngineProcess

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
+    from jengine.text.thinking import bound_thinking, can_bound
     from jengine.text.tokenizer import Tokenizer
     from jengine.vision.images import MOST_IMAGE_BYTES
     from jengine.vision.reader import ImageReader
@@ -172,6 +173,8 @@ __all__ = [
     "Update",
     "Updates",
     "__version__",
+    "bound_thinking",
+    "can_bound",
     "capture_process",
     "chat_prompt",
     "check_cache_salt",
@@ -261,6 +264,7 @@ _MODULES = {
     "jengine.replicas.replicas": ("Replicas",),
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),
+    "jengine.text.thinking": ("bound_thinking", "can_bound"),
     "jengine.text.tokenizer": ("Tokenizer",),
     "jengine.core.updates": (
         "Beam",

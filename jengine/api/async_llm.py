@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -265,15 +265,12 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
             InvalidArgument: it can never be answered.
         """
         params, beams = split(self._default_params if sampling_params is None else sampling_params)
-        requests = make_requests(
-            self.tokenizer,
-            prompt,
-            params,
-            f"request-{next(self._ids)}",
-            masks=not self.backend.makes_masks,
-            max_model_len=self.max_model_len,
-            beams=beams,
-        )
+        own: Any = {
+            "masks": not self.backend.makes_masks,
+            "max_model_len": self.max_model_len,
+            "beams": beams,
+        }
+        requests = make_requests(self.tokenizer, prompt, params, f"request-{next(self._ids)}", **own)
         self.backend.limits.validate(requests[0])
         return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
@@ -317,13 +314,8 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         """
         self._check_usable()
         output_kind = output_kind or getattr(sampling_params, "output_kind", None) or "cumulative"
-        if output_kind not in OUTPUT_KINDS:
-            raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
-        if timeout is not None:
-            check_number("timeout", timeout, 0.0, math.inf, "a finite number of seconds, at least 0")
+        _check_options(request_id, timeout, output_kind)
         service, adapter = ServiceLevel(**level), self.loras.name(lora_request)
-        if request_id is not None and not isinstance(request_id, str):
-            raise InvalidArgument("request_id", request_id, "must be text")
         self._bind()
         self._check_id(request_id)
         prepared = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, sampling_params)
@@ -336,7 +328,8 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         self.backend.add(*requests)  # updates are delivered in a later iteration of the event loop
         output = self._live.open(requests, prepared.stops)
         output.request_id = request_id
-        handle = RequestHandle(output, output_kind, partial(self._end, key), self._forget, self._interval)
+        ways = partial(self._end, key), self._forget, partial(self._settle, key)
+        handle = RequestHandle(output, output_kind, *ways, self._interval)
         self._handles[request_id] = handle
         if timeout is not None:
             handle.timer = asyncio.get_running_loop().call_later(timeout, handle.abort, "timeout")
@@ -380,10 +373,11 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
     def _end(self, key: str, why: str | None) -> bool:
         """Ends the request with this engine-side key. Keys are never reused, so late tokens cannot reach
         another request."""
-        if self._live.abort(key, why) is None:
-            return False
-        self._pass_on()
-        return True
+        with self._making_text():
+            if self._live.abort(key, why) is not None:
+                self._pass_on()
+                return True
+        return False
 
     def _forget(self, handle: RequestHandle) -> None:
         if self._handles.get(handle.request_id) is handle:
@@ -396,12 +390,21 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         self._live.ended.clear()
 
     def _deliver(self, updates: Updates) -> None:
-        try:
+        with self._making_text():
             for output in self._live.take(updates):
                 self._handles[output.request_id].grow()
             self._pass_on()
+
+    def _settle(self, key: str) -> None:
+        with self._making_text():
+            self._live.settle(key)
+
+    @contextlib.contextmanager
+    def _making_text(self) -> Iterator[None]:
+        """A fault ends everything: the event loop would only log it, and all requests would hang."""
+        try:
+            yield
         except Exception as error:
-            # a fault in producing text: the event loop would only log it, and all requests would hang
             self.backend.quit(wait=False)
             self._fail(error)
 
@@ -417,8 +420,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
 
     def _fail_asked(self, error: EngineDead) -> None:
         for pending in self._pending:
-            if not pending.done():
-                pending.set_exception(error)
+            _settle(pending, None, error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
         """Calls a function in the event loop, from any thread."""
@@ -434,3 +436,12 @@ def _settle[T](pending: asyncio.Future[T], answer: T, error: Exception | None) -
         pending.set_result(answer)
     else:
         pending.set_exception(error)
+
+
+def _check_options(request_id: object, timeout: object, output_kind: object) -> None:
+    if output_kind not in OUTPUT_KINDS:
+        raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
+    if timeout is not None:
+        check_number("timeout", timeout, 0.0, math.inf, "a finite number of seconds, at least 0")
+    if request_id is not None and not isinstance(request_id, str):
+        raise InvalidArgument("request_id", request_id, "must be text")

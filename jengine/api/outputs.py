@@ -26,7 +26,8 @@ class _Answer:
 
 
 class LiveOutputs:
-    """Growing outputs: one for each prompt, with a completion for each of its requests.
+    """Growing outputs: one for each prompt, with a completion for each of its requests. The text of an output
+    that has not ended may wait for `settle`.
 
     Independent of the engine. The caller must end requests in the engine that end here.
 
@@ -70,27 +71,37 @@ class LiveOutputs:
         """Returns the outputs that these updates extended or ended, once each. Updates for ended requests are
         dropped.
         """
-        grown = []
+        grown: dict[int, RequestOutput] = {}
         for update in updates:
             answer = self._live.get(update.request_id)
-            if answer is None or answer.builders[update.request_id].output.finish_reason is not None:
+            if answer is None:
                 continue
-            if isinstance(update, PromptScores):
+            builder = answer.builders[update.request_id]
+            if builder.output.finish_reason is not None:
+                continue
+            if isinstance(update, TokenUpdate):
+                self._grow(answer, builder, update)
+            elif isinstance(update, PromptScores):
                 self._score(answer, update)
                 continue
             if isinstance(update, Ended):
-                self._finish(answer, answer.builders[update.request_id], update.reason, update.stop_reason)
+                self._finish(answer, builder, update.reason, update.stop_reason)
             elif isinstance(update, BeamsFound):
                 self._note(answer, update)
                 self._show_beams(answer, update)
             elif isinstance(update, Pooled):
                 answer.output.embedding = np.frombuffer(update.embedding, np.float32)
                 self._note(answer, update)
-                self._finish(answer, answer.builders[update.request_id], "stop", None)
-            else:
-                self._grow(answer, update)
-            grown.append(answer.output)
-        return grown
+                self._finish(answer, builder, "stop", None)
+            grown[id(answer)] = answer.output
+        return list(grown.values())
+
+    def settle(self, request_id: str) -> None:
+        """Completes the text of this output, unless it has ended. Call this before its text is read."""
+        answer = self._live.get(request_id)
+        if answer is not None:
+            for builder in answer.builders.values():
+                builder.settle()
 
     def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:
         """Ends the unfinished completions of this output with `why` as stop_reason. Returns None if all have
@@ -126,12 +137,12 @@ class LiveOutputs:
             )
         elif builder.output is output.outputs[0]:  # the first completion to start
             output.num_cached_tokens = update.cached
-        metrics.preemptions += update.preemptions - answer.preemptions[request_id]
-        answer.preemptions[request_id] = update.preemptions
+        if update.preemptions != (before := answer.preemptions[request_id]):
+            metrics.preemptions += update.preemptions - before
+            answer.preemptions[request_id] = update.preemptions
 
-    def _grow(self, answer: _Answer, update: TokenUpdate) -> None:
+    def _grow(self, answer: _Answer, builder: CompletionBuilder, update: TokenUpdate) -> None:
         self._note(answer, update)
-        request_id, builder = update.request_id, answer.builders[update.request_id]
         builder.note_version(update.version)
         if update.logprobs is not None:
             builder.push_logprobs(update.token, *update.logprobs)
@@ -139,7 +150,7 @@ class LiveOutputs:
         matched = builder.push(update.token, ends=reason == "stop")
         if matched is not None:
             if reason is None:
-                self.ended.append(Ended(request_id, "stop", matched))
+                self.ended.append(Ended(update.request_id, "stop", matched))
             reason, stop_reason = "stop", matched
         if reason is not None:
             self._finish(answer, builder, reason, stop_reason)

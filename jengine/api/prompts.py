@@ -16,6 +16,7 @@ from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, SamplingParams, TokenMask, check_cache_salt
 from jengine.scheduling.requests.sequence_limits import longest_prompt
 from jengine.text.stop_strings import StopAutomaton
+from jengine.text.thinking import bound_thinking, check_thinking
 from jengine.text.tokenizer import Tokenizer
 
 LONG_TEXT = 10_000  # characters; AsyncLLM tokenizes longer texts in a thread
@@ -112,8 +113,9 @@ def make_requests(
         raise InvalidArgument("prompt", prompt, "must not be empty")
     ids, images = with_data(tokenizer, list(ids), data, how)
     arrival = time.monotonic()
+    check_thinking(params, tokenizer)
     fresh: Sequence[TokenMask | None] = (
-        _masks(tokenizer, params) if masks and params.masks else [None] * params.n
+        _masks(tokenizer, params, ids) if masks and params.masks else [None] * params.n
     )
     first, others = params_of_samples(params)
     return [
@@ -163,10 +165,10 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, 
         raise InvalidArgument("prompt", text, f"{size} bytes are at least {least} tokens; {limit}")
 
 
-def _masks(tokenizer: Tokenizer, params: SamplingParams) -> Sequence[TokenMask | None]:
+def _masks(tokenizer: Tokenizer, params: SamplingParams, prompt: list[int]) -> Sequence[TokenMask | None]:
     from jengine.text.masks import make_masks  # imported here, since only structured outputs need llguidance
 
-    return make_masks(params, tokenizer, params.n)
+    return bound_thinking(make_masks(params, tokenizer, params.n), params, tokenizer, prompt)
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -38,7 +38,6 @@ class RequestHandle:
 
     Attributes:
         request_id: for AsyncLLM.abort.
-        output: everything generated so far; it grows.
 
     Examples:
         >>> async with llm.submit("def fib(n):", output_kind="delta") as handle:
@@ -52,9 +51,11 @@ class RequestHandle:
         kind: OutputKind,
         end: Callable[[str | None], bool],
         forget: Callable[[RequestHandle], None],
+        settle: Callable[[], None],
         interval: int = 1,
     ) -> None:
-        self.request_id, self.output, self._kind, self._interval = output.request_id, output, kind, interval
+        self.request_id, self._output, self._kind, self._interval = output.request_id, output, kind, interval
+        self._settle = settle
         self._tokens = 0  # in the outputs so far
         self._end, self._forget = end, forget
         # for deltas, by index of the completion: tokens and characters shown
@@ -67,9 +68,15 @@ class RequestHandle:
         self.timer: asyncio.TimerHandle | None = None  # cancelled when the handle is closed
 
     @property
+    def output(self) -> RequestOutput:
+        """Everything generated so far. It grows; its text is complete as of this call."""
+        self._settle()
+        return self._output
+
+    @property
     def finished(self) -> bool:
         """Whether the request has ended; its last output may still be unread."""
-        return self.output.finished
+        return self._output.finished
 
     def abort(self, why: str | None = None) -> bool:
         """End the request. Its last output has finish_reason "abort" and this stop_reason. Returns False if
@@ -89,16 +96,18 @@ class RequestHandle:
         self._end(None)
         self._forget(self)
 
-    def pause(self, seconds: float) -> None:
-        """Delays the next output until this time has passed, unless it is the last. Tokens that arrive
-        meanwhile are combined."""
-        self._due = asyncio.get_running_loop().time() + seconds
+    def pause(self, until: float) -> None:
+        """Delays the next output until this time of the event loop's clock, unless it is the last. Tokens
+        that arrive meanwhile are combined."""
+        self._due = until
 
     def grow(self) -> None:
         """Called when the output has grown."""
-        if self.output.finished:
+        if self._output.finished:
             self._grown.set()
-        elif self._kind != "final" and self._pause is None and (self._interval == 1 or self._is_due()):
+        elif self._pause is not None or self._kind == "final" or self._grown.is_set():
+            return
+        elif self._interval == 1 or self._is_due():
             loop = asyncio.get_running_loop()
             if loop.time() >= self._due:
                 self._grown.set()
@@ -107,7 +116,7 @@ class RequestHandle:
 
     def _is_due(self) -> bool:
         """Whether there are enough tokens for another output."""
-        return not self._tokens or tokens_of(self.output) - self._tokens >= self._interval
+        return not self._tokens or tokens_of(self._output) - self._tokens >= self._interval
 
     def _pause_over(self) -> None:
         self._pause = None
@@ -133,16 +142,16 @@ class RequestHandle:
         while not ready:
             await self._grown.wait()
             self._grown.clear()
-            ended = self.output.finished
+            ended = self._output.finished
             if self._error is not None and not ended:
                 self.close()
                 raise EngineDead(f"the engine has stopped: {self._error!r}") from self._error
             ready = ended or self._kind != "final"
         if self._interval > 1:
-            self._tokens = tokens_of(self.output)
+            self._tokens = tokens_of(self._output)
         news = _snapshot(self.output, self._shown)
         if self._kind == "delta":
-            self._shown = {part.index: (len(part.token_ids), len(part.text)) for part in self.output.outputs}
+            self._shown = {part.index: (len(part.token_ids), len(part.text)) for part in self._output.outputs}
         if ended:
             self.close()
         return news

@@ -298,6 +298,8 @@ class SharedEngine:
                 continue
             if output.finished:
                 del self._calls[output.request_id]
+            if call.each_token:
+                self._live.settle(output.request_id)
             if output.finished or call.each_token:
                 call.news[output.request_id] = output
                 self._wake(call)

@@ -50,7 +50,7 @@ def processing_options(given: Any) -> dict[str, Any]:
     fields = _object(PROCESSING, given, '{"max_pixels": 200704}')
     for name, value in fields.items():
         where = f"{PROCESSING}.{name}"
-        if name in ("min_pixels", "max_pixels"):
+        if name in ("min_pixels", "max_pixels", "max_soft_tokens"):
             check_whole(where, value, 1, None)
         elif name == "do_image_splitting":
             if not isinstance(value, bool):
@@ -61,7 +61,7 @@ def processing_options(given: Any) -> dict[str, Any]:
             for edge, number in value.items():
                 check_whole(f"{where}.{edge}", number, 1, None)
         else:
-            known = "min_pixels, max_pixels, size, do_image_splitting"
+            known = "min_pixels, max_pixels, size, do_image_splitting, max_soft_tokens"
             raise InvalidArgument(where, value, f"is not supported, only {known}")
     return dict(fields)
 

@@ -131,6 +131,8 @@ class SamplingParams(_Shown):
             most MAX_TEXTS texts, with MAX_TEXTS_CHARACTERS characters in total.
         structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex,
             choice and grammar, such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
+        thinking_token_budget: of a model that thinks between <think> and </think>: the most tokens of a
+            thought. Then its end is forced. None or -1: no limit.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         skip_special_tokens: omit special tokens from the text.
         detokenize: turn tokens into text. Stop strings need it.
@@ -162,6 +164,7 @@ class SamplingParams(_Shown):
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     bad_words: list[str] | tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -187,6 +190,10 @@ class SamplingParams(_Shown):
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 1, None)
         check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
+        if self.thinking_token_budget is not None:
+            check_whole("thinking_token_budget", self.thinking_token_budget, 0, None)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -262,6 +269,7 @@ class SamplingParams(_Shown):
             self.allowed_token_ids is not None
             or bool(self.bad_words)
             or self.structured_outputs is not None
+            or self.thinking_token_budget is not None
             or self.many_stops
         )
 
@@ -357,6 +365,10 @@ class TokenMask(Protocol):
 
     def forced(self) -> list[int]:
         """Tokens that will probably come next, as far as is known without computing anything: drafts."""
+
+    def free(self) -> int:
+        """How many of the next tokens need no mask, at least."""
+        return 0
 
 
 @dataclass(slots=True, kw_only=True)

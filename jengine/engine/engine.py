@@ -26,7 +26,7 @@ from jengine.engine.gate import Gate
 from jengine.engine.limits import Limits
 from jengine.engine.live_weights import FixedWeights
 from jengine.engine.load import load_of
-from jengine.engine.mask_rows import fill_masks
+from jengine.engine.mask_rows import fill_masks, needs_mask
 from jengine.engine.operations import Operation
 from jengine.engine.page_events import PageEventPublisher
 from jengine.engine.planning import next_step
@@ -418,7 +418,7 @@ class Engine:
         by_number, found = self.scheduler.registry.by_number, list[tuple[int, Sequence, List[int]]]()
         for row, sample in enumerate(plan.samples):
             sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
-            if sequence is not None and sequence.request.mask is not None:
+            if sequence is not None and needs_mask(sequence):
                 if not span.guesses:
                     found.append((row, sequence, ()))
                 elif not sample.offset:

@@ -8,6 +8,16 @@ import numpy as np
 
 from jengine.base.errors import JengineError
 from jengine.scheduling.requests.sequence import Sequence
+from jengine.table.program_table import MOST_DRAFTS
+
+# Tokens of a sequence in the step that is planned and in the one that is not read yet.
+AHEAD = 2 * (1 + MOST_DRAFTS)
+
+
+def needs_mask(sequence: Sequence) -> bool:
+    """Whether the next step must wait for the sequence's mask."""
+    mask = sequence.request.mask
+    return mask is not None and mask.free() <= AHEAD
 
 
 def fill_masks(rows: np.ndarray, sequence: Sequence, drafts: List[int]) -> tuple[int, Exception] | None:

@@ -11,10 +11,15 @@ from jengine.core.weights import Version
 from jengine.text.stop_strings import StopAutomaton, StopStrings
 from jengine.text.tokenizer import Tokenizer
 
+MOST_PENDING = 256  # tokens that wait for their text, so that making it never takes long
+
 
 class CompletionBuilder:
     """Extends a request's `output` token by token, in constant time per token. `stops`: stop strings of its
     params.
+
+    Text is made for many tokens at once, by `settle`, since that takes much less time than token by token.
+    Stop strings must be found at once, so requests with them do not wait.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopAutomaton) -> None:
@@ -25,6 +30,8 @@ class CompletionBuilder:
             skip_special_tokens=params.skip_special_tokens, after=request.prompt_token_ids
         )
         self._stops = StopStrings(stops)
+        self._pending: list[int] = []  # tokens without text yet
+        self._most = 1 if params.stop else MOST_PENDING
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
@@ -34,7 +41,15 @@ class CompletionBuilder:
         self.output.token_ids.append(token)
         if not self._params.detokenize or (ends and not self._params.include_stop_str_in_output):
             return None
-        return self._emit(self._detokenizer.push(token))
+        self._pending.append(token)
+        return self.settle() if len(self._pending) >= self._most else None
+
+    def settle(self) -> str | None:
+        """Adds the text of tokens that wait for it, before the output is read. Returns as `push`."""
+        if not self._pending:
+            return None
+        pending, self._pending = self._pending, []
+        return self._emit(self._detokenizer.push(pending))
 
     def note_version(self, version: Version) -> None:
         """The next tokens were made by weights of this version."""
@@ -67,6 +82,7 @@ class CompletionBuilder:
         only now.
         """
         if not (reason == "stop" and isinstance(stop_reason, str)):
+            self.settle()
             matched = self._emit(self._detokenizer.flush())
             if matched is None:
                 self.output.text += self._stops.flush()

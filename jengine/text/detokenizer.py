@@ -1,4 +1,4 @@
-"""Converts token ids to text token by token, in constant time per token, without splitting characters."""
+"""Converts token ids to text as they arrive, in constant time per token, without splitting characters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Detokenizer(Protocol):
     After a prompt they join to the text that the ids add to the prompt's text.
     """
 
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; often empty."""
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; often empty. Does not depend on how tokens are grouped."""
         ...
 
     def flush(self) -> str:
@@ -37,8 +37,8 @@ class ByteLevelDetokenizer:
         self._bytes_of = bytes_of
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._bytes_of(token_id))
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -61,7 +61,10 @@ class WindowDetokenizer:
         self._context = [token for token in after[-MAX_HELD:] if shows(token)]
         self._held: list[int] = []
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
         if not self._shows(token_id):
             return ""
         self._held.append(token_id)

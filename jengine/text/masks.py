@@ -46,14 +46,14 @@ def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> Mask | None:
     return None if not masks else masks[0] if len(masks) == 1 else AllOf(masks)
 
 
-class AllOf:
+class AllOf(TokenMask):
     """The intersection of several masks."""
 
-    def __init__(self, masks: list[Mask]) -> None:
+    def __init__(self, masks: Sequence[TokenMask]) -> None:
         self._masks = masks
 
     def copy(self) -> AllOf:
-        return AllOf([mask.copy() for mask in self._masks])
+        return AllOf([mask.copy() for mask in self._masks])  # type: ignore[attr-defined]  # they are Masks
 
     def fill(self, words: np.ndarray) -> None:
         for mask in self._masks:
@@ -70,8 +70,11 @@ class AllOf:
     def forced(self) -> list[int]:
         return next((tokens for mask in self._masks if (tokens := mask.forced())), [])
 
+    def free(self) -> int:
+        return min([mask.free() for mask in self._masks], default=0)
 
-class AllowedTokens:
+
+class AllowedTokens(TokenMask):
     """Allows only these tokens."""
 
     def __init__(self, tokens: Iterable[int]) -> None:
@@ -99,7 +102,7 @@ class AllowedTokens:
         return []
 
 
-class GivenTokens:
+class GivenTokens(TokenMask):
     """Allows a single token at each position: those of a known output."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -125,7 +128,7 @@ class GivenTokens:
         return [*self._tokens[self._taken :]]
 
 
-class BadWords:
+class BadWords(TokenMask):
     """Forbids tokens that would complete one of these sequences in the output."""
 
     def __init__(self, sequences: list[list[int]]) -> None:
@@ -167,7 +170,7 @@ def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]
     return [sequence for sequence in sequences if sequence]
 
 
-class Grammar:
+class Grammar(TokenMask):
     """A JSON schema, a regular expression, a choice or a Lark grammar, through llguidance.
 
     Everything that may be slow is in `fill`, which may be called in another thread and abandoned there. While

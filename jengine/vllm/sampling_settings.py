@@ -22,7 +22,6 @@ SAMPLING: tuple[Setting, ...] = (
     unsupported(
         "skip_reading_prefix_cache", "a request with another cache_salt finds no pages of others", False
     ),
-    unsupported("thinking_token_budget", "max_tokens limits reasoning and answer together", -1),
     unsupported("repetition_detection", "use repetition_penalty or frequency_penalty"),
     unsupported("extra_args", "there are no plugins that would read them"),
     unsupported("best_of", "vLLM has removed it; n gives several completions", 1),

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
-from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
+from jengine import (
+    AsyncLLM,
+    CompletionOutput,
+    InvalidArgument,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputs,
+    TokensPrompt,
+)
 from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.calls.request_ids import new_id
@@ -56,6 +64,9 @@ class Chat(NamedTuple):
             return self._replace(prompt=text)
         after = None if inside is None else after_reasoning(structure, inside)
         if after is None:
+            if inside is not None and (budget := self.params.thinking_token_budget) is not None:
+                limit = "must not be given with a grammar, which applies from the first token on"
+                raise InvalidArgument("thinking_token_budget", budget, limit)
             return self._replace(prompt=text, thinks=False)
         return self._replace(prompt=text, params=self.params.clone(structured_outputs=after))
 

@@ -18,6 +18,7 @@ from jengine.serving.http.endpoint import Handler, while_connected
 from jengine.serving.http.parameters import chat_params
 from jengine.serving.http.plain_tools import shows_tools, with_tools_as_text
 from jengine.serving.http.service import HttpService, check_conversation, level_of
+from jengine.serving.http.thinking import effort_variables, with_thinking_budget
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import Conversation, ParsedRequest, Shared
@@ -78,6 +79,7 @@ class ChatService(HttpService):
         shown = shows_tools(tokenizer, body.get("chat_template"))
         tools = read_tools(body, form, shown)
         params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
+        params = with_thinking_budget(params, body, form, tokenizer)
         if form.shows_special_tokens and (tools.callable or form.channels) and tools.forced is None:
             params = params.clone(skip_special_tokens=False)
         work, encode = partial(self._text_work.run, client_of(call)), tokenizer.encode
@@ -91,11 +93,8 @@ class ChatService(HttpService):
         body = chat.body
         options = {name: body.get(name) for name in OPTIONS if body.get(name) is not None}
         if (effort := body.get("reasoning_effort")) is not None:
-            # Clients send it to every model. Templates ignore variables that they do not know.
-            options["chat_template_kwargs"] = {
-                "reasoning_effort": effort,
-                **options.get("chat_template_kwargs", {}),
-            }
+            given = options.get("chat_template_kwargs", {})
+            options["chat_template_kwargs"] = {**effort_variables(effort), **given}
         if chat.tools.shown and chat.template_has_tools:
             options["tools"] = chat.tools.shown
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
-
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.http import parts, replies
@@ -22,10 +20,9 @@ class ChatStream:
     def __init__(
         self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput, portioned: Portioned
     ) -> None:
-        self._call, self._chat, self._id, self._usage, self._portioned = (
+        self._call, self._chat, self._usage, self._portioned = (
             call,
             chat,
-            reply_id,
             StreamUsage(chat.body),
             portioned,
         )
@@ -33,12 +30,17 @@ class ChatStream:
         self._called = [False] * chat.params.n
         self._ended: set[int] = set()
         self._last, self._tokens, self.finished = output, 0, False
+        self._head = parts.of(
+            replies.Chunk(
+                id=reply_id, object="chat.completion.chunk", created=chat.created, model=chat.model.name
+            )
+        )
 
     async def start(self) -> None:
         """Sends the role for each completion, as OpenAI does."""
         for index in range(self._chat.params.n):
-            role = replies.Delta(role="assistant", content="")
-            await self._send([parts.of(replies.ChunkChoice(index=index, delta=role, finish_reason=None))], {})
+            role = {"role": "assistant", "content": ""}
+            await self._send([parts.encoded({"index": index, "delta": role, "finish_reason": None})], {})
 
     async def show(self, output: RequestOutput) -> None:
         """Sends new output."""
@@ -70,35 +72,32 @@ class ChatStream:
             return None
         why = reason(completion, self._called[index]) if ended else None
         told = stop_reason(completion) if ended else {}
-        choice = replies.ChunkChoice(index=index, delta=delta or replies.Delta(), finish_reason=why, **told)
-        return with_members(parts.of(choice), more)
+        choice = {"index": index, "delta": delta or {}, "finish_reason": why, **told}
+        return with_members(parts.encoded(choice), more)
 
-    def _delta(self, events: list[Event], index: int) -> replies.Delta | None:
+    def _delta(self, events: list[Event], index: int) -> dict[str, Any] | None:
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls = [_call_delta(event) for event in events if isinstance(event, ToolCallStart | Arguments)]
         self._called[index] = self._called[index] or bool(calls)
         if not (content or reasoning or calls):
             return None
-        return replies.Delta(**present(content=content, reasoning_content=reasoning, tool_calls=calls))
+        return present(content=content, reasoning_content=reasoning, tool_calls=calls)
 
     async def end(self) -> None:
         if self._usage.final:
-            await self._send([], {}, usage=replies.usage(self._last, self._tokens))
+            await self._send([], {}, usage=True)
         await self._call.end_events()
 
-    async def _send(self, choices: list[Parts], facts: dict[str, Parts], **more: Any) -> None:
-        chat = self._chat
-        if self._usage.always:
-            more = {"usage": replies.usage(self._last, self._tokens), **more}
-        chunk = replies.Chunk(
-            id=self._id, object="chat.completion.chunk", created=chat.created, model=chat.model.name, **more
-        )
-        await self._call.event(with_members(parts.of(chunk), {"choices": array(choices), **facts}))
+    async def _send(self, choices: list[Parts], facts: dict[str, Parts], usage: bool = False) -> None:
+        members = {"choices": array(choices), **facts}
+        if usage or self._usage.always:
+            members["usage"] = parts.of(replies.usage(self._last, self._tokens))
+        await self._call.event(with_members(self._head, members))
 
 
-def _call_delta(event: ToolCallStart | Arguments) -> ChoiceDeltaToolCall:
+def _call_delta(event: ToolCallStart | Arguments) -> dict[str, Any]:
     if isinstance(event, ToolCallStart):
-        function = ChoiceDeltaToolCallFunction(name=event.name, arguments="")
-        return ChoiceDeltaToolCall(index=event.index, id=call_id(), type="function", function=function)
-    return ChoiceDeltaToolCall(index=event.index, function=ChoiceDeltaToolCallFunction(arguments=event.text))
+        function = {"name": event.name, "arguments": ""}
+        return {"index": event.index, "id": call_id(), "type": "function", "function": function}
+    return {"index": event.index, "function": {"arguments": event.text}}

@@ -34,6 +34,7 @@ class Task(NamedTuple):
 
     Attributes:
         hides_output: whether only the prompt is shown (echo with max_tokens=0).
+        head: the members that all events of a stream share.
     """
 
     body: Body
@@ -41,15 +42,15 @@ class Task(NamedTuple):
     prompts: list[Prompt]
     llm: AsyncLLM
     reply_id: str
-    created: int
     model: NamedModel
     hides_output: bool
+    head: Parts
 
-    def reply(self, choices: Iterable[Parts], **more: Any) -> Parts:
-        reply = replies.Completion(
-            id=self.reply_id, object="text_completion", created=self.created, model=self.model.name, **more
-        )
-        return with_members(parts.of(reply), {"choices": array(choices)})
+    def reply(self, choices: Iterable[Parts], usage: CompletionUsage | None = None) -> Parts:
+        members = {"choices": array(choices)}
+        if usage is not None:
+            members["usage"] = parts.of(usage)
+        return with_members(self.head, members)
 
 
 class CompletionService(HttpService):
@@ -82,7 +83,12 @@ class CompletionService(HttpService):
         params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
         reply_id = f"cmpl-{tracked.request_id}"
-        return Task(body, params, prompts, llm, reply_id, int(time.time()), model, hides)
+        head = parts.of(
+            replies.Completion(
+                id=reply_id, object="text_completion", created=int(time.time()), model=model.name
+            )
+        )
+        return Task(body, params, prompts, llm, reply_id, model, hides, head)
 
     async def _queue_all(
         self,
@@ -129,7 +135,8 @@ class CompletionService(HttpService):
                 while True:
                     output = await answer.next()
                     if choices := await pieces.choices(output):
-                        await call.event(task.reply(choices, **usage.now(pieces.usage(output))))
+                        now = pieces.usage(output) if usage.always else None
+                        await call.event(task.reply(choices, now))
                     if output.finished:
                         return pieces.usage(output)
 
@@ -190,17 +197,11 @@ class _Pieces:
             more["weights_versions"] = parts.encoded(completion.weights_versions)
             if begins:
                 more["prompt_token_ids"] = parts.encoded(output.prompt_token_ids)
-        why = {}
+        choice: dict[str, Any] = {"index": self._first + index, "text": text, "finish_reason": None}
         if ended:
             self._ended.add(index)
-            why = stop_reason(completion)
-        choice = replies.CompletionChoice(
-            index=self._first + index,
-            text=text,
-            finish_reason=completion.finish_reason if ended else None,
-            **why,
-        )
-        return with_members(parts.of(choice), more)
+            choice |= {"finish_reason": completion.finish_reason, **stop_reason(completion)}
+        return with_members(parts.encoded(choice), more)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if isinstance(self._prompt, str):

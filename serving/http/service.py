@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import grpc
 import msgspec
-from openai.types import CompletionUsage
 
 from jengine import CompletionOutput, InvalidArgument, RequestOutput, Tokenizer
 from jengine.serving.calls.errors import Refusal
@@ -144,10 +143,6 @@ class StreamUsage:
         options = body.get("stream_options") or {}
         self.final = bool(options.get("include_usage"))
         self.always = bool(options.get("continuous_usage_stats"))
-
-    def now(self, usage: CompletionUsage) -> dict[str, Any]:
-        """Usage for an event's fields."""
-        return {"usage": usage} if self.always else {}
 
 
 def check_finished(output: RequestOutput, wanted: str) -> None:

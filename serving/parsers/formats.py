@@ -58,6 +58,7 @@ class AnswerFormat:
         tools: whether tool calls can be parsed.
         shows_special_tokens: whether their markers are special tokens, which texts normally omit.
         channels: whether answers consist of channels, whose markers are special tokens too.
+        marks_thoughts: whether answers may have thoughts, in any form.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class AnswerFormat:
             "mistral",
         )
         self.channels = self._template is None and found == "harmony"
+        self.marks_thoughts = self.channels or self._template is not None or self._reasoning != "none"
 
     def reasoning(self, prompt: str) -> bool | None:
         """Whether the answer to this prompt begins within reasoning; None if there is no reasoning, or it is

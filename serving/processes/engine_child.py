@@ -87,6 +87,7 @@ class EngineChild:
         self._masks = MaskQueue(lambda: self._tokenizer, self._masked)
         self._engine: Steps
         self._told: object = None  # the last load sent to the server
+        self._fresh = False  # whether nothing has happened since it was sent
         self._totals, self._totals_at = StepTotals(), 0.0  # the last totals sent to the server, and the time
         self._working_on, self._reported_at = "", 0.0  # the start's last reported work, and the time
 
@@ -121,8 +122,9 @@ class EngineChild:
             if self._inbox.empty():
                 untold = wait and self._engine.totals().steps != self._totals.steps
                 # a request was removed, or is waiting: no tokens report this
-                if untold or self._engine.load != self._told:
+                if untold or (not self._fresh and self._engine.load != self._told):
                     self._deliver((), totals=untold)
+                self._fresh = False
                 if not wait:
                     return True
             with self._heartbeat.idle():
@@ -132,6 +134,7 @@ class EngineChild:
             if order is None:
                 return False
             order()
+            self._fresh = False
             wait = not self._engine.has_work
 
     def _next_order(self) -> Callable[[], object] | None:
@@ -147,6 +150,7 @@ class EngineChild:
         if totals := totals or now >= self._totals_at + TOTALS_SECONDS:
             self._totals, self._totals_at = self._engine.totals(), now
         self._told = load = self._engine.load
+        self._fresh = True
         tokens = [update for update in updates if isinstance(update, TokenUpdate)]
         scores = [update for update in updates if isinstance(update, PromptScores)]
         pooled = [update for update in updates if isinstance(update, Pooled)]

@@ -154,3 +154,6 @@ class _Copy:
     def forced(self) -> list[int]:
         tokens: list[int] = self._mask.forced()
         return tokens
+
+    def free(self) -> int:
+        return int(self._mask.free())

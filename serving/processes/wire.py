@@ -35,6 +35,7 @@ from jengine import (
     Tokenizer,
     TokenMask,
     TokenUpdate,
+    bound_thinking,
     params_of_samples,
 )
 from jengine.serving.calls.model_provider import EventSource
@@ -422,6 +423,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None, make: MakeMasks | None 
         from jengine import make_masks  # imported here, since only structured outputs need llguidance
 
         masks = (make or make_masks)(params, tokenizer, len(order.samples))
+        masks = bound_thinking(masks, params, tokenizer, order.prompt_token_ids)
     return [
         Request(
             request_id=sample.request_id,

@@ -55,8 +55,9 @@ class Answer:
         output.request_id = self._request.request_id
         self._request.tokens(output)
         if self._pace is not None:
-            self._handle.pause(self._pace.seconds)
-            self._pace.writing[self] = time.monotonic()
+            now = time.monotonic()
+            self._handle.pause(self._pace.next_beat(now))
+            self._pace.writing[self] = now
         return output
 
 

@@ -22,7 +22,8 @@ class Pace:
 
     A message costs the server and its client much more than a token in it. With few streams, each token is
     sent immediately. With many, a stream waits between two messages, and tokens that arrive meanwhile are
-    sent together. The first and the last message of a stream are never delayed.
+    sent together. The first and the last message of a stream are never delayed. All streams wait for the same
+    beats, since messages written together wake the server's and the client's processes once, not once each.
 
     Args:
         cores: number of cores that this process may use; None: detected.
@@ -32,7 +33,7 @@ class Pace:
     """
 
     def __init__(self, cores: int | None = None) -> None:
-        self._streams = 0
+        self._streams, self._beat = 0, 0.0
         self.writing: dict[object, float] = {}
         self._share = min(CORES_SHARE * (cores or _cores()), LOOP_SHARE)
 
@@ -51,9 +52,15 @@ class Pace:
         waits = [now - since for since in self.writing.values() if now - since >= WAITING]
         return Readers(streams=self._streams, waiting=len(waits), longest=max(waits, default=0.0))
 
+    def next_beat(self, now: float) -> float:
+        """When a stream that writes now may write again, on the clock of time.monotonic()."""
+        if now >= self._beat:
+            self._beat = now + self.seconds
+        return self._beat
+
     @property
     def seconds(self) -> float:
-        """Seconds between two messages of a stream."""
+        """Seconds between two beats."""
         return min(self._streams * MESSAGE_SECONDS / self._share, LONGEST)
 
 

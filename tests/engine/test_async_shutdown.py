@@ -55,7 +55,7 @@ def test_an_error_in_making_text_reaches_everybody() -> None:
             answers = await asyncio.gather(
                 *[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True
             )
-            assert all(isinstance(answer, EngineDead) and "120" in str(answer) for answer in answers)
+            assert all(isinstance(answer, EngineDead) and "120" in str(answer) for answer in answers), answers
             await llm.close()
         assert not llm.backend._thread.is_alive()
 

@@ -354,7 +354,7 @@ def test_cached_tokens_are_the_first_completions(order: tuple[int, int]) -> None
 
 def test_what_comes_for_one_that_has_ended_is_dropped() -> None:
     live, output, _ = opened(2, stop="b")
-    assert live.take([TokenUpdate("7", 66), TokenUpdate("7", 67), TokenUpdate("7", 68)]) == [output] * 2
+    assert live.take([TokenUpdate("7", 66), TokenUpdate("7", 67), TokenUpdate("7", 68)]) == [output]
     assert (
         live.take([PromptScores("7", 1, [5], [TokenLogprobs(-1.0, 1, [])])]) == []
         and output.prompt_logprobs is None

@@ -193,6 +193,9 @@ class Faulty:
     def forced(self) -> list[int]:
         return []
 
+    def free(self) -> int:
+        return 0
+
 
 def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
     """The output of a request with this mask. Another request runs with it, and must get the same tokens as
@@ -238,6 +241,9 @@ class Slow:
 
     def forced(self) -> list[int]:
         return []
+
+    def free(self) -> int:
+        return 0
 
 
 def test_a_slow_mask_ends_its_request_alone(llm: LLM) -> None:

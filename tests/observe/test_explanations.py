@@ -257,6 +257,9 @@ def test_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         def forced(self) -> list[int]:
             return []
 
+        def free(self) -> int:
+            return 0
+
     for _ in range(8):
         virtual.ask(TILE, 100, mask=Slow())
     finding = found(virtual, "masks")

@@ -56,6 +56,7 @@ WITHOUT_STOP = {
     | st.builds(StructuredOutputs, json=st.text())
     | st.builds(StructuredOutputs, grammar=st.text())
     | st.builds(StructuredOutputs, choice=st.lists(st.text(min_size=1), min_size=1).map(list)),
+    "thinking_token_budget": st.none() | st.integers(0, 2**31 - 1),
     "include_stop_str_in_output": BOOLS,
     "skip_special_tokens": BOOLS,
     "logprobs": st.none() | st.integers(0, 20),

@@ -201,7 +201,8 @@ def test_the_order_of_events(server: MockServer) -> None:
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "a"}}, "must be one of the tools"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type='web_search_20250305'"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 400}}, "thinking.budget_tokens=400: "),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens=-1: "),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "thinking.budget_tokens=9: "),
         ({"thinking": {"type": "between_tools"}}, "thinking.type='between_tools'"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},

@@ -38,7 +38,7 @@ from jengine import (
     decode_operation,
     params_of_samples,
 )
-from jengine.core.updates import ScoredToken
+from jengine.core.updates import LoraLoad, ScoredToken
 from jengine.engine.operations import WriteProfile
 from jengine.serving.processes import wire
 from jengine.serving.processes.wire import (
@@ -137,6 +137,7 @@ BATCHES = st.builds(
         draft_tokens=COUNT,
         accepted_tokens=st.lists(COUNT, max_size=2).map(tuple),
         page_size=COUNT,
+        loras=st.none() | st.builds(LoraLoad, COUNT, COUNT, GROUPS, GROUPS),
     ),
 )
 

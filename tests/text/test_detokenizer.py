@@ -31,7 +31,15 @@ def byte_fallback(byte_fallback_folder: Path) -> Tokenizer:
 
 def deltas(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     stream = tokenizer.detokenizer()
-    return [*(stream.push(i) for i in ids), stream.flush()]
+    return [*(stream.push([i]) for i in ids), stream.flush()]
+
+
+def grouped(tokenizer: Tokenizer, ids: list[int], sizes: list[int]) -> str:
+    """The text of tokens that arrive in groups of these sizes."""
+    stream, at, out = tokenizer.detokenizer(), 0, ""
+    for size in [*sizes, len(ids)]:
+        out, at = out + stream.push(ids[at : at + size]), at + size
+    return out + stream.flush()
 
 
 def single_bytes(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -47,15 +55,16 @@ def single_bytes(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_joined_deltas_are_the_text(kind: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(kind)
 
-    @given(st.lists(st.tuples(texts, st.booleans()), max_size=4))
-    @example([(text, True) for text in HARD])
-    @example([(text, False) for text in HARD])
-    def check(parts: list[tuple[str, bool]]) -> None:
+    @given(st.lists(st.tuples(texts, st.booleans()), max_size=4), st.lists(st.integers(0, 20), max_size=5))
+    @example([(text, True) for text in HARD], [2, 17])
+    @example([(text, False) for text in HARD], [])
+    def check(parts: list[tuple[str, bool]], sizes: list[int]) -> None:
         ids: list[int] = []
         for text, as_bytes in parts:
             ids += single_bytes(tokenizer, text) if as_bytes else tokenizer.encode(text)
         out = deltas(tokenizer, ids)
         assert "".join(out) == tokenizer.decode(ids)
+        assert grouped(tokenizer, ids, sizes) == "".join(out)
         if not any("\ufffd" in text for text, _ in parts):
             assert not any("\ufffd" in delta for delta in out), "half a character was emitted"
 
@@ -101,9 +110,9 @@ def test_byte_fallback_survives_any_ids(byte_fallback: Tokenizer) -> None:
 def test_unfinished_character_waits_for_flush(kind: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(kind)
     stream = tokenizer.detokenizer()
-    assert [stream.push(i) for i in single_bytes(tokenizer, "🙂")] == ["", "", "", "🙂"]
+    assert [stream.push([i]) for i in single_bytes(tokenizer, "🙂")] == ["", "", "", "🙂"]
     for i in single_bytes(tokenizer, "🙂")[:3]:
-        assert stream.push(i) == ""
+        assert stream.push([i]) == ""
     assert set(stream.flush()) == {"\ufffd"}
     assert stream.flush() in ("", "\ufffd" * 3)
 
@@ -141,5 +150,5 @@ def test_after_a_prompt_a_space_at_the_start_stays(kind: str, request: pytest.Fi
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. The end of the story is the end.")
     for cut in range(1, len(ids)):
         stream = tokenizer.detokenizer(after=ids[:cut])
-        continuation = "".join([*(stream.push(token) for token in ids[cut:]), stream.flush()])
+        continuation = "".join([*(stream.push([token]) for token in ids[cut:]), stream.flush()])
         assert tokenizer.decode(ids[:cut]) + continuation == tokenizer.decode(ids)

@@ -5,28 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
-from jengine.core.request import StructuredOutputs
-from jengine.text.masks import AllOf, AllowedTokens, BadWords, Grammar, Mask
+from jengine.core.request import StructuredOutputs, TokenMask
+from jengine.text.masks import AllOf, AllowedTokens, BadWords, Grammar
+from jengine.text.thinking import ThinkingBudget
 from jengine.text.tokenizer import Tokenizer
-from tests.text.test_masks import tokenizer
+from tests.text.test_masks import allowed, tokenizer
 
 __all__ = ["tokenizer"]
-VOCAB, MOST = 500, 15
+VOCAB, MOST = 3072, 15
 
 
-def filled(mask: Mask) -> list[int]:
-    words = np.full(-(-VOCAB // 32), 0xFFFFFFFF, np.uint32)
-    mask.fill(words)
-    return [token for token in range(VOCAB) if words[token // 32] >> np.uint32(token % 32) & 1]
+def filled(mask: TokenMask) -> list[int]:
+    return sorted(allowed(mask, VOCAB))
 
 
-MASKS: dict[str, Callable[[Tokenizer], Mask]] = {
+MASKS: dict[str, Callable[[Tokenizer], TokenMask]] = {
     "regex": lambda tokenizer: Grammar(StructuredOutputs(regex="[ab]{1,6}c?"), tokenizer),
     "json": lambda tokenizer: Grammar(StructuredOutputs(json={"type": "array", "maxItems": 3}), tokenizer),
     "bad words": lambda _: BadWords([[1, 2, 3], [2], [4, 5]]),
+    "budget": lambda tokenizer: ThinkingBudget(4, tokenizer, thinks=True),
     "all": lambda tokenizer: AllOf(
         [
             BadWords([[70, 71], [72]]),
@@ -45,18 +44,18 @@ def test_rollback(name: str, tokenizer: Tokenizer) -> None:
         mask, plain = MASKS[name](tokenizer), MASKS[name](tokenizer)
         for _ in range(12):
             mask.forced()  # asks for them
-            allowed = filled(plain)
-            assert allowed == filled(mask)
+            choices = filled(plain)
+            assert choices == filled(mask)
             taken = 0
             for _ in range(draw.randint(0, MOST)):
-                if not (choices := filled(mask)):
+                if not (drafts := filled(mask)):
                     break
-                mask.accept(draw.choice(choices))  # a draft
+                mask.accept(draw.choice(drafts))  # a draft
                 taken += 1
             mask.rollback(taken)
-            if not allowed:
+            if not choices:
                 break
-            token = draw.choice(allowed)
+            token = draw.choice(choices)
             mask.accept(token)
             plain.accept(token)
 

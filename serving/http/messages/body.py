@@ -21,6 +21,7 @@ NEUTRAL = {"speed": "standard"}
 FORM = BodyFields(MessagesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 NAMES = {"stop": "stop_sequences", "tool_choice": "tool_choice"}
+NAMES["thinking_budget"] = "thinking.budget_tokens"
 
 
 def read(given: dict[str, Any]) -> Asked:
@@ -106,9 +107,10 @@ def _thinking(config: dict[str, Any] | None, max_tokens: Any) -> dict[str, Any]:
     if (budget := config.get("budget_tokens")) is not None:
         if config["type"] != "enabled":
             raise InvalidArgument("thinking.budget_tokens", budget, "is only for enabled")
-        if isinstance(max_tokens, int) and budget < max_tokens:
-            limit = f"thinking can only be bounded by max_tokens = {max_tokens}; use adaptive"
-            raise InvalidArgument("thinking.budget_tokens", budget, limit)
+        if budget < 0:
+            raise InvalidArgument("thinking.budget_tokens", budget, "must be at least 0")
+        if isinstance(max_tokens, int) and budget < max_tokens:  # otherwise max_tokens bounds it
+            fields["thinking_budget"] = budget
     if config["type"] != "adaptive":
         thinks = config["type"] == "enabled"
         fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
