@@ -14,6 +14,7 @@ import pytest
 
 import jengine
 from jengine.models import FAMILIES
+from tools import layers
 
 ROOT = Path(__file__).parent.parent
 # and the packages that they are
@@ -361,3 +362,10 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="jengine has no 'LLMS'"):
         _ = jengine.LLMS
     assert dir(jengine) == sorted(jengine.__all__), "no module, no helper"
+
+
+def test_the_picture_of_layers_is_that_of_the_code() -> None:
+    assert f"```text\n{layers.picture()}\n```" in (ROOT / "ARCHITECTURE.md").read_text()
+    assert layers.layers({"a": set(), "b": {"a"}, "c": set(), "d": {"b", "c"}}) == [["a", "c"], ["b"], ["d"]]
+    with pytest.raises(AssertionError, match="a circle"):
+        layers.layers({"a": {"b"}, "b": {"a"}})

@@ -353,8 +353,10 @@ def _machine(found: dict[str, Any]) -> str:
 
 
 def included(name: str) -> str:
-    """A file of the repository, without its title, since the page has its own."""
-    return (ROOT / name).read_text().partition("\n")[2]
+    """A file of the repository, without its title, since the page has its own. Its links to pages of design
+    are for a page beside these.
+    """
+    return (ROOT / name).read_text().partition("\n")[2].replace("](docs/design/", "](")
 
 
 def readme(block: str) -> str:

@@ -158,7 +158,7 @@ def test_the_table_of_programs(platform: str) -> None:
         r" samplers and (\d+) scorers"
     )
     of_gpus = r"with those for a GPU \((\d+) and (\d+)\), (\d+), (\d+) and (\d+)\."
-    assert numbers("ARCHITECTURE.md", {"cpu": of_cpus, "gpu": of_gpus}[platform]) == [
+    assert numbers("docs/design/programs.md", {"cpu": of_cpus, "gpu": of_gpus}[platform]) == [
         chosen.max_num_seqs,
         chosen.max_num_batched_tokens,
         *counts,

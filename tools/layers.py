@@ -1,0 +1,69 @@
+"""The layers of the code: which packages import which, drawn for ARCHITECTURE.md.
+
+python tools/layers.py
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PLACES = {"jengine": "jengine", "jengine.serving": "serving", "pallas_kernels": "pallas_kernels"}
+KERNELS = "pallas_kernels"
+FRONT = "[public names]"  # what `import jengine` gives
+
+
+def packages() -> dict[str, set[str]]:
+    """Of each package, those that it imports, also inside functions. A package is a folder of jengine without
+    `jengine.`, all of the kernels, or FRONT. Other modules beside the folders only name things, and are left
+    out.
+    """
+    front = _imports((ROOT / "jengine" / "__init__.py").read_text())
+    found = {FRONT: set(map(package_of, front))}
+    for place, folder in PLACES.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            inside = file.relative_to(ROOT / folder).parts
+            if place == "jengine" and (len(inside) == 1 or inside[0] == "serving"):
+                continue
+            name = package_of(f"{place}.{inside[0]}")
+            targets = set(map(package_of, _imports(file.read_text())))
+            found.setdefault(name, set()).update(targets - {name, ""})
+    return {name: targets & found.keys() for name, targets in found.items()}
+
+
+def package_of(module: str) -> str:
+    """The package of a module; empty: none of ours."""
+    if module == "jengine":
+        return FRONT
+    first, _, rest = module.partition(".")
+    return KERNELS if first == KERNELS else rest.partition(".")[0] if first == "jengine" else ""
+
+
+def _imports(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def layers(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The packages, from those that import no other upwards. Each imports only packages of lower layers."""
+    left, found = dict(imports), list[list[str]]()
+    while left:
+        ready = sorted(name for name, targets in left.items() if not targets & left.keys())
+        assert ready, f"a circle: {left}"
+        found.append(ready)
+        left = {name: targets for name, targets in left.items() if name not in ready}
+    return found
+
+
+def picture() -> str:
+    """A line for each layer, the highest first."""
+    return "\n".join("  ".join(names) for names in reversed(layers(packages())))
+
+
+if __name__ == "__main__":
+    print(picture())
