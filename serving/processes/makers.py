@@ -27,6 +27,8 @@ def maker(server: ServerConfig, engine: EngineConfig) -> Callable[[OnEnd | None]
         if getattr(engine, name):
             limit = f"must be 1 with {name}: a replica that is replaced would lack what was loaded"
             raise InvalidArgument("data_parallel_size", count, limit)
+    if engine.page_events is not None:
+        raise InvalidArgument("data_parallel_size", count, "must be 1 with kv_events_config")
     if engine.num_processes > 1:
         raise InvalidArgument("data_parallel_size", count, "must be 1 with num_processes")
     where = places(count, engine.tensor_parallel_size)

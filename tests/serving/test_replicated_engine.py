@@ -136,8 +136,15 @@ def test_a_process_stays_on_its_cpus() -> None:
         process.quit()
 
 
-@pytest.mark.parametrize("option", [{"enable_lora": True}, {"weight_updates": True}])
-def test_what_a_replaced_replica_would_lack_is_refused(option: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"enable_lora": True},
+        {"weight_updates": True},
+        {"kv_events_config": {"enable_kv_cache_events": True}},
+    ],
+)
+def test_what_replicas_cannot_have_is_refused(option: dict[str, Any]) -> None:
     server, [name] = ServerConfig(data_parallel_size=2), [*option]
     with pytest.raises(InvalidArgument, match=f"data_parallel_size=2: must be 1 with {name}"):
         maker(server, EngineConfig.of("demo", option))
