@@ -72,8 +72,8 @@ def test_eight_devices_share_the_heads_of_the_states() -> None:
             "^calibration_data=.*recurrent states cannot be calibrated",
         ),
         (
-            {"batch_invariant": True},
-            "^batch_invariant=True: this model's recurrent states round differently in tiles and in rows",
+            {"batch_invariant": True, "speculative_config": {"method": "suffix"}},
+            "^speculative_config=.*: must be none with batch_invariant: a GPU computes the states",
         ),
     ],
 )
