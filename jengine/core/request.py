@@ -132,7 +132,7 @@ class SamplingParams(_Shown):
         structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex,
             choice and grammar, such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
         thinking_token_budget: of a model that thinks between <think> and </think>: the most tokens of a
-            thought. Then its end is forced. None or -1: no limit.
+            thought. Then its end is forced. By default, and with -1, there is no limit.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         skip_special_tokens: omit special tokens from the text.
         detokenize: turn tokens into text. Stop strings need it.

@@ -6,14 +6,15 @@ A budget is a token mask, so drafts, grammars and other masks respect it as they
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.request import SamplingParams, TokenMask
 from jengine.table.program_table import MOST_DRAFTS
 from jengine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 START, END = "<think>", "</think>"
 KEPT = len(END) - 1  # characters of the output in which a tag may have begun
@@ -45,7 +46,7 @@ class ThinkingBudget(TokenMask):
     def fill(self, words: np.ndarray) -> None:
         if not (due := self.forced()):
             return
-        word, bit = due[0] // 32, np.uint32(1 << due[0] % 32)
+        word, bit = due[0] // 32, words.dtype.type(1 << due[0] % 32)
         kept = words[word] & bit
         if not kept:
             raise JengineError("thinking_token_budget: other constraints do not allow the thought to end")

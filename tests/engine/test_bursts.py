@@ -51,7 +51,8 @@ def bursts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]
 @pytest.fixture(scope="module")
 def llms(text_model: Path) -> list[LLM]:
     """An engine with single steps, and one with bursts."""
-    options: dict[str, Any] = {**SMALL, "max_model_len": 192, "progress": False}
+    # steps with drafts are no bursts
+    options: dict[str, Any] = {**SMALL, "max_model_len": 192, "speculative_config": "none", "progress": False}
     with on_demand():
         return [LLM(text_model, **options), LLM(text_model, **options, num_scheduler_steps=8)]
 

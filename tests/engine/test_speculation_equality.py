@@ -233,9 +233,9 @@ def test_a_mask_that_fails_behind_drafts_fails_only_its_own_request(
     stuck = SamplingParams(temperature=0.0, allowed_token_ids=LETTERS[:2], bad_words=words, max_tokens=9)
     free = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     jobs = [Job([5, 6, 7 + i], params, None, 0, None) for i, params in enumerate((stuck, free))]
-    expected = one.outputs(jobs, Silent(), 2, seed=1)
+    expected = one.outputs(jobs, [Silent()], 2, seed=1)
     known = known_tokens(expected)
-    got = one.outputs(jobs, Knowing(lambda sequence: known[sequence.request_id], 1.0, most=4), 2, seed=1)
+    got = one.outputs(jobs, [Knowing(lambda sequence: known[sequence.request_id], 1.0, most=4)], 2, seed=1)
     assert [output.outputs[0].finish_reason for output in got] == ["error", "length"]
     compare(got, expected, jobs, one.judge)
 
@@ -254,7 +254,7 @@ def test_the_judge_allows_the_engines_tokens_and_hardly_any_others(
 ) -> None:
     one, draw, allowed, asked = compared(setting), random.Random(0), 0, 0
     jobs = random_jobs(30, vocab=one.vocab, seed=0)
-    outputs = one.outputs(jobs, Silent(), 9, 0)
+    outputs = one.outputs(jobs, [Silent()], 9, 0)
     for job, output in zip(jobs, outputs, strict=True):
         for completion in output.outputs:
             for i in random.Random(0).sample(range(len(tokens := completion.token_ids)), min(3, len(tokens))):

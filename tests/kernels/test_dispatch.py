@@ -232,7 +232,7 @@ def test_the_prefill_kernel_learns_the_device_whose_multiprocessors_it_fills(
     )
     tiles, where = jnp.repeat(q[:, None], 8, axis=1), (jnp.array([4, 0]), jnp.array([1, 1]))
     dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, OPTIONS, device=HOPPER)
-    assert given == {"options": OPTIONS, "device": HOPPER}
+    assert given == {"options": OPTIONS, "device": HOPPER, "until": None}
 
 
 def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_what_is_not_taken_is_named_with_its_value() -> None:
     assert options.refused("window", "soft_cap", "sinks") is None
     assert options.refused("window", "sinks") == "soft_cap=30.0: the kernel has no soft cap"
     assert options.refused("window", "soft_cap", by="X's kernel") == "sinks: X's kernel has no sinks"
-    assert {*WORDS} == {field.name for field in fields(options)} - {"scale"} == {*CPU_OPTIONS}
+    assert {*WORDS} == {field.name for field in fields(options)} - {"scale", "causal"} == {*CPU_OPTIONS}
 
 
 @pytest.mark.parametrize(
