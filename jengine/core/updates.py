@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import zip_longest
 from typing import NamedTuple
 
 import msgspec
 
 from jengine.core.request import FinishReason
 from jengine.core.weights import FIRST_VERSION, Version
+
+COUNTERS = (  # numbers of a Load that count since its engine's start
+    "preemptions", "compiles_since_start", "report_faults", "prefix_queries", "prefix_hits", "evictions",
+    "targets_met", "targets_missed", "targets_rejected", "drafts", "draft_tokens",
+    "host_queries", "host_hits", "host_declined", "host_spilled", "host_fetched", "host_evictions",
+)  # fmt: skip
 
 
 class TokenLogprobs(NamedTuple):
@@ -196,3 +204,16 @@ class Load(NamedTuple):
     resumptions: tuple[int, int, int] = (0, 0, 0)
     page_size: int = 0
     loras: LoraLoad | None = None
+
+    def after(self, past: Load) -> Load:
+        """The same, with the counts of an earlier engine, which has ended, added to its own."""
+        pages = dict(zip(past.cache_groups, past.hit_pages, strict=True))
+        groups = zip(self.cache_groups, self.hit_pages, strict=True)
+        return self._replace(
+            hit_pages=tuple(count + pages.get(group, 0) for group, count in groups),
+            decisions=tuple((Counter(dict(past.decisions)) + Counter(dict(self.decisions))).items()),
+            accepted_tokens=tuple(
+                map(sum, zip_longest(past.accepted_tokens, self.accepted_tokens, fillvalue=0))
+            ),
+            **{name: getattr(past, name) + getattr(self, name) for name in COUNTERS},
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as List
+from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
@@ -13,9 +14,13 @@ SAME = ("cache_groups", "page_size", "strategy", "loras", "programs")  # of all 
 LEAST = ("first_token_seconds", "programs_ready")
 
 
-def combined(loads: List[Load]) -> Load:
+def combined(loads: List[Load], ended: List[Load] = ()) -> Load:
     """Numbers are sums, but a new request goes to the replica with the soonest first token, and programs are
     those of each.
+
+    Args:
+        loads: of the replicas that run, at least one.
+        ended: last loads of others, of which only counts since their start matter.
     """
     first, found = loads[0], dict[str, Any]()
     for name in Load._fields:
@@ -30,4 +35,4 @@ def combined(loads: List[Load]) -> Load:
             found[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
         else:
             found[name] = sum(values)
-    return first._replace(**found)
+    return reduce(Load.after, ended, first._replace(**found))

@@ -52,7 +52,7 @@ class Replicas:
         self._prompts: dict[str, _Prompt] = {}  # by request id
         self._deliver: Callable[[Updates], None] = lambda updates: None
         self._fail: Callable[[BaseException], None] = lambda error: None
-        self._closing = False
+        self._closing, self._rate = False, Rate()  # of all replicas, which are alike
         self.limits: Limits = members[0].limits
         self.makes_masks = members[0].makes_masks
         for one in members[1:]:
@@ -61,12 +61,14 @@ class Replicas:
     @property
     def load(self) -> Load:
         """See Backend."""
-        return combined([member.backend.load for member in self._members if member.lives])
+        living = [member.load for member in self._members if member.lives]
+        ended = [member.load for member in self._members if not member.lives]
+        return combined(living, ended) if living else combined(ended)
 
     @property
     def totals(self) -> StepTotals:
         """See Backend."""
-        return reduce(StepTotals.__add__, [member.backend.totals for member in self._members])
+        return reduce(StepTotals.__add__, [member.totals for member in self._members])
 
     @property
     def living(self) -> list[int]:
@@ -90,13 +92,14 @@ class Replicas:
             if self._closing:
                 backend.quit(wait=False)
                 return
-            member = self._members[index] = _Member(backend)
+            before = self._members[index]
+            member = self._members[index] = _Member(backend, past=before.load, past_totals=before.totals)
         self._connect(member)
 
     def add(self, *requests: Request) -> None:
         """See Backend."""
         with self._lock:
-            prompt = _Prompt(requests, {request.request_id for request in requests}, self._clock())
+            prompt = _Prompt(requests, {request.request_id for request in requests})
             self._send(prompt)
             self._prompts |= dict.fromkeys(prompt.left, prompt)
 
@@ -137,9 +140,10 @@ class Replicas:
         if not living:
             raise EngineDead("all replicas have ended")
         # of equals, the one with fewer prompts
-        member = min(living, key=lambda one: (one.seconds(prompt), one.prompts))
+        member = min(living, key=lambda one: (one.seconds(prompt, self._rate), one.prompts))
         member.backend.add(*prompt.requests)
-        prompt.member, prompt.alone, prompt.new = member, not member.ahead, member.new(prompt)
+        prompt.member, prompt.sent = member, self._clock()
+        prompt.alone, prompt.new = not member.ahead, member.new(prompt)
         member.enter(prompt)
 
     def _delivered(self, member: _Member, updates: Updates) -> None:
@@ -157,7 +161,7 @@ class Replicas:
             prompt.begun = True
             member.ahead -= prompt.new
             if prompt.alone:
-                member.rate.learn(prompt.new, self._clock() - prompt.sent)
+                self._rate.learn(prompt.new, self._clock() - prompt.sent)
         goes_on = isinstance(update, PromptScores) or (
             isinstance(update, TokenUpdate) and update.finish_reason is None
         )
@@ -224,6 +228,7 @@ class _Member:
         ahead: prompt tokens that were sent to it, are not in its cache, and have no result yet.
         prompts: number of unfinished prompts that it has.
         open: operations that it was asked to do.
+        past, past_totals: last ones of the engines that it replaces.
     """
 
     backend: Backend
@@ -231,18 +236,29 @@ class _Member:
     ahead: int = 0
     prompts: int = 0
     blocks: PrefixBlocks = field(default_factory=PrefixBlocks)
-    rate: Rate = field(default_factory=Rate)
     open: list[Answers] = field(default_factory=list)
+    past: Load | None = None
+    past_totals: StepTotals = field(default_factory=StepTotals)
+
+    @property
+    def load(self) -> Load:
+        """Its engine's, with the counts of those before it."""
+        return self.backend.load if self.past is None else self.backend.load.after(self.past)
+
+    @property
+    def totals(self) -> StepTotals:
+        """The same."""
+        return self.past_totals + self.backend.totals
 
     def new(self, prompt: _Prompt) -> int:
         """How many of a prompt's tokens should not be in its cache."""
         size = self.backend.load.page_size or BLOCK
         return len(prompt.tokens) - size * self.blocks.found(prompt.names(size))
 
-    def seconds(self, prompt: _Prompt) -> float:
+    def seconds(self, prompt: _Prompt, rate: Rate) -> float:
         """The predicted time to a prompt's first token."""
         forecast = self.backend.load.first_token_seconds
-        return first_token_seconds(forecast, self.ahead, self.new(prompt), self.rate.seconds)
+        return first_token_seconds(forecast, self.ahead, self.new(prompt), rate.seconds)
 
     def enter(self, prompt: _Prompt) -> None:
         """It has got a prompt."""
@@ -257,8 +273,8 @@ class _Prompt:
 
     Attributes:
         left: ids of those that have not ended.
-        sent: when.
         member: who has it.
+        sent: when that one got it.
         new: tokens that were not in its cache.
         alone: whether no other prompt was waiting there.
         begun: whether there was a result.
@@ -267,12 +283,14 @@ class _Prompt:
 
     requests: tuple[Request, ...]
     left: set[str]
-    sent: float
     member: _Member | None = None
+    sent: float = 0.0
     new: int = 0
     alone: bool = False
     begun: bool = False
     ending: dict[str, Reasons] = field(default_factory=dict)
+
+    blocks: dict[int, list[int]] = field(default_factory=dict)  # names, by size
 
     @property
     def tokens(self) -> List[int]:
@@ -280,5 +298,7 @@ class _Prompt:
 
     def names(self, size: int) -> list[int]:
         """Of its blocks of so many tokens."""
-        first = self.requests[0]
-        return names_of(self.tokens, size, (first.cache_salt, first.lora_name))
+        if size not in self.blocks:
+            first = self.requests[0]
+            self.blocks[size] = names_of(self.tokens, size, (first.cache_salt, first.lora_name))
+        return self.blocks[size]

@@ -8,6 +8,7 @@ from collections.abc import Sequence as List
 
 FIRST_RATE = 1e-4  # seconds per prompt token, before any was measured
 GAIN = 0.1  # weight of a new measurement
+FEWEST = 64  # tokens of a prompt that is measured: fewer take as long as any step does
 BLOCK = 16  # tokens, where a load does not say the page's size
 
 
@@ -58,7 +59,7 @@ class Rate:
 
     def learn(self, tokens: int, seconds: float) -> None:
         """A prompt of so many tokens, which were not in the cache, had its first result after this time."""
-        if tokens > 0:
+        if tokens >= FEWEST:
             self.seconds += GAIN * (seconds / tokens - self.seconds)
 
 

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,6 @@ logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]
 NOT_LOADED = "the model is not loaded; a request that names it loads it"
 SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
-COUNTERS = (  # counters of a Load, since its engine's start
-    "preemptions", "compiles_since_start", "report_faults", "prefix_queries", "prefix_hits", "evictions",
-    "targets_met", "targets_missed", "targets_rejected",
-    "host_queries", "host_hits", "host_declined", "host_spilled", "host_fetched", "host_evictions",
-)  # fmt: skip
 
 
 class Supervisor:
@@ -97,7 +91,7 @@ class Supervisor:
         """
         past = self._past  # read before the engine, since one that ends meanwhile would be counted twice
         load = self.llm.load
-        return load if past is None else _added(past, load)
+        return load if past is None else load.after(past)
 
     @property
     def totals(self) -> StepTotals:
@@ -313,20 +307,6 @@ class Supervisor:
         if serving != self._serving:
             self._serving = serving
             self._on_state(serving)
-
-
-def _added(past: Load, load: Load) -> Load:
-    """A load whose counters continue from those of `past`."""
-    pages = dict(zip(past.cache_groups, past.hit_pages, strict=True))
-    hit_pages = tuple(
-        count + pages.get(group, 0) for group, count in zip(load.cache_groups, load.hit_pages, strict=True)
-    )
-    decisions = tuple((Counter(dict(past.decisions)) + Counter(dict(load.decisions))).items())
-    return load._replace(
-        hit_pages=hit_pages,
-        decisions=decisions,
-        **{name: getattr(past, name) + getattr(load, name) for name in COUNTERS},
-    )
 
 
 def _resolve(future: asyncio.Future[EngineDead | None], error: EngineDead | None) -> None:

@@ -35,7 +35,7 @@ def test_the_first_token_is_predicted_from_what_waits_and_what_is_new() -> None:
     assert first_token_seconds(0.01, 100, 10, 1e-3) == 0.11
     assert first_token_seconds(None, 0, 0, 1e-3) == 0
     rate = Rate()
-    rate.learn(0, 5.0)
+    rate.learn(63, 5.0)
     assert rate.seconds == FIRST_RATE
     for _ in range(100):
         rate.learn(100, 0.3)

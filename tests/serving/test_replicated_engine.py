@@ -20,6 +20,7 @@ from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.makers import maker
 from jengine.serving.processes.places import Place
 from jengine.serving.processes.replicated_engine import ReplicatedEngine
+from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from tests.serving.children import LONG, MOCK, PROMPT, collect
 from tests.serving.leaks import nothing_leaks, wait_until
 
@@ -104,6 +105,32 @@ def test_when_all_have_ended_the_whole_has(tokenizer: Tokenizer) -> None:
         asyncio.run(main(engine))
         engine.quit()
     assert len(ended) == 1
+
+
+def test_a_server_starts_all_again_when_all_have_ended(tokenizer_folder: Path) -> None:
+    engines: list[ReplicatedEngine] = []
+
+    def make(on_end: OnEnd) -> ReplicatedEngine:
+        options = {"tokenizer_folder": str(tokenizer_folder)}
+        patient = partial(BackOff, first=60.0)
+        engines.append(
+            ReplicatedEngine(lambda i, ended: EngineProcess(MOCK, options, ended), 2, on_end, patient)
+        )
+        return engines[-1]
+
+    async def main() -> None:
+        supervisor = Supervisor("mock", make, back_off=BackOff(first=0.01))
+        await supervisor.start()
+        assert len(await collect(supervisor.llm, PROMPT, SamplingParams(max_tokens=2)))
+        for pid in engines[0].pids:
+            os.kill(pid or 0, signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: supervisor.restarts == 1)
+        assert len(await collect(supervisor.llm, PROMPT, SamplingParams(max_tokens=2)))
+        assert len(engines) == 2 and supervisor.load.pages > 0
+        await supervisor.close()
+
+    with nothing_leaks():
+        asyncio.run(main())
 
 
 # --- where they run ------------------------------------------------------------------------------
