@@ -23,8 +23,8 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.images import CONTENT
 from jengine.core.page_events import NAME, PageEvents
 from jengine.models.cache import CacheGroup
+from jengine.scheduling.pages.block import AdapterSalt, Block, Salt
 from jengine.scheduling.pages.page_change import PageChange
-from jengine.scheduling.pages.prefix_index import AdapterSalt, Block, Salt
 
 log = logging.getLogger(__name__)
 LAST = (-1).to_bytes(8, "big", signed=True)  # in place of a number: the replay is complete

@@ -19,8 +19,9 @@ from jengine.engine import page_events
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.page_events import LAST, EventMaker, Group, PageEventPublisher
+from jengine.scheduling.pages.block import AdapterSalt
 from jengine.scheduling.pages.page_change import PageChange
-from jengine.scheduling.pages.prefix_index import AdapterSalt, PrefixIndex
+from jengine.scheduling.pages.prefix_index import PrefixIndex
 from tests.engine.running import run
 from tests.extras import of_extra
 

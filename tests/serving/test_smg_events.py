@@ -13,8 +13,9 @@ import pytest
 
 from jengine.core.images import CONTENT
 from jengine.engine.page_events import EventMaker, Group, KVEventBatch
+from jengine.scheduling.pages.block import AdapterSalt
 from jengine.scheduling.pages.page_change import CLEARED, HOST, PageChange
-from jengine.scheduling.pages.prefix_index import AdapterSalt, PrefixIndex
+from jengine.scheduling.pages.prefix_index import PrefixIndex
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import EventSource
 from tests.extras import of_extra

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jengine.scheduling.pages.prefix_index import Block, Salt
+from jengine.scheduling.pages.block import Block, Salt
 
 
 class GroupPages(NamedTuple):

@@ -6,8 +6,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from jengine.scheduling.pages.block import Block
 from jengine.scheduling.pages.page_change import HOST, PageChange
-from jengine.scheduling.pages.prefix_index import Block, PrefixIndex
+from jengine.scheduling.pages.prefix_index import PrefixIndex
 from jengine.scheduling.step_plan import Swaps
 from jengine.table.pages import SWAPS
 

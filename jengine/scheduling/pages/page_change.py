@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from jengine.scheduling.pages.prefix_index import Block
+from jengine.scheduling.pages.block import Block
 
 Medium = Literal["GPU", "CPU"]  # where a page lies, by vLLM's names, whatever the device is
 DEVICE: Medium = "GPU"

@@ -3,40 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+from jengine.scheduling.pages.block import Block, Salt
 from jengine.scheduling.pages.page_change import CLEARED, Changed, PageChange
-
-
-class AdapterSalt(NamedTuple):
-    """Of a sequence with an adapter: the number of its loading, its name, and the request's own salt."""
-
-    number: int
-    name: str
-    salt: str | None
-
-
-Salt = str | AdapterSalt | None  # of a sequence
-
-
-class Block:
-    """The tokens of one page after a given prefix, and the pages that hold their keys and values.
-
-    Attributes:
-        parent: the preceding block; the salt, for the first block of a sequence.
-        pages: page numbers by cache group; 0: none.
-        users: number of following blocks, sequences that will add one, and copies on the host.
-        hash: of the tokens and the prefix, for others; see engine/page_events.py. None: nobody has asked.
-    """
-
-    __slots__ = ("hash", "pages", "parent", "tokens", "users")
-
-    def __init__(self, parent: Block | Salt, tokens: tuple[int, ...], groups: int) -> None:
-        self.parent, self.tokens = parent, tokens
-        self.pages = [0] * groups
-        self.users = 0
-        self.hash: int | None = None
-
 
 Find = Callable[[Block, int], int]  # looks up a block's page of a cache group elsewhere; 0 if there is none
 

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from jengine.scheduling.pages.block import Block
 from jengine.scheduling.pages.page_pool import PagePool
-from jengine.scheduling.pages.prefix_index import Block, PrefixIndex
+from jengine.scheduling.pages.prefix_index import PrefixIndex
 
 SPARSE = 8  # tiles of a long prompt, or of generated tokens, between two snapshots
 

@@ -10,7 +10,7 @@ from jengine.core.images import PromptImages
 from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
-from jengine.scheduling.pages.prefix_index import AdapterSalt, Salt
+from jengine.scheduling.pages.block import AdapterSalt, Salt
 from jengine.scheduling.pages.whole import Ranges
 from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.beams import Beams
