@@ -6,9 +6,7 @@ import asyncio
 import base64
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from jengine import MOST_IMAGE_BYTES, CutImage, ImageReader, InvalidArgument
 from jengine.serving.guards import image_worker
 from jengine.serving.guards.sandbox import Sandbox
 from tests.golden.images import picture, write_image_model
-from tests.serving.leaks import nothing_leaks
+from tests.serving.sandboxes import within
 from tests.vision.test_images import ANIMATED, encoded
 
 FAULTY = "tests.serving.faulty_image_worker"
@@ -31,18 +29,6 @@ def reader(tmp_path: Path) -> ImageReader:
     found = ImageReader.of(tmp_path, lambda text: [0], 4, 1024)
     assert found is not None
     return found
-
-
-def within(work: Callable[[Sandbox], Awaitable[None]], **options: Any) -> None:
-    async def main() -> None:
-        sandbox = Sandbox(**options)
-        try:
-            await work(sandbox)
-        finally:
-            sandbox.close()
-
-    with nothing_leaks():
-        asyncio.run(main())
 
 
 def same(one: CutImage, other: CutImage) -> bool:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from jengine.serving.guards.sandbox import Sandbox
 from jengine.text import masks
 from tests.serving.children import started
 from tests.serving.conftest import TEMPLATE
-from tests.serving.leaks import alive, nothing_leaks, wait_until
+from tests.serving.leaks import alive, wait_until
+from tests.serving.sandboxes import within
 from tests.text.test_grammars import schema
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -34,20 +34,6 @@ GOOD = StructuredOutputs(regex="[ab]+")
 @pytest.fixture
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer.load(tokenizer_folder)
-
-
-def within(work: Callable[[Sandbox], Awaitable[None]], **options: Any) -> None:
-    """Runs a function with a sandbox, and checks that the sandbox leaks nothing."""
-
-    async def main() -> None:
-        sandbox = Sandbox(**options)
-        try:
-            await work(sandbox)
-        finally:
-            sandbox.close()
-
-    with nothing_leaks():
-        asyncio.run(main())
 
 
 def pids(sandbox: Sandbox) -> list[int]:
