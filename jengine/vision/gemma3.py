@@ -9,6 +9,7 @@ import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.vision.family import VISUAL, Patches
+from jengine.vision.fixed import require
 from jengine.vision.pixels import BILINEAR, normalized, patches, rgb, squares
 
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ class Gemma3Vision:
                 sorted(overrides)[0],
                 "must be empty: this model's images have one size",
             )
-        for name, value in FIXED.items():
-            if processor.get(name, value) not in (value, None):
-                raise ModelError(f"{name}={processor[name]!r} is not supported, only {value!r}")
+        require(processor, FIXED)
         self._vision = {name: config["vision_config"].get(name, value) for name, value in DEFAULTS.items()}
         self._hidden, self._encode = int(config["text_config"].get("hidden_size", 2304)), encode
         self._side, self._size = int(self._vision["image_size"]), int(self._vision["patch_size"])

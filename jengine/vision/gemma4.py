@@ -10,6 +10,7 @@ import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.vision.family import VISUAL, Patches
+from jengine.vision.fixed import require
 from jengine.vision.pixels import BICUBIC, normalized, patches, rgb, squares
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ class Gemma4Vision:
         """As `vision`. The option mm_processor_kwargs may have max_soft_tokens."""
         if unknown := sorted(set(overrides or ()) - {"max_soft_tokens"}):
             raise InvalidArgument("mm_processor_kwargs", unknown[0], "must be max_soft_tokens")
-        for name, value in FIXED.items():
-            if processor.get(name, value) not in (value, None):
-                raise ModelError(f"{name}={processor[name]!r} is not supported, only {value!r}")
+        require(processor, FIXED)
         text, vision = config["text_config"], config["vision_config"]
         self.config, self.processor = config, processor
         self._vision = {name: vision.get(name, value) for name, value in DEFAULTS.items()}

@@ -12,6 +12,7 @@ import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.vision.family import VISUAL, Patches
+from jengine.vision.fixed import require
 from jengine.vision.pixels import BICUBIC, fitting, most_fitting, normalized, patches, rgb
 
 if TYPE_CHECKING:
@@ -58,9 +59,7 @@ class Preparation:
             ModelError: a field has a value that is not supported.
             InvalidArgument: an override does.
         """
-        for name, value in FIXED.items():
-            if fields.get(name) not in (value, None):
-                raise ModelError(f"{name}={fields[name]!r} is not supported, only {value!r}")
+        require(fields, FIXED)
         if unknown := sorted(set(overrides) - set(OVERRIDES)):
             raise InvalidArgument("mm_processor_kwargs", unknown[0], f"must be one of {', '.join(OVERRIDES)}")
         sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
