@@ -2,7 +2,7 @@
 
     python -m benchmarks.images [--requests 16] [--rounds 3] [--python PYTHON]
 
-The model is a SmolVLM of a small shape with random weights, in float32. A request has one image of its own,
+The model is a SmolVLM of a small shape with random weights, in float32. Each request has a different image,
 of a random size, a question, and 32 tokens of output, greedy. Requests arrive together. transformers answers
 them in static batches, in a process under another Python (by default the peers' own environment). It gets the
 same prompts as token ids, and prepares the images with its own processor. Both take turns for `rounds`

@@ -4,7 +4,7 @@
         [--rounds 2]
 
 Requests arrive at random times, at `rate` a second on average. Each has one of `groups` beginnings of 512
-tokens and 32 tokens of its own, and generates 16. Engines are processes that share the CPUs. Both ways get
+tokens and 32 further tokens, and generates 16. Engines are processes that share the CPUs. Both ways get
 the same arrivals, in turn, with empty caches. Printed: the share of prompt tokens found in a prefix cache,
 and the median and 90th percentile of the time to the first token.
 """

@@ -36,6 +36,6 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
     if new.table is old.table:
         new.predictor.ready = ready
     new.registry.adapters = old.registry.adapters  # loaded, and on the devices
-    new.registry.images = old.registry.images.anew()
+    new.registry.images = old.registry.images.emptied()
     vars(old).clear()
     vars(old).update(vars(new))

@@ -5,7 +5,7 @@
         [--quick]
 
 One engine serves all ways, which take turns. Each task's prompts hold a text of about `context` tokens, which
-is in the prefix cache. Each stream and each round has a text of its own, so drafters find earlier outputs of
+is in the prefix cache. Each stream and each round has a different text, so drafters find earlier outputs of
 other texts alone. Tasks: `edit` returns a program with a change, `extract` copies sentences, `quotes`
 summarizes with quotes, `schema` fills in a JSON schema, `compact` the same without whitespace, `chat` answers
 a question, and `random` samples at temperature 1 after random words. A figure is the median over rounds of

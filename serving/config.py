@@ -54,8 +54,8 @@ class ServerConfig:
         reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for
             tool_call_parser.
         served_model_name: the name that clients see and may ask for. By default the model's.
-        data_parallel_size: replicas of the model: engine processes behind this server, each with GPUs of its
-            own or a share of the CPUs. A prompt goes to the one that is predicted to give its first token
+        data_parallel_size: replicas of the model: engine processes behind this server, each with its own
+            GPUs or a share of the CPUs. A prompt goes to the one that is predicted to give its first token
             soonest. One that ends is replaced, and prompts that it had not begun go to others.
         model_config: a TOML file of models to serve. Each is a table [models.NAME] with `model`, and options
             of its own for its engine; it has the server's for the rest. A request names it as NAME. The first
@@ -282,7 +282,7 @@ class ServerConfig:
 
     @property
     def metrics_on_api(self) -> bool:
-        """Whether the API's port serves metrics, without keys, instead of a port of their own."""
+        """Whether the API's port serves metrics, without keys, instead of a separate port."""
         return bool(self.metrics_port) and self.metrics_port == self.http_port
 
     @property

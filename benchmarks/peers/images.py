@@ -1,4 +1,4 @@
-"""transformers with images, in a process of its own under its own Python; see benchmarks/images.py.
+"""transformers with images, in a separate process under its own Python; see benchmarks/images.py.
 
 Reads a line of JSON with the options, then one for each list of requests, and answers each with a line.
 """

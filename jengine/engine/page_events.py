@@ -182,7 +182,7 @@ def _extra_keys(block: Block) -> list[Any] | None:
 
 
 class PageEventPublisher:
-    """Publishes changes from a thread of its own, which also makes the hashes.
+    """Publishes changes from a separate thread, which also makes the hashes.
 
     Each message has three frames: the topic, the batch's number (8 bytes, big endian, from 0) and the batch.
     A subscriber that misses one sends the number from which it wants them to replay_endpoint, from a DEALER

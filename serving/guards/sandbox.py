@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 class Sandbox:
     """Checks grammars, renders conversations and reads images in worker processes. Belongs to one event loop.
 
-    Images have processes of their own, so that they and grammars do not delay each other.
+    Images have separate processes, so that they and grammars do not delay each other.
 
     Args:
         workers: maximum number of processes of each kind.

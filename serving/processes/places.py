@@ -28,7 +28,7 @@ ANYWHERE = Place()
 
 
 def places(count: int, devices: int) -> list[Place]:
-    """Places for so many engines. Each gets GPUs of its own or, without GPUs, an equal share of the CPUs, if
+    """Places for so many engines. Each gets its own GPUs or, without GPUs, an equal share of the CPUs, if
     there are enough.
 
     Args:

@@ -182,7 +182,7 @@ def test_images_with_positions_of_three_numbers(variant: str, tmp_path: Path) ->
 @pytest.mark.full
 @pytest.mark.parametrize("variant", ["gemma3_images", "gemma4_images"])
 def test_equal_bits(variant: str, tmp_path: Path) -> None:
-    """With batch_invariant: images have tiles of their own, whatever the steps hold and the cache has."""
+    """With batch_invariant: an image starts a new tile, whatever the steps hold and the cache has."""
     options = {"batch_invariant": True, "max_num_batched_tokens": 88}
     engine, prompt, images = started(tmp_path, variant, **options)
     prompts = mixture(prompt, images)
@@ -205,7 +205,7 @@ def test_a_step_must_hold_an_image(tmp_path: Path) -> None:
 
 def test_weight_updates(tmp_path: Path) -> None:
     """Of all parts; then of the language model alone, after which the encoder is the former. Images are
-    encoded anew by a new encoder, and nothing is compiled.
+    encoded again by a new encoder, and nothing is compiled.
     """
     variant = "gemma3_images"
     engine, prompt, images = started(tmp_path / "one", variant, weight_updates=True)

@@ -1,4 +1,4 @@
-"""smg's worker service, called with the stub of its own package."""
+"""smg's worker service, called with the stub of smg's package."""
 
 from __future__ import annotations
 

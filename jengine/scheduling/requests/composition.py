@@ -46,7 +46,7 @@ class BatchInvariant(Composition):
 
     - Steps never mix rows and tiles.
     - Tiles begin and end at absolute multiples of the tile size, or at the prompt's end; so do hits. An image
-      whose tokens see each other has tiles of its own, the first of which begins with it.
+      whose tokens see each other starts a new tile.
     - Prompt tokens are computed in tiles, generated tokens in rows. A resumed sequence recomputes its
     generated
       tokens in rows. The prefix cache holds only prompts: an earlier answer that becomes part of a prompt is

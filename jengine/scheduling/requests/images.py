@@ -81,7 +81,7 @@ class Images:
         self._clock = count(1)
         self.encoded = self.reused = 0
 
-    def anew(self) -> Images:
+    def emptied(self) -> Images:
         """The same with an empty pool and without requests."""
         return Images(self.rows, self.first, turns=self._turns is not None, ahead=self._ahead)
 

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share. They run in an environment of their own, as `python SCRIPT URL`,
+"""What the scripts of this folder share. They run in a separate environment, as `python SCRIPT URL`,
 against a server whose model repeats its prompt.
 """
 
