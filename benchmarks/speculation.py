@@ -25,9 +25,9 @@ from typing import Any
 from benchmarks.machine import ROOT, made_model, save
 from jengine import LLM, SamplingParams
 from jengine.api.script_tokenizer import ScriptTokenizer
-from jengine.core.request import StructuredOutputs
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import MOST_DRAFTS
+from jengine.core.structured_outputs import StructuredOutputs
 from jengine.engine.engine import Engine
 from jengine.scheduling.costs.draft_count import HowMany, all_of_them, most_a_second
 from jengine.scheduling.drafters.choice import drafters_of

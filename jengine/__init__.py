@@ -43,13 +43,13 @@ if TYPE_CHECKING:
         Request,
         RequestOutput,
         SamplingParams,
-        StructuredOutputs,
         TokenMask,
         check_cache_salt,
         check_entries,
     )
     from jengine.core.scheduling_options import StrategyName
     from jengine.core.service_level import MAX_CLIENT
+    from jengine.core.structured_outputs import StructuredOutputs
     from jengine.core.updates import (
         Beam,
         BeamsFound,
@@ -248,7 +248,6 @@ _MODULES = {
         "Request",
         "RequestOutput",
         "SamplingParams",
-        "StructuredOutputs",
         "TokenMask",
         "check_cache_salt",
         "check_entries",
@@ -266,6 +265,7 @@ _MODULES = {
     "jengine.text.masks": ("make_masks",),
     "jengine.text.thinking": ("bound_thinking", "can_bound"),
     "jengine.text.tokenizer": ("Tokenizer",),
+    "jengine.core.structured_outputs": ("StructuredOutputs",),
     "jengine.core.updates": (
         "Beam",
         "BeamsFound",

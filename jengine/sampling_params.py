@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 from jengine.core.beam_params import BeamSearchParams
-from jengine.core.request import SamplingParams, StructuredOutputs
+from jengine.core.request import SamplingParams
+from jengine.core.structured_outputs import StructuredOutputs
 
 __all__ = [
     "BeamSearchParams",

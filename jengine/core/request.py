@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jengine.base.checks import check_number, check_whole
@@ -11,9 +11,9 @@ from jengine.base.display import answer_html, counted, short
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
+from jengine.core.structured_outputs import StructuredOutputs, structured
 from jengine.core.weights import Version
-from jengine.core.whitespace import with_whitespace
-from jengine.vllm.translate import SAMPLING_SETTINGS, STRUCTURED_SETTINGS, takes, translated, warn
+from jengine.vllm.translate import SAMPLING_SETTINGS, takes, translated, warn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,52 +40,6 @@ MAX_ENTRIES = {
 }
 FLOAT32_MAX = 3.4e38
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@takes(STRUCTURED_SETTINGS, "field")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputs:
-    """A constraint on the output: exactly one of a JSON schema, a regular expression, a choice of texts and a
-    Lark grammar.
-
-    Args:
-        json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model,
-            which is stored as a dict. The output has at most 100 whitespace characters in a row, unless the
-            schema's `x-guidance` sets `whitespace_pattern`.
-        disable_any_whitespace: allow no whitespace between the parts of JSON. The schema becomes a dict whose
-            `x-guidance` says so; the same for `whitespace_pattern`.
-        whitespace_pattern: a regular expression of the whitespace that is allowed between the parts of JSON.
-    """
-
-    json: str | dict[str, Any] | type | None = None
-    regex: str | None = None
-    choice: list[str] | tuple[str, ...] | None = None
-    grammar: str | None = None
-    disable_any_whitespace: InitVar[bool] = False
-    whitespace_pattern: InitVar[str | None] = None
-
-    def __post_init__(self, disable_any_whitespace: bool, whitespace_pattern: str | None) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise InvalidArgument(
-                "structured_outputs", given, "exactly one of json, regex, choice and grammar must be given"
-            )
-        value = getattr(self, given[0])
-        if given[0] == "json" and isinstance(value, type) and hasattr(value, "model_json_schema"):
-            value = value.model_json_schema()
-            object.__setattr__(self, "json", value)
-        kinds = {"json": (str, dict), "choice": (list, tuple)}.get(given[0], (str,))
-        if not isinstance(value, kinds) or (
-            given[0] == "choice" and not (value and all(isinstance(x, str) and x for x in value))
-        ):
-            wanted = {
-                "json": "a schema: text, a dict or a pydantic model class",
-                "choice": "a list of texts",
-            }.get(given[0], "text")
-            raise InvalidArgument(f"structured_outputs.{given[0]}", value, f"must be {wanted}")
-        if disable_any_whitespace is not False or whitespace_pattern is not None:
-            schema = with_whitespace(self.json, disable_any_whitespace, whitespace_pattern)
-            object.__setattr__(self, "json", schema)
 
 
 class _Shown:
@@ -212,7 +166,7 @@ class SamplingParams(_Shown):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if isinstance(self.structured_outputs, dict):
-            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
+            object.__setattr__(self, "structured_outputs", structured(self.structured_outputs))
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise InvalidArgument(
                 "structured_outputs", self.structured_outputs, "must be a StructuredOutputs"
@@ -281,18 +235,6 @@ class SamplingParams(_Shown):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
-
-
-def _structured(fields: dict[str, Any]) -> StructuredOutputs:
-    try:
-        return StructuredOutputs(**fields)
-    except InvalidArgument as wrong:
-        field = (
-            wrong.field
-            if wrong.field.startswith("structured_outputs")
-            else f"structured_outputs.{wrong.field}"
-        )
-        raise InvalidArgument(field, wrong.value, wrong.limit) from None
 
 
 def check_entries(name: str, count: int) -> None:

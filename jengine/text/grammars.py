@@ -19,7 +19,7 @@ from concurrent.futures import Future
 import llguidance
 
 from jengine.base.errors import InvalidArgument
-from jengine.core.request import StructuredOutputs
+from jengine.core.structured_outputs import StructuredOutputs
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.tokenizer import Tokenizer
 

@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from jengine.base.errors import JengineError
-from jengine.core.request import SamplingParams, StructuredOutputs, TokenMask
+from jengine.core.request import SamplingParams, TokenMask
+from jengine.core.structured_outputs import StructuredOutputs
 from jengine.table.program_table import MOST_DRAFTS
 from jengine.text.grammars import compile_structure, error_of
 from jengine.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jsonschema
 
-from jengine.core.request import StructuredOutputs
+from jengine.core.structured_outputs import StructuredOutputs
 
 WORDS = ("name", "id", "größe", "is_open", "x y", 'quo"te', "back\\slash", "名前", "items", "a.b", "", "🙂")
 LITERALS = "abcxyz019 _-.,:;/*+?()[]{}|^$#&~=<>!@%'\"\\éß"

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.restart import restart_scheduler
 from jengine import LLM
-from jengine.core.request import SamplingParams, StructuredOutputs
+from jengine.core.request import SamplingParams
+from jengine.core.structured_outputs import StructuredOutputs
 from jengine.engine.engine import Engine
 from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.scheduling.requests.sequence import Sequence

@@ -13,7 +13,8 @@ from tokenizers import decoders
 
 from jengine.api.prompts import make_requests
 from jengine.base.errors import InvalidArgument, JengineError
-from jengine.core.request import SamplingParams, StructuredOutputs
+from jengine.core.request import SamplingParams
+from jengine.core.structured_outputs import StructuredOutputs
 from jengine.text import grammars, masks
 from jengine.text.grammars import (
     MAX_CHARACTERS,
@@ -123,7 +124,7 @@ def test_rules_are_counted() -> None:
 LINEAR = """
 import resource
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))  # seconds; a scan in quadratic time would need days
-from jengine.core.request import StructuredOutputs
+from jengine.core.structured_outputs import StructuredOutputs
 from jengine.text import grammars
 grammars.MAX_CHARACTERS = 10**8
 for long in ("a" * 10**7, "\\n" * 10**7, "a\\n" * 10**6, " " * 10**7, "a: " * 10**6, "?" * 10**7):

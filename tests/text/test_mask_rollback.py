@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jengine.core.request import StructuredOutputs, TokenMask
+from jengine.core.request import TokenMask
+from jengine.core.structured_outputs import StructuredOutputs
 from jengine.text.masks import AllOf, AllowedTokens, BadWords, Grammar
 from jengine.text.thinking import ThinkingBudget
 from jengine.text.tokenizer import Tokenizer

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import InvalidArgument, JengineError
-from jengine.core.request import SamplingParams, StructuredOutputs
+from jengine.core.request import SamplingParams
+from jengine.core.structured_outputs import StructuredOutputs
 from jengine.text.masks import AllowedTokens, BadWords, bad_sequences, make_mask
 from jengine.text.tokenizer import Tokenizer
 
