@@ -223,7 +223,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         self._check_usable()
         self._bind()
         pending: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._order(operation, partial(self._post, _settle, pending))
+        self._order(operation, partial(self._post, _resolve, pending))
         self._pending.add(pending)  # it is settled in a later iteration of the event loop
         pending.add_done_callback(self._pending.discard)
         return await pending
@@ -420,7 +420,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
 
     def _fail_asked(self, error: EngineDead) -> None:
         for pending in self._pending:
-            _settle(pending, None, error)
+            _resolve(pending, None, error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
         """Calls a function in the event loop, from any thread."""
@@ -429,7 +429,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
                 self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _settle[T](pending: asyncio.Future[T], answer: T, error: Exception | None) -> None:
+def _resolve[T](pending: asyncio.Future[T], answer: T, error: Exception | None) -> None:
     if pending.done():  # the caller may have been cancelled
         return
     if error is None:

@@ -28,7 +28,7 @@ from jengine.engine.live_weights import FixedWeights
 from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_masks, needs_mask
 from jengine.engine.operations import Operation
-from jengine.engine.page_events import PageEventPublisher
+from jengine.engine.page_event_publisher import PageEventPublisher
 from jengine.engine.planning import next_step
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock

@@ -28,7 +28,8 @@ from jengine.engine.devices import Devices, connect
 from jengine.engine.engine import Engine
 from jengine.engine.live_weights import FixedWeights, LiveWeights, warm, why_not_updatable
 from jengine.engine.model_source import ModelSource
-from jengine.engine.page_events import EventMaker, Group, PageEventPublisher
+from jengine.engine.page_event_publisher import PageEventPublisher
+from jengine.engine.page_events import EventMaker, Group
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
 from jengine.engine.shapes import spec_of, with_pages
 from jengine.execution.cache_folders import cache_limit

@@ -18,7 +18,8 @@ from jengine.core.request import SamplingParams
 from jengine.engine import page_events
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
-from jengine.engine.page_events import LAST, EventMaker, Group, PageEventPublisher
+from jengine.engine.page_event_publisher import LAST, PageEventPublisher
+from jengine.engine.page_events import EventMaker, Group
 from jengine.scheduling.pages.block import AdapterSalt
 from jengine.scheduling.pages.page_change import PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
