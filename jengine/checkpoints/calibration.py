@@ -25,7 +25,6 @@ from jengine.checkpoints.weights import load
 from jengine.models import Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.layers import Attend
-from jengine.parallel.mesh import with_shardings
 from jengine.text.tokenizer import Tokenizer
 from pallas_kernels.gptq import gptq
 from pallas_kernels.groups import Groups
@@ -96,7 +95,7 @@ def load_calibrated(
     """
     plain = build(model.config, model.dtype, model.config.max_position, "none")
     params = load(path, plain, mesh, progress, tensors)
-    return calibrate(model, params, with_shardings(mesh, model.params, model.axes), tokens, progress)
+    return calibrate(model, params, model.placed(mesh), tokens, progress)
 
 
 def calibrate(

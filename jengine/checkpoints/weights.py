@@ -32,7 +32,6 @@ from jengine.models import DRAFT_HEADS, Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
-from jengine.parallel.mesh import with_shardings
 from pallas_kernels.host_memory import zeros
 from pallas_kernels.products import QuantizedWeight
 from pallas_kernels.weights import is_weight, quantized
@@ -73,7 +72,7 @@ def load(
     total = num_bytes(model.params)
     with progress_bar(total=total, desc="loading weights", unit="B", unit_scale=True, show=progress) as bar:
         try:
-            return fill(path, model, with_shardings(mesh, model.params, model.axes), bar.update)
+            return fill(path, model, model.placed(mesh), bar.update)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

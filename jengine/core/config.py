@@ -15,6 +15,7 @@ from jengine.core.lora import LoraLimits, check_lora_options, target_modules
 from jengine.core.page_events import PageEvents
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
+from jengine.parallel.layout import Layout
 from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, LIBRARY_SETTINGS, takes, value_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -382,6 +383,11 @@ class EngineConfig:
         if how is not None and how.on_device and self.burst_steps > 1:
             limit = "must be 1 with a draft model or head: a burst drafts nothing"
             raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, limit)
+
+    @property
+    def layout(self) -> Layout:
+        """How the model lies over the devices."""
+        return Layout(tensor=self.tensor_parallel_size)
 
     @property
     def max_images(self) -> int:

@@ -32,6 +32,7 @@ from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Model, build
 from jengine.models.config import ModelConfig
+from jengine.parallel.collectives import TENSOR
 from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
 from jengine.vision.family import Vision
@@ -124,7 +125,8 @@ def describe(
         dtype,
         max_model_len,
         config.quantization,
-        mesh.devices.size,
+        int(mesh.shape[TENSOR]),
+        expert_shards=config.layout.expert_shards,
         group_size=config.quantization_group_size,
         calibrated=config.calibration_data is not None,
     )

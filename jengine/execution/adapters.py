@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jengine.execution.sampling_row import LORA_WORD
 from jengine.models import Model, Params
 from jengine.models.adapters import LoraWeights, Module, Site, sites
-from jengine.parallel.collectives import AXIS
-from jengine.parallel.mesh import RULES
+from jengine.parallel.collectives import TENSOR
+from jengine.parallel.mesh import partition
 from pallas_kernels.adapted import Adapted, Stack, columns_of
 from pallas_kernels.products import Forms
 from pallas_kernels.weights import is_weight, stored, weight_of
@@ -78,7 +78,7 @@ class AdapterShapes:
     def packed(self) -> jax.ShapeDtypeStruct:
         """One adapter's numbers, [devices, numbers of a device], see `packed`."""
         shape = self.mesh.size, self._numbers
-        return self._array(shape, PartitionSpec(AXIS, None))
+        return self._array(shape, PartitionSpec(TENSOR, None))
 
     @functools.cached_property
     def _numbers(self) -> int:
@@ -86,12 +86,15 @@ class AdapterShapes:
         return numbers
 
     def _stack(self, site: Site, columns: int) -> Stack:
-        a = self._array(site.a_shape(columns), _spec(site.a_axes))
-        b = tuple(self._array(shape, _spec(site.b_axes)) for shape in site.b_shapes(columns))
+        a = self._array(site.a_shape(columns), self._spec(site.a_axes))
+        b = tuple(self._array(shape, self._spec(site.b_axes)) for shape in site.b_shapes(columns))
         return Stack(a, b, tuple(segment.module for segment in site.segments))  # type: ignore[arg-type]
 
     def _array(self, shape: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def _spec(self, names: Sequence[str | None]) -> PartitionSpec:
+        return partition(names, self.mesh, expert_parallel=self.model.config.expert_shards > 1)
 
     def _own(self, site: Site) -> list[tuple[int, ...]]:
         """Shapes of one device's part of one adapter, in the order of a stack's leaves."""
@@ -109,7 +112,7 @@ class AdapterShapes:
         for site in self.sites:
             axes = [site.a_axes, *[site.b_axes] * len(site.segments)]
             for array, names in zip(self._parts(site, weights), axes, strict=True):
-                each = _shards(array, names, devices)
+                each = _shards(array, self._spec(names), devices)
                 size = each[0].size
                 for device, part in enumerate(each):
                     numbers[device, at : at + size] = part.reshape(-1)
@@ -201,13 +204,9 @@ def prepare(shapes: AdapterShapes) -> None:
         stored(shapes.stacks[0].a).prepare()
 
 
-def _spec(names: Sequence[str | None]) -> PartitionSpec:
-    return PartitionSpec(*(RULES.get(name or "") for name in names))
-
-
-def _shards(array: np.ndarray, names: Sequence[str | None], devices: int) -> list[np.ndarray]:
-    """Each device's part of an array whose axes have these logical names."""
-    for axis, name in enumerate(names):
-        if RULES.get(name or ""):
+def _shards(array: np.ndarray, spec: PartitionSpec, devices: int) -> list[np.ndarray]:
+    """Each device's part of an array that lies over them like this."""
+    for axis, name in enumerate(spec):
+        if name is not None:
             return np.split(array, devices, axis)
     return [array] * devices

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.models.cache import CacheGroup, PageArray, places
-from jengine.parallel.collectives import AXIS
+from jengine.parallel.collectives import TENSOR
 from jengine.table.pages import SWAPS
 from pallas_kernels import dispatch, xla
 from pallas_kernels.quantized import LARGEST, Pages, Quantized, movable, quantize
@@ -171,7 +171,7 @@ def _abstract(array: PageArray, pages: int, page_size: int, dtype: np.dtype) -> 
 
 
 def _placed(pages: Pages, array: PageArray, mesh: Mesh) -> Pages:
-    axes = () if array.sharded is None else (None,) * (1 + array.sharded) + (AXIS,)
+    axes = () if array.sharded is None else (None,) * (1 + array.sharded) + (TENSOR,)
     sharding = NamedSharding(mesh, PartitionSpec(*axes))
     placed: Pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pages)
     return placed

@@ -265,7 +265,7 @@ def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_c
         # of up to 64 heads, from one thread block per multiprocessor; and queries with padding
         parts = 4 * 2 * CORES * 64 * (queries.rank + 1) + 4 * key.rows * (queries.heads + 64) * queries.dim
         return scores + gathered + parts * bool(kernels)
-    kv_heads = array.shape[0] // spec.mesh.size
+    kv_heads = array.shape[0] // spec.shards
     gathered = key.pages * spec.page_size * kv_heads * queries.dim * 4 * 4 * max(key.rows, 1)
     own = queries.heads // kv_heads
     slots = (
@@ -291,13 +291,13 @@ def _matrices(spec: ExecutionSpec) -> list[PageArray]:
 def _chunk_channels(spec: ExecutionSpec) -> int:
     """Of a recurrence over a chunk of tokens, for each of them."""
     return sum(
-        4 * array.shape[0] // spec.mesh.size * chunk_size(spec.table.tile_size) for array in _matrices(spec)
+        4 * array.shape[0] // spec.shards * chunk_size(spec.table.tile_size) for array in _matrices(spec)
     )
 
 
 def _state_bytes(spec: ExecutionSpec, key: TrunkKey) -> int:
     """Of the states of rows that are processed at once."""
-    each = sum(4 * math.prod(array.shape) // spec.mesh.size for array in _matrices(spec))
+    each = sum(4 * math.prod(array.shape) // spec.shards for array in _matrices(spec))
     return 4 * (min(key.rows * each, ROWS_BYTES) + 2 * each)
 
 

@@ -28,7 +28,7 @@ from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, paged
-from jengine.parallel.mesh import with_shardings
+from jengine.parallel.collectives import TENSOR
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import ProgramTable, TrunkKey
 from jengine.version import __version__
@@ -103,6 +103,11 @@ class ExecutionSpec:
         )
 
     @property
+    def shards(self) -> int:
+        """Devices that share each matrix and each page."""
+        return int(self.mesh.shape[TENSOR])
+
+    @property
     def cache_dtype(self) -> np.dtype:
         return jnp.dtype(self.kv_cache_dtype or self.model.dtype)
 
@@ -146,12 +151,12 @@ class ExecutionSpec:
         """Bytes of one recurrent state on each device, over all recurrent layers; 0: there are none."""
         if not self.num_states:
             return 0
-        return page_bytes(self.cached, self.groups[-1].pool, self.page_size, self.cache_dtype, self.mesh.size)
+        return page_bytes(self.cached, self.groups[-1].pool, self.page_size, self.cache_dtype, self.shards)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page on each device."""
-        return page_bytes(self.cached, SHARED, self.page_size, self.cache_dtype, self.mesh.size)
+        return page_bytes(self.cached, SHARED, self.page_size, self.cache_dtype, self.shards)
 
     @property
     def staged(self) -> int:
@@ -188,7 +193,7 @@ class ExecutionSpec:
 
     @functools.cached_property
     def params(self) -> Params:
-        return with_shardings(self.mesh, self.model.params, self.model.axes)
+        return self.model.placed(self.mesh)
 
     @functools.cached_property
     def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -207,8 +212,7 @@ class ExecutionSpec:
         """The same, without those of a head that are the model's."""
         if self.draft is None:
             return self.leaves
-        own = self.draft.alone
-        return (*self.leaves, *jax.tree.leaves(with_shardings(self.mesh, own.params, own.axes)))
+        return (*self.leaves, *jax.tree.leaves(self.draft.alone.placed(self.mesh)))
 
     @property
     def of_images(self) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.core.config import FOUR_BITS
@@ -29,7 +30,7 @@ from jengine.models.family import Decoder, Family, Head, TextPart
 from jengine.models.layers import Matrix
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
-from jengine.parallel.mesh import RULES
+from jengine.parallel.mesh import rules_of, with_shardings
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.hadamard import block_of
 from pallas_kernels.int4 import KINDS, TILE, pack, quantize_int4
@@ -113,6 +114,10 @@ class Model:
             return "" if self.quantization == "none" else self.quantization
         return "" if self.config.stored is None else self.config.stored.form
 
+    def placed(self, mesh: Mesh) -> Params:
+        """The abstract parameters with shardings on this mesh."""
+        return with_shardings(mesh, self.params, self.axes, expert_parallel=self.config.expert_shards > 1)
+
     @property
     def weights(self) -> str | None:
         """A description of how weights are quantized, or None."""
@@ -185,6 +190,7 @@ def build(
     quantization: str | None = None,
     shards: int = 1,
     *,
+    expert_shards: int = 1,
     group_size: int = TILE,
     calibrated: bool = False,
 ) -> Model:
@@ -195,7 +201,7 @@ def build(
         max_model_len: maximum tokens of a sequence; dynamic rotary scaling is fixed for this length.
         quantization: as in EngineConfig. It applies to matrices of products and to embeddings; routers,
             norms, biases and learned positions keep dtype.
-        shards: number of devices in the parameters' layout, see ModelConfig.
+        shards, expert_shards: numbers of devices in the parameters' layout, see ModelConfig.
         group_size: inputs per scale of four-bit weights.
         calibrated: four-bit weights are calibrated, see checkpoints/calibration.py.
 
@@ -219,13 +225,16 @@ def build(
                 else "must be None: the folder keeps its file's quantization"
             )
             raise InvalidArgument("quantization", quantization, limit)
-        if shards > 1:
+        if shards * expert_shards > 1:
             raise InvalidArgument(
                 "tensor_parallel_size", shards, "must be 1 with a folder that was converted with quantization"
             )
         quantization, group_size, calibrated = own, done.group_size, done.calibrated
     config = dataclasses.replace(
-        config, shards=shards, stored=config.stored if quantization is None else None
+        config,
+        shards=shards,
+        expert_shards=expert_shards,
+        stored=config.stored if quantization is None else None,
     )
     family = FAMILIES.get(config.family) or DRAFT_HEADS[config.family]
     module = family.module(config, jnp.dtype(dtype), max_model_len)
@@ -239,7 +248,8 @@ def build(
         plain, axes = parameter.get_value(), parameter.get_metadata("axes")
         if not isinstance(parameter, Matrix) or parameter.get_metadata("exact"):
             return plain
-        vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in RULES else 1
+        rules = rules_of(axes, expert_parallel=config.expert_shards > 1)
+        vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in rules else 1
         if config.stored is not None and not vocabulary:
             return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
         if (

@@ -33,6 +33,8 @@ class ModelConfig:
         shards: the number of devices that the parameters are laid out for. Kv heads are repeated if there are
             fewer of them than devices; heads, intermediate sizes and the vocabulary are padded with zeros to
             a multiple. The other fields have the checkpoint's values.
+        expert_shards: the number of devices among which whole experts are divided, padded with experts that
+            no token chooses; 1: each expert is divided among the devices of `shards`.
     """
 
     family: str  # Hugging Face's model_type
@@ -64,6 +66,7 @@ class ModelConfig:
     stored: StoredWeights | None = None
     converted: Converted | None = None
     shards: int = 1
+    expert_shards: int = 1
 
     def find[T](self, kind: type[T]) -> T | None:
         """The part of this type, or None if the model has none."""

@@ -9,11 +9,15 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jengine.base.errors import InvalidArgument
-from jengine.parallel.collectives import AXIS
+from jengine.parallel.collectives import DATA, TENSOR, Axes
+from jengine.parallel.layout import Layout
 from pallas_kernels.devices import visible_devices
 from pallas_kernels.weights import is_weight, stored
 
-RULES = {"kv_heads": AXIS, "heads": AXIS, "ffn": AXIS, "vocab": AXIS}  # other axes are replicated
+Rules = dict[str, Axes]  # the mesh axes that a logical axis lies over; other axes are whole on each device
+RULES: Rules = {"kv_heads": TENSOR, "heads": TENSOR, "ffn": TENSOR, "vocab": TENSOR}
+# of weights with an axis of experts, under expert parallelism
+EXPERT_RULES: Rules = {"experts": (DATA, TENSOR)}
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -25,15 +29,40 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     devices = visible_devices() if devices is None else devices
     if not 1 <= tensor_parallel_size <= len(devices):
         limit = f"must be from 1 to {len(devices)}, the number of devices"
-        if devices and devices[0].platform == "cpu" and tensor_parallel_size > 1:
-            limit += (
-                f"; with the environment variable JAX_NUM_CPU_DEVICES={tensor_parallel_size}, the CPU counts"
-                " as so many"
-            )
-        raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, limit)
-    return jax.make_mesh(
-        (tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size]
-    )
+        raise InvalidArgument(
+            "tensor_parallel_size", tensor_parallel_size, limit + _hint(devices, tensor_parallel_size)
+        )
+    return stage_meshes(Layout(tensor=tensor_parallel_size), devices)[0]
+
+
+def stage_meshes(layout: Layout, devices: Sequence[jax.Device] | None = None) -> list[Mesh]:
+    """A mesh for each stage, of the first of these devices, or of all existing devices. Axes: data, if the
+    layout has it, and tensor, whose devices are neighbours.
+
+    Raises:
+        InvalidArgument: there are too few devices.
+    """
+    devices = visible_devices() if devices is None else devices
+    if layout.devices > len(devices):
+        limit = f"needs {layout.devices} devices, of {len(devices)}"
+        raise InvalidArgument("devices", str(layout), limit + _hint(devices, layout.devices))
+    shape = {DATA: layout.data, TENSOR: layout.tensor} if layout.data > 1 else {TENSOR: layout.tensor}
+    each = layout.stage_devices
+    return [
+        jax.make_mesh(
+            tuple(shape.values()),
+            tuple(shape),
+            axis_types=(AxisType.Auto,) * len(shape),
+            devices=devices[stage * each : (stage + 1) * each],
+        )
+        for stage in range(layout.stages)
+    ]
+
+
+def _hint(devices: Sequence[jax.Device], count: int) -> str:
+    if not devices or devices[0].platform != "cpu" or count < 2:
+        return ""
+    return f"; with the environment variable JAX_NUM_CPU_DEVICES={count}, the CPU counts as so many"
 
 
 def one_axis(mesh: Mesh) -> Mesh:
@@ -56,7 +85,7 @@ def one_axis(mesh: Mesh) -> Mesh:
         raise InvalidArgument("mesh", shape, "must have devices of one kind")
     if any(device.process_index != jax.process_index() for device in devices):
         raise InvalidArgument("mesh", shape, "must have only devices of this process")
-    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(devices, (TENSOR,), axis_types=(AxisType.Auto,))
 
 
 def with_mesh_size(options: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
@@ -80,12 +109,31 @@ def shard_mapped(
     return mapped
 
 
-def with_shardings(mesh: Mesh, params: Any, axes: Any) -> Any:
+def rules_of(names: Sequence[str | None], *, expert_parallel: bool = False) -> Rules:
+    """The rules for a weight with these logical axes."""
+    return EXPERT_RULES if expert_parallel and "experts" in names else RULES
+
+
+def partition(names: Sequence[str | None], mesh: Mesh, *, expert_parallel: bool = False) -> PartitionSpec:
+    """The mesh axes that a weight with these logical axes lies over."""
+    rules = rules_of(names, expert_parallel=expert_parallel)
+
+    def over(name: str | None) -> Axes | None:
+        axes = rules.get(name or "")
+        if axes is None or isinstance(axes, str):
+            return axes
+        present = tuple(axis for axis in axes if axis in mesh.axis_names)
+        return present[0] if len(present) == 1 else present
+
+    return PartitionSpec(*map(over, names))
+
+
+def with_shardings(mesh: Mesh, params: Any, axes: Any, *, expert_parallel: bool = False) -> Any:
     """Adds shardings to abstract parameters, given a tree of tuples of logical axis names."""
 
     def place(array: Any, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(*(RULES.get(name or "") for name in names)))
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        spec = partition(names, mesh, expert_parallel=expert_parallel)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
     def placed(parameter: Any, names: tuple[str | None, ...]) -> Any:
         return jax.tree.map(place, parameter, stored(parameter).axes(names))

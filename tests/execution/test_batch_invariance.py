@@ -26,7 +26,7 @@ from jengine.execution.product_forms import product_forms
 from jengine.execution.sampler import sample, with_wanted_logprobs
 from jengine.execution.sampling_row import sampling_of
 from jengine.execution.spec import ExecutionSpec
-from jengine.parallel.collectives import AXIS, all_reduce
+from jengine.parallel.collectives import TENSOR, all_reduce
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.table.program_table import ProgramTable, TrunkKey
@@ -49,7 +49,7 @@ def described(
     if capability is None:
         return describe(config, model, make_mesh(devices), Path())
     stand_ins = np.array([TargetDevice(i, "GPU", capability) for i in range(devices)], object)
-    mesh = jax.sharding.Mesh(stand_ins, (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.sharding.Mesh(stand_ins, (TENSOR,), axis_types=(jax.sharding.AxisType.Auto,))
     return describe(dataclasses.replace(config, dtype="bfloat16"), model, mesh, Path())
 
 
@@ -98,8 +98,8 @@ def test_it_does_not_go_with_targets(strategy: str) -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_a_sum_over_many_devices_has_one_order(devices: int) -> None:
     kind = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((devices,), (AXIS,), axis_types=kind)
-    summed = jax.shard_map(all_reduce, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False)
+    mesh = jax.sharding.AbstractMesh((devices,), (TENSOR,), axis_types=kind)
+    summed = jax.shard_map(all_reduce, mesh=mesh, in_specs=P(TENSOR), out_specs=P(), check_vma=False)
     x = jax.ShapeDtypeStruct((devices * 3,), np.float32)
     plain = str(jax.make_jaxpr(summed)(x))
     with batch_invariant():

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jengine.checkpoints import load, read_config
 from jengine.execution.programs import CompilerOptions
 from jengine.models import FAMILIES, Params, build
-from jengine.parallel.collectives import AXIS
+from jengine.parallel.collectives import TENSOR
 from jengine.parallel.mesh import make_mesh, shard_mapped
 from tests.compiling import QUICK
 from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
@@ -45,7 +45,7 @@ def differences(
 
     everywhere = NamedSharding(mesh, P())
     args = params, *(jax.device_put(x, everywhere) for x in (np.concatenate(texts), positions, sequence))
-    forward = jax.jit(shard_mapped(mesh, run, args, P(None, AXIS)), compiler_options=options)
+    forward = jax.jit(shard_mapped(mesh, run, args, P(None, TENSOR)), compiler_options=options)
     logits = np.asarray(forward(*args))[:, : model.config.vocab_size]
     assert logits.dtype == np.float32
     out = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -25,8 +26,17 @@ from jengine.engine.start import start_engine
 from jengine.execution.programs import Programs, lower, memory_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
-from jengine.parallel.collectives import AXIS, all_gather, all_to_all, own_rows
-from jengine.parallel.mesh import make_mesh, shard_mapped
+from jengine.parallel.collectives import (
+    DATA,
+    TENSOR,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    own_rows,
+    shard_index,
+)
+from jengine.parallel.layout import Layout
+from jengine.parallel.mesh import make_mesh, shard_mapped, stage_meshes
 from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.table.program_table import SamplerKey
 from pallas_kernels.quantized import dequantize
@@ -397,8 +407,28 @@ def test_rows_and_columns_are_exchanged(devices: int) -> None:
     def place(spec: Any) -> Any:
         return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
 
-    args = place(jax.sharding.PartitionSpec(None, AXIS)), place(jax.sharding.PartitionSpec())
+    args = place(jax.sharding.PartitionSpec(None, TENSOR)), place(jax.sharding.PartitionSpec())
     got, positive, same = jax.jit(shard_mapped(mesh, exchange, args, jax.sharding.PartitionSpec()))(*args)
     np.testing.assert_array_equal(got, x)
     np.testing.assert_array_equal(positive, x > 0)
     np.testing.assert_array_equal(same, x)
+
+
+def test_collectives_along_one_axis_or_both() -> None:
+    """Each device of a mesh of 2 x 4 adds what the devices of the named axes have."""
+    [mesh] = stage_meshes(Layout(data=2, tensor=4))
+    assert mesh.shape == {"data": 2, "tensor": 4}
+    assert [mesh.devices.flatten().tolist()] == [jax.devices()]
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+    def sums(own: jax.Array) -> tuple[jax.Array, ...]:
+        every = (TENSOR, DATA, (DATA, TENSOR))
+        return *(all_reduce(own, axes) for axes in every), jnp.full((1, 1), shard_index(every[-1]))
+
+    spec = jax.sharding.PartitionSpec(DATA, TENSOR)
+    args = (jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)),)
+    along, across, both, index = jax.jit(shard_mapped(mesh, sums, args, spec))(*args)
+    np.testing.assert_array_equal(along, np.broadcast_to(x.sum(1, keepdims=True), x.shape))
+    np.testing.assert_array_equal(across, np.broadcast_to(x.sum(0), x.shape))
+    np.testing.assert_array_equal(both, np.full_like(x, x.sum()))
+    np.testing.assert_array_equal(index, x)

@@ -15,7 +15,7 @@ from jengine.core.request import SamplingParams
 from jengine.engine.operations import UpdateWeights
 from jengine.engine.start import start_engine
 from jengine.models import build
-from jengine.parallel.collectives import AXIS
+from jengine.parallel.collectives import TENSOR
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, run
 from tests.golden.weights import VARIANTS, weights, write_model
@@ -56,7 +56,7 @@ def test_a_callers_mesh_and_sharded_weights(tmp_path: Path) -> None:
     ]
     assert found[0] == found[1]
     axes = [tuple(leaf.sharding.spec) for leaf in jax.tree.leaves(params_of[0])]
-    assert any(AXIS in spec for spec in axes)
+    assert any(TENSOR in spec for spec in axes)
 
 
 def test_layouts_hold_every_head_once() -> None:

@@ -37,7 +37,7 @@ from jengine.execution.programs import program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
 from jengine.models.cache import places
-from jengine.parallel.collectives import AXIS
+from jengine.parallel.collectives import TENSOR
 from pallas_kernels.weights import is_weight
 
 CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len
@@ -146,7 +146,7 @@ def _what_fits(
 
 def _mesh(device: DeviceSpec, count: int) -> Mesh:
     devices = np.array([TargetDevice(i, device.name, device.capability) for i in range(count)], object)
-    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(devices, (TENSOR,), axis_types=(AxisType.Auto,))
 
 
 def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list[Compiled]:
