@@ -48,6 +48,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8 cache": {"kv_cache_dtype": "int8", **PLAIN},
     "fp8 cache": {"kv_cache_dtype": "fp8", **PLAIN},
     "w8a8, int8 cache": {"quantization": "w8a8", "kv_cache_dtype": "int8"},
+    "w4a8": {"quantization": "w4a8"},
+    "w4a8, calibrated": {"quantization": "w4a8", "calibration_data": CALIBRATION},
     "int4, calibrated": {"quantization": "int4", "calibration_data": CALIBRATION},
     "int4, groups of 64, calibrated": {
         "quantization": "int4",

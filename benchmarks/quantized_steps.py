@@ -27,6 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "w8a8": {"quantization": "w8a8"},
     "int4": {"quantization": "int4"},
+    "w4a8": {"quantization": "w4a8"},
     "int4, calibrated": {"quantization": "int4", "calibrated": True},
     "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibrated": True},
 }

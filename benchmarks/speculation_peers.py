@@ -48,18 +48,20 @@ def batches(tasks: list[str], contexts: list[int], streams: list[int]) -> dict[s
     return found
 
 
-def unpacked(python: Path) -> Path:
+def unpacked() -> Path:
     """The model as a folder of bfloat16 weights, which vLLM reads."""
     folder = PEERS_FOLDER / "weights" / smollm2().stem
     if not folder.exists():
         code = (
             "import sys, torch; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T;"
+            "from transformers import GgufConfig;"
             "source, name, out = sys.argv[1:];"
-            "M.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16).save_pretrained(out);"
+            "how = dict(gguf_file=name, quantization_config=GgufConfig(dequantize=True));"
+            "M.from_pretrained(source, dtype=torch.bfloat16, **how).save_pretrained(out);"
             "T.from_pretrained(source, gguf_file=name).save_pretrained(out)"
         )
         arguments = [str(smollm2().parent), smollm2().name, str(folder)]
-        subprocess.run([str(python), "-c", code, *arguments], check=True)
+        subprocess.run([str(environment_python("converter")), "-c", code, *arguments], check=True)
     return folder
 
 
@@ -67,7 +69,7 @@ def run(peer: str, drafts: int, prompts: list[list[list[int]]], rounds: int) -> 
     """One process of a peer: rates and answers of each batch."""
     task = {
         "peer": peer,
-        "model": str(unpacked(environment_python(peer)) if peer == "vllm" else smollm2()),
+        "model": str(unpacked() if peer == "vllm" else smollm2()),
         "drafts": drafts,
         "batches": prompts,
         "tokens": NEW_TOKENS,

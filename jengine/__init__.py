@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         LoraLoad,
         Pooled,
         PromptScores,
+        StoreLoad,
         TokenLogprobs,
         TokenUpdate,
         Update,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from jengine.insight.recording.records import EngineFacts
     from jengine.insight.recording.totals import StepTotals
     from jengine.insight.recording.trace import Readers, Trace
+    from jengine.replicas.disaggregated import Disaggregated
     from jengine.replicas.replicas import Replicas
     from jengine.scheduling.forecasts.forecast import Prediction
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
@@ -103,6 +105,7 @@ __all__ = [
     "BeamsFound",
     "CompletionOutput",
     "CutImage",
+    "Disaggregated",
     "Embedder",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -160,6 +163,7 @@ __all__ = [
     "Started",
     "StepTotals",
     "Steps",
+    "StoreLoad",
     "StrategyName",
     "StructuredOutputs",
     "TextPrompt",
@@ -261,6 +265,7 @@ _MODULES = {
     "jengine.core.service_level": ("MAX_CLIENT",),
     "jengine.engine.start": ("Started", "follow", "start_engine"),
     "jengine.replicas.replicas": ("Replicas",),
+    "jengine.replicas.disaggregated": ("Disaggregated",),
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.thinking": ("bound_thinking", "can_bound"),
@@ -274,6 +279,7 @@ _MODULES = {
         "LoraLoad",
         "Pooled",
         "PromptScores",
+        "StoreLoad",
         "TokenLogprobs",
         "TokenUpdate",
         "Update",

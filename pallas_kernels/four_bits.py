@@ -20,8 +20,11 @@ from pallas_kernels.int4 import Int4, pack, pack_on_host, quantize_int4, wide
 from pallas_kernels.product_support import why_no_kernel, why_sizes_unsupported
 from pallas_kernels.product_xla import multiply
 from pallas_kernels.products import Axes, Forms, product_by_form
+from pallas_kernels.quantized import dequantize, quantize
 from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.support import Impl, kernel_serves
+
+FORM = "group", "dtype", "kind", "hadamard", "inputs"  # of an Int4, whatever its arrays
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
@@ -42,7 +45,7 @@ class FourBits:
 
     @property
     def format(self) -> str:
-        return "int4"
+        return "w4a8" if self.numbers.inputs else "int4"
 
     @property
     def plain(self) -> jax.ShapeDtypeStruct:
@@ -67,6 +70,10 @@ class FourBits:
         return product_by_form(x, self.flat(), dtype)
 
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
+        if self.numbers.inputs:
+            rows = quantize(transform(x, self.numbers.hadamard), "int8")
+            y = multiply(rows.values.astype(jnp.float32), wide(self.numbers), jnp.dtype(jnp.float32))
+            return (y * rows.scale[:, None]).astype(dtype)
         return multiply(self._transformed(x), wide(self.numbers).astype(x.dtype), dtype)
 
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
@@ -92,12 +99,13 @@ class FourBits:
         if kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device), device):
             from pallas_kernels import int4_product as kernel
 
-            matrices = self.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
-            y = kernel.grouped_int4_product(self._transformed(x), matrices, groups)
+            packed = self.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
+            y = kernel.grouped_int4_product(self._transformed(x), packed, groups)
         else:
-            y = xla.grouped_product(
-                x, self.dequantized().reshape(self.shape[0], -1, self.shape[-1]), None, groups
-            )
+            inputs = self.numbers.inputs
+            matrices = wide(self.numbers) if inputs else self.dequantized()
+            rows = self._transformed(x) if inputs else x
+            y = xla.grouped_product(rows, matrices.reshape(self.shape[0], -1, self.shape[-1]), None, groups)
         return y.reshape(len(x), *self.shape[1:-1])
 
     def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
@@ -120,10 +128,9 @@ class FourBits:
 
     def fit(self, array: jax.Array) -> Int4:
         shardings = jax.tree.map(lambda x: x.sharding, self.numbers)
-        to_int4 = jax.jit(
-            quantize_int4, static_argnames=("group", "parts", "hadamard"), out_shardings=shardings
-        )
-        how = {"group": self.group, "parts": self._parts, "hadamard": self.numbers.hadamard}
+        how: Any = {"group": self.group, "parts": self._parts}
+        how |= {name: getattr(self.numbers, name) for name in ("hadamard", "inputs")}
+        to_int4 = jax.jit(quantize_int4, static_argnames=(*how,), out_shardings=shardings)
         packed: Int4 = jax.block_until_ready(to_int4(array, **how))
         return packed
 
@@ -161,7 +168,7 @@ class FourBits:
         place: Callable[[np.ndarray, Any], jax.Array],
     ) -> Int4:
         target, sharding = self.numbers, cast(NamedSharding, self.numbers.values.sharding)
-        how: dict[str, Any] = {name: getattr(target, name) for name in ("group", "dtype", "kind", "hadamard")}
+        how: dict[str, Any] = {name: getattr(target, name) for name in FORM}
         how["parts"] = self._parts
         # compiling a program for each shape would take longer
         if sharding.mesh.devices.flat[0].platform == "cpu":
@@ -187,4 +194,6 @@ class FourBits:
         return replace(self, numbers=self.numbers.map(function))
 
     def _transformed(self, x: jax.Array) -> jax.Array:
-        return transform(x, self.numbers.hadamard).astype(x.dtype)
+        """What a kernel for floats multiplies: transformed and, with `inputs`, rounded as bytes would be."""
+        spread = transform(x, self.numbers.hadamard)
+        return (dequantize(quantize(spread, "int8")) if self.numbers.inputs else spread).astype(x.dtype)

@@ -36,7 +36,7 @@ Try = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # squared errors, numbe
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("values", "scale", "offset"),
-    meta_fields=("size", "group", "dtype", "kind", "hadamard"),
+    meta_fields=("size", "group", "dtype", "kind", "hadamard", "inputs"),
 )
 @dataclass(frozen=True)
 class Int4:
@@ -54,6 +54,7 @@ class Int4:
         dtype: dtype of the represented array.
         kind: kind of the numbers, one of KINDS.
         hadamard: number of inputs per Hadamard transform, applied before quantization; 1: no transform.
+        inputs: whether products quantize their other side too, row by row, to int8.
     """
 
     values: jax.Array
@@ -64,6 +65,7 @@ class Int4:
     dtype: str = "float32"
     kind: str = "int4"
     hadamard: int = 1
+    inputs: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,6 +105,7 @@ def pack(
     dtype: str = "float32",
     kind: str = "int4",
     hadamard: int = 1,
+    inputs: bool = False,
 ) -> Int4:
     """Packs numbers int8 [..., in] with scale and offset [..., in / group]; in / parts is a multiple of
     group.
@@ -119,7 +122,16 @@ def pack(
     packed = jax.lax.bitcast_convert_type((fields << shifts).sum((-3, -1), dtype=jnp.uint32), jnp.int32)
 
     return _held(
-        packed.reshape(*numbers.shape[:-1], -1), scale, offset, size, parts, group, dtype, kind, hadamard
+        packed.reshape(*numbers.shape[:-1], -1),
+        scale,
+        offset,
+        size,
+        parts,
+        group,
+        dtype,
+        kind,
+        hadamard,
+        inputs,
     )
 
 
@@ -133,6 +145,7 @@ def pack_on_host(
     dtype: str = "float32",
     kind: str = "int4",
     hadamard: int = 1,
+    inputs: bool = False,
 ) -> Int4:
     """`pack` with NumPy: no program is compiled. The result holds NumPy arrays."""
     size, leading = numbers.shape[-1] // parts, numbers.shape[:-1]
@@ -147,7 +160,16 @@ def pack_on_host(
         values |= ((both & 0xF) | (both & 0xF00) << 8) << np.uint32(4 * index)
 
     return _held(
-        values.view(np.int32).reshape(*leading, -1), scale, offset, size, parts, group, dtype, kind, hadamard
+        values.view(np.int32).reshape(*leading, -1),
+        scale,
+        offset,
+        size,
+        parts,
+        group,
+        dtype,
+        kind,
+        hadamard,
+        inputs,
     )
 
 
@@ -163,7 +185,9 @@ def _held(values: Any, scale: Any, offset: Any, size: int, parts: int, group: in
     return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, *form)
 
 
-def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: int = 1) -> Int4:
+def quantize_int4(
+    x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: int = 1, inputs: bool = False
+) -> Int4:
     """Quantizes floats x [..., in], rounding each group to nearest."""
     size = x.shape[-1] // parts
     missing = -size % group
@@ -172,7 +196,8 @@ def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: 
     numbers, scale, offset = fit(rows)
     numbers = numbers.astype(jnp.int8).reshape(*apart.shape[:-1], -1)[..., :size].reshape(x.shape)
     scale, offset = (by_group.reshape(*x.shape[:-1], -1) for by_group in (scale, offset))
-    return pack(numbers, scale, offset, group=group, parts=parts, dtype=str(x.dtype), hadamard=hadamard)
+    how: Any = {"group": group, "parts": parts, "hadamard": hadamard, "inputs": inputs}
+    return pack(numbers, scale, offset, dtype=str(x.dtype), **how)
 
 
 def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

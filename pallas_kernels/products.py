@@ -80,7 +80,7 @@ class StoredWeight(Weight, Protocol):
     @property
     def format(self) -> str:
         """The dtype of a plain weight or of eight-bit numbers; or "w8a8" or "fp8 inputs", if rows of x are
-        quantized too; "by group"; "int4"."""
+        quantized too; "by group"; "int4"; "w4a8", if rows of x are quantized to int8."""
 
     @property
     def plain(self) -> jax.ShapeDtypeStruct:
@@ -194,7 +194,7 @@ def _form(x: Rows, weight: StoredWeight) -> str:
     if cpu_refused() is not None:
         return "xla"
     kind = weight.format
-    supported = str(x.dtype) in INPUTS and kind in (*WEIGHTS, "w8a8", "fp8 inputs", "int4")
+    supported = str(x.dtype) in INPUTS and kind in (*WEIGHTS, "w8a8", "fp8 inputs", "int4", "w4a8")
     if not supported or min(x.shape[0], *weight.shape) == 0:
         return "xla"
     return dict(weight.forms).get(form_key(x.shape[0], str(x.dtype), kind), "kernel")

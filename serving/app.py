@@ -29,8 +29,8 @@ from jengine.serving.metrics.metrics_server import MetricsServer, pages_of
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.models.memory import BESIDE, MemoryNeed
 from jengine.serving.models.pool import ModelPool, PooledModel
-from jengine.serving.processes.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
-from jengine.serving.processes.replicated_engine import ReplicatedEngine
+from jengine.serving.processes.engine_process import EXIT_SECONDS, QUIT_SECONDS
+from jengine.serving.processes.makers import EngineOfServer
 from jengine.serving.processes.signals import stop_signal
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from jengine.serving.requests.spans import Spans
@@ -62,7 +62,7 @@ class Served(NamedTuple):
     """
 
     name: str
-    make: Callable[[OnEnd], EngineProcess | ReplicatedEngine]
+    make: Callable[[OnEnd], EngineOfServer]
     gpu_share: float = 0.0
     weights: int = 0
 

@@ -57,6 +57,9 @@ class ServerConfig:
         data_parallel_size: replicas of the model: engine processes behind this server, each with its own
             GPUs or a share of the CPUs. A prompt goes to the one that is predicted to give its first token
             soonest. One that ends is replaced, and prompts that it had not begun go to others.
+        prefill_engines: engine processes beside those of data_parallel_size that compute prompts for them, so
+            that long prompts delay no output. The others fetch the prompts' pages, through host memory: needs
+            swap_space. One that ends is replaced; meanwhile, the others compute prompts themselves.
         model_config: a TOML file of models to serve. Each is a table [models.NAME] with `model`, and options
             of its own for its engine; it has the server's for the rest. A request names it as NAME. The first
             model, or the one given as MODEL, is the default: it is loaded at the start, the others when a
@@ -142,6 +145,7 @@ class ServerConfig:
     reasoning_parser: ReasoningParser = "auto"
     served_model_name: str | None = None
     data_parallel_size: int = 1
+    prefill_engines: int = 0
     model_config: str | Path | None = None
     max_loaded_models: int | None = None
     unload_after: float | None = None
@@ -185,6 +189,7 @@ class ServerConfig:
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, 65535)
         _whole("data_parallel_size", self.data_parallel_size, 1, 64)
+        _whole("prefill_engines", self.prefill_engines, 0, 64)
         _whole("max_waiting", self.max_waiting, 0, None)
         _whole("max_streams_per_client", self.max_streams_per_client, 1, None)
         _whole("max_calls_per_client", self.max_calls_per_client, 1, None)

@@ -136,6 +136,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         "record_trace": "trace", "embeddings": True, "stream_interval": 3, "num_scheduler_steps": "1",
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         "kv_events_config": {"enable_kv_cache_events": False, "topic": "pages"}, "thinking_token_budget": 9,
+        "kv_transfer_config": {"kv_connector": "disk", "kv_connector_extra_config": {"root_dir": "pages"}},
     }  # fmt: skip
     sampling = {field.name for field in dataclasses.fields(SamplingParams)}
     engine = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "seed"}

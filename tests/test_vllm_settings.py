@@ -129,6 +129,14 @@ REFUSED: list[tuple[str, str]] = [
     ("--load-format dummy", "weights are read in the format that they have"),
     ("--root-path /llm", "let the proxy remove its prefix"),
     ("--allowed-methods GET", "CORS headers allow what the API needs; see allowed_origins"),
+    (
+        '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_both"}',
+        "must be one of disk, remote, sockets; instead of NixlConnector: sockets",
+    ),
+    (
+        '--kv-transfer-config {"kv_connector":"disk","kv_connector_extra_config":{"root_dir":"x"}}',
+        "swap_space=0.0: must be above 0 with kv_transfer_config",
+    ),
     ("--kv-offloading-size 8", "it is called swap_space here: GiB for each device"),
     ("--cpu-offload-gb 4", "quantization makes them smaller"),
     ("--distributed-executor-backend ray", "coordinator, num_processes and process_id"),

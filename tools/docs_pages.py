@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from jengine import EngineConfig, Load, LoraLoad, SamplingParams
+from jengine import EngineConfig, Load, LoraLoad, SamplingParams, StoreLoad
 from jengine.commands.flags import add_fields
 from jengine.serving.config import ServerConfig
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
@@ -145,6 +145,7 @@ def metrics() -> str:
         preemptions=0,
         compiles_since_start=0,
         loras=LoraLoad(max_loras=1),
+        store=StoreLoad("disk"),
     )
     server = PrometheusMetrics("model", lambda: load, lambda: 0)
     server.certificate_expiry = lambda: 0.0

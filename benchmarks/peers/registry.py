@@ -72,7 +72,7 @@ ENVIRONMENTS = {
         installs=(
             TORCH,
             (*TORCH, "transformers==5.23.0", "ctranslate2==4.8.5", "onnxruntime-genai==0.18.0"),
-            ("onnx==1.23.2", "onnx-ir==1.1.0", "gguf==0.19.0"),
+            ("onnx==1.23.2", "onnx-ir==1.1.0", "gguf==0.19.0", "accelerate"),
         )
     ),
 }

@@ -27,6 +27,7 @@ def stats_of(engine: Engine, started: Started) -> dict[str, Any]:
         "external_prefix_cache_hits": load.host_hits,
         "swapped_out_pages": load.host_spilled,
         "swapped_in_pages": load.host_fetched,
+        "page_store": None if load.store is None else load.store._asdict(),
         "strategy": load.strategy,
         "decisions": dict(load.decisions),
         "targets": {name: getattr(load, f"targets_{name}") for name in ("met", "missed", "rejected")},

@@ -1,8 +1,9 @@
-"""Validation of numbers given by users."""
+"""Validation of numbers and sizes given by users."""
 
 from __future__ import annotations
 
 import math
+import re
 
 from jengine.base.errors import InvalidArgument
 
@@ -40,3 +41,22 @@ def check_targets(ttft_ms: float | None, tpot_ms: float | None) -> None:
     for name, value in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)):
         if value is not None:
             check_number(name, value, 0.0, math.inf, "a finite number of milliseconds above 0", open_low=True)
+
+
+def parse_bytes(name: str, value: int | str | None) -> int | None:
+    """Parse a size in bytes: a number, or text such as 512MiB, 2GB, 1.5GiB.
+
+    Raises:
+        InvalidArgument: neither.
+    """
+    if value is None:
+        return None
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]I?)?B?\s*", str(value).upper())
+    try:
+        amount = float(match[1]) * units[match[2] or ""] if match else math.nan
+    except ValueError:
+        amount = math.nan
+    if not amount > 0:
+        raise InvalidArgument(name, value, "must be a number of bytes, or text such as 512MiB")
+    return int(amount)

@@ -7,10 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "IProgress not found")  # Jupyter without ipywidgets: bars are text
-    from tqdm.auto import tqdm
-
 # Called in any thread with the current work, such as "compiling", its unit, such as "program", how much is
 # done, and of how much.
 Report = Callable[[str, str, int, int], None]
@@ -24,8 +20,16 @@ def progress_bar(iterable: Any = None, *, show: Progress, **options: Any) -> Any
         show: whether to show it, if stderr is a terminal or a notebook's; a function gets its progress, too.
         options: options of tqdm.
     """
-    bar = tqdm(iterable, disable=not (show and is_seen()), leave=False, **options)
-    return _Reported(bar, iterable, show, options) if callable(show) else bar
+    bar = _tqdm(iterable, **options) if show and is_seen() else None
+    report = show if callable(show) else None
+    return _Bar(bar, iterable, report, options) if bar is None or report else bar
+
+
+def _tqdm(iterable: Any, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # Jupyter without ipywidgets: bars are text
+        from tqdm.auto import tqdm  # with multiprocessing, a tenth of a second
+    return tqdm(iterable, leave=False, **options)
 
 
 def begin(progress: Progress, work: str) -> None:
@@ -34,20 +38,24 @@ def begin(progress: Progress, work: str) -> None:
         progress(work, "", 0, 0)
 
 
-class _Reported:
-    """A bar whose progress is reported. Supports what jengine uses of tqdm."""
+class _Bar:
+    """A bar that is reported, shown, both or neither. Supports what jengine uses of tqdm.
 
-    def __init__(self, bar: Any, iterable: Any, report: Report, options: dict[str, Any]) -> None:
+    Args:
+        bar: tqdm's, if it is shown.
+    """
+
+    def __init__(self, bar: Any, iterable: Any, report: Report | None, options: dict[str, Any]) -> None:
         self._bar, self._iterable, self._report = bar, iterable, report
         total = options.get("total") or (len(iterable) if hasattr(iterable, "__len__") else 0)
         self._of = options.get("desc", ""), options.get("unit", ""), total
         self.n = 0
 
-    def __enter__(self) -> _Reported:
+    def __enter__(self) -> _Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self.close()
 
     def __iter__(self) -> Iterator[Any]:
         with self:
@@ -57,18 +65,35 @@ class _Reported:
                 self.update()
 
     def update(self, count: int = 1) -> None:
-        self._bar.update(count)
+        if self._bar is not None:
+            self._bar.update(count)
         self.n += count
         self._tell()
 
     def refresh(self) -> None:
-        self._bar.n = self.n
-        self._bar.refresh()
+        if self._bar is not None:
+            self._bar.n = self.n
+            self._bar.refresh()
         self._tell()
 
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh)
+
+    def write(self, text: str, file: Any) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=file)
+        else:
+            print(text, file=file)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
     def _tell(self) -> None:
-        work, unit, total = self._of
-        self._report(work, unit, self.n, total)
+        if self._report is not None:
+            work, unit, total = self._of
+            self._report(work, unit, self.n, total)
 
 
 def is_seen() -> bool:

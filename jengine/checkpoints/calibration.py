@@ -37,6 +37,7 @@ from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.weights import is_weight, product, stored, weight_of
 from pallas_kernels.xla import Rotation, rotate
 
+FORMATS = "int4", "w4a8"  # of weights that are calibrated
 LENGTH, SEQUENCES = 512, 64  # tokens per sequence; maximum sequences
 
 
@@ -112,11 +113,11 @@ def calibrate(
 
     def prepared(array: jax.Array, target: Any, axes: tuple[str | None, ...]) -> Any:
         stacked = len(axes) > 2 and axes[0] is None
-        if stored(target).format != "int4" or stacked:
+        if stored(target).format not in FORMATS or stacked:
             return fitted(array, target)
         return Calibrated(array, target, bar.update)
 
-    total = sum(stored(leaf).format == "int4" for leaf in jax.tree.leaves(targets, is_leaf=is_weight))
+    total = sum(stored(leaf).format in FORMATS for leaf in jax.tree.leaves(targets, is_leaf=is_weight))
     with progress_bar(total=total, desc="calibrating", show=progress) as bar:
         mixed = jax.tree.map(prepared, params, targets, model.axes, is_leaf=is_weight)
         count, length = tokens.shape
@@ -165,7 +166,8 @@ class Calibrated:
         numbers, scale, offset = (
             part.reshape(*self.shape[:-1], -1) for part in gptq(weight, _moments(x, block), group)
         )
-        made = pack(numbers, scale, offset, group=group, dtype=self.target.dtype, hadamard=block)
+        how: Any = {"group": group, "dtype": self.target.dtype, "inputs": self.target.inputs}
+        made = pack(numbers, scale, offset, hadamard=block, **how)
         placed: Int4 = jax.device_put(made, jax.tree.map(lambda leaf: leaf.sharding, self.target))
         return placed
 

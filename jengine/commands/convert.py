@@ -46,13 +46,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         type=int,
         choices=(32, 64, 128),
         default=128,
-        help="for int4 and int4_mixed: inputs that share a scale (default: 128)",
+        help="for int4, int4_mixed and w4a8: inputs that share a scale (default: 128)",
     )
     parser.add_argument(
         "--calibration-data",
         metavar="FILE",
         type=Path,
-        help="for int4 and int4_mixed: a text; weights are rounded so that errors cancel on such text",
+        help="for int4, int4_mixed and w4a8: a text; weights are rounded so that errors cancel on such text",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no closing line")
     parser.set_defaults(run=_convert)

@@ -35,7 +35,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description=(
             "Search max_num_seqs, max_num_batched_tokens, tile_size, page_size and the strategy for a trace"
             " by simulation, and\nwrite them as a file for --config, with the predicted gain. Costs of"
-            " programs that were not measured are estimated."
+            " programs that were not measured are\nestimated; options that need them are only named, to be"
+            " measured first."
         ),
         epilog=TRACES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -90,12 +91,24 @@ def _tune(options: argparse.Namespace) -> int:
     text = head + "".join(map(_line, {**given, **tuned.changes}.items()))
     if options.out is None:
         write(text)
+        _name_promising(tuned)
     else:
         options.out.write_text(text, encoding="utf-8")
         changed = ", ".join(f"{name} {value}" for name, value in tuned.changes.items())
         note(f"{gain}: {changed or 'these options are the best that were found'}")
         note(f"start with --config {options.out}")
+        _name_promising(tuned)
     return 0
+
+
+def _name_promising(tuned: Tuned) -> None:
+    """Names options that may be better still."""
+    if tuned.promising is not None:
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in tuned.promising.items())
+        note(
+            f"{flags}: may be better, but its programs were not measured here; start an engine with it once,"
+            " then tune again"
+        )
 
 
 def _gain(objective: Objective, tuned: Tuned) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jengine.base.checks import check_number, check_targets, check_whole
+from jengine.base.checks import check_number, check_targets, check_whole, parse_bytes
 from jengine.base.errors import InvalidArgument
 from jengine.core.image_options import IMAGE_ROWS, image_limit, processing_options
+from jengine.core.kv_transfer import KvTransfer
 from jengine.core.lora import LoraLimits, check_lora_options, target_modules
 from jengine.core.page_events import PageEvents
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
@@ -20,12 +21,12 @@ from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, LIBRARY_SETTINGS, tak
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["int4", "int4_mixed", "int8", "w8a8", "fp8", "none"]
+Quantization = Literal["int4", "int4_mixed", "w4a8", "int8", "w8a8", "fp8", "none"]
 CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 AttentionBackend = Literal["auto", "mosaic", "flashinfer"]
 BURST_STEPS = 8
-FOUR_BITS = ("int4", "int4_mixed")  # values of the option quantization
+FOUR_BITS = ("int4", "int4_mixed", "w4a8")  # values of the option quantization
 
 
 @takes({**ENGINE_SETTINGS, **LIBRARY_SETTINGS})
@@ -50,7 +51,8 @@ class EngineConfig:
             for each row; fp8: both as e4m3, but embeddings and output heads in int8, emulated on devices
             older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group
             of inputs, embeddings in int8; int4_mixed: the same, but queries, keys and values, and an MLP's
-            last matrix, which lose most, in int8; none: converts the weights of a quantized checkpoint to
+            last matrix, which lose most, in int8; w4a8: weights as int4, activations as w8a8, embeddings
+            as w8a8; none: converts the weights of a quantized checkpoint to
             dtype; awq, gptq, compressed-tensors, mxfp4, gguf: keeps them, and requires that the checkpoint
             has this format.
         quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller
@@ -160,6 +162,11 @@ class EngineConfig:
             a router can send requests where their prefix is. An object with enable_kv_cache_events (true),
             endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size and topic; the guide to fleets has
             their defaults. Needs the extra fleets and enable_prefix_caching. The events contain token ids.
+        kv_transfer_config: keeps pages of the prefix cache outside the engine, and fetches them from there.
+            An object with vLLM's fields kv_connector (disk: a folder; remote: a page server; sockets: engines
+            that compute prompts for others), kv_role (kv_producer: keeps or serves pages; kv_consumer:
+            fetches them; kv_both), kv_ip, kv_port, kv_buffer_size and kv_connector_extra_config; the guide to
+            page stores has the rest. Needs swap_space, since pages pass through host memory.
         seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
         cache_max_size: the largest size of that folder, such as "20GiB"; above it, the least recently used
@@ -228,6 +235,7 @@ class EngineConfig:
     speculative_config: dict[str, Any] | str | None = "auto"
     stream_interval: int = 1
     kv_events_config: dict[str, Any] | str | None = None
+    kv_transfer_config: dict[str, Any] | str | None = None
     seed: int = 0
     cache_dir: str | Path | None = None
     cache_max_size: int | str | None = None
@@ -362,6 +370,9 @@ class EngineConfig:
         if self.page_events is not None and not self.enable_prefix_caching:
             limit = "must be True with kv_events_config: without it, no page is kept"
             raise InvalidArgument("enable_prefix_caching", False, limit)
+        if self.kv_transfer is not None and not self.swap_space:
+            limit = "must be above 0 with kv_transfer_config: pages pass through host memory"
+            raise InvalidArgument("swap_space", self.swap_space, limit)
         if self.warm_up not in ("progressive", "all"):
             raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
@@ -398,6 +409,11 @@ class EngineConfig:
     def page_events(self) -> PageEvents | None:
         """Where events of pages are published; None: nowhere."""
         return PageEvents.of(self.kv_events_config)
+
+    @property
+    def kv_transfer(self) -> KvTransfer | None:
+        """Where pages are kept outside the engine; None: nowhere."""
+        return KvTransfer.of(self.kv_transfer_config)
 
     @property
     def image_processing(self) -> dict[str, Any]:
@@ -444,25 +460,6 @@ def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int)
         )
 
 
-def parse_bytes(name: str, value: int | str | None) -> int | None:
-    """Parse a size in bytes: a number, or text such as 512MiB, 2GB, 1.5GiB.
-
-    Raises:
-        InvalidArgument: neither.
-    """
-    if value is None:
-        return None
-    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]I?)?B?\s*", str(value).upper())
-    try:
-        amount = float(match[1]) * units[match[2] or ""] if match else math.nan
-    except ValueError:
-        amount = math.nan
-    if not amount > 0:
-        raise InvalidArgument(name, value, "must be a number of bytes, or text such as 512MiB")
-    return int(amount)
-
-
 def _check_four_bits(quantization: str | None, group_size: int, calibration_data: object) -> None:
     """Raises InvalidArgument unless these options of EngineConfig fit together."""
     if group_size not in (32, 64, 128):
@@ -472,4 +469,6 @@ def _check_four_bits(quantization: str | None, group_size: int, calibration_data
         ("calibration_data", calibration_data, None),
     ):
         if value != default and quantization not in FOUR_BITS:
-            raise InvalidArgument(name, value, "needs quantization=int4 or int4_mixed")
+            raise InvalidArgument(
+                name, value, f"needs quantization={', '.join(FOUR_BITS[:-1])} or {FOUR_BITS[-1]}"
+            )

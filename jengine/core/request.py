@@ -324,6 +324,8 @@ class Request:
             beams.sampling_of, with as many log probabilities as are returned.
         lora_name: the loaded adapter that it uses; None: the model alone.
         images: the prompt's images, if it has any.
+        pages_from: host:port of an engine that has computed the prompt, and serves its pages. They are then
+            used whatever their transfer costs.
     """
 
     request_id: str
@@ -342,6 +344,7 @@ class Request:
     beams: BeamSearchParams | None = None
     lora_name: str | None = None
     images: PromptImages | None = None
+    pages_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,38 @@ class LoraLoad(NamedTuple):
     waiting: tuple[str, ...] = ()
 
 
+class StoreLoad(NamedTuple):
+    """What an engine and a store of pages have done since the start; see EngineConfig.kv_transfer_config.
+
+    Attributes:
+        connector: the kind of store.
+        queries, hits: pages of prompts that were looked up, and loaded.
+        declined: pages that were found but computed, since that was predicted to be faster.
+        late: prompts that waited as long as they may, and were computed.
+        loaded_bytes, loading_seconds: of the pages loaded.
+        kept, kept_bytes: pages given to the store.
+        dropped: pages that the store had no room for, or that came faster than it takes them.
+        failures: of the store.
+    """
+
+    connector: str
+    queries: int = 0
+    hits: int = 0
+    declined: int = 0
+    late: int = 0
+    loaded_bytes: int = 0
+    loading_seconds: float = 0.0
+    kept: int = 0
+    kept_bytes: int = 0
+    dropped: int = 0
+    failures: int = 0
+
+    def plus(self, other: StoreLoad) -> StoreLoad:
+        """The sums of both."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self._fields[1:]}
+        return self._replace(**sums)
+
+
 class Load(NamedTuple):
     """Current load of an engine.
 
@@ -167,6 +199,7 @@ class Load(NamedTuple):
         accepted_tokens: those that became output, by position in the draft.
         page_size: tokens of a page.
         loras: use of adapters; None without enable_lora.
+        store: use of a store of pages; None without kv_transfer_config.
     """
 
     running: int
@@ -204,6 +237,7 @@ class Load(NamedTuple):
     resumptions: tuple[int, int, int] = (0, 0, 0)
     page_size: int = 0
     loras: LoraLoad | None = None
+    store: StoreLoad | None = None
 
     def after(self, past: Load) -> Load:
         """The same, with the counts of an earlier engine, which has ended, added to its own."""
@@ -215,5 +249,6 @@ class Load(NamedTuple):
             accepted_tokens=tuple(
                 map(sum, zip_longest(past.accepted_tokens, self.accepted_tokens, fillvalue=0))
             ),
+            store=self.store.plus(past.store) if self.store and past.store else self.store,
             **{name: getattr(past, name) + getattr(self, name) for name in COUNTERS},
         )

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jengine.base.checks import parse_bytes
 from jengine.base.errors import InvalidArgument
-from jengine.core.config import parse_bytes
 from pallas_kernels.ahead_of_time import description, targets
 
 MIB = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 import weakref
@@ -29,7 +28,8 @@ from jengine.engine.load import load_of
 from jengine.engine.mask_rows import fill_masks, needs_mask
 from jengine.engine.operations import Operation
 from jengine.engine.page_event_publisher import PageEventPublisher
-from jengine.engine.planning import next_step
+from jengine.engine.page_transfer import PageTransfer
+from jengine.engine.planning import BATCH_POLL_SECONDS, next_step, wait_for_work
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
 from jengine.engine.step_updates import (
@@ -59,8 +59,6 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.table.ready_programs import ReadyPrograms
 from jengine.text.mask_thread import MASK_SECONDS, MaskThread
 
-BATCH_POLL_SECONDS = 0.005
-
 
 class Engine:
     """Requests, and the loop that serves them.
@@ -82,6 +80,7 @@ class Engine:
         embedder: how the model embeds; None: the table has no programs for embeddings.
         reranker: how the model scores pairs of texts; None: its folder does not say.
         page_events: publishes what the prefix cache holds.
+        pages: gives pages to a store, and loads them from there.
     """
 
     def __init__(
@@ -101,6 +100,7 @@ class Engine:
         weights: FixedWeights | None = None,
         adapters: AdapterStore | None = None,
         page_events: PageEventPublisher | None = None,
+        pages: PageTransfer | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self._embedder, self._reranker = embedder, reranker
@@ -127,6 +127,7 @@ class Engine:
         # these run at exit at the latest
         self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)
         self._page_events = None if page_events is None else weakref.finalize(self, page_events.close)
+        self.pages, self._pages = pages, None if pages is None else weakref.finalize(self, pages.close)
 
     @property
     def compiles_since_start(self) -> int:
@@ -137,8 +138,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished, unless the engine is paused, or a step has not been read."""
-        return (self.scheduler.has_work and self.gate.plans) or bool(self._in_flight or self._early)
+        """Whether a request or a page to save is left, unless it is paused, or a step was not read."""
+        saving = self.pages is not None and self.pages.saving
+        left = (self.scheduler.has_work or saving) and self.gate.plans
+        return left or bool(self._in_flight or self._early)
 
     @property
     def has_requests(self) -> bool:
@@ -176,6 +179,7 @@ class Engine:
             report_faults=self._reports.faults,
             at_gate=self.gate.held,
             loras=None if self.adapters is None else self.adapters.use,
+            store=None if self.pages is None else self.pages.load,
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
@@ -210,7 +214,10 @@ class Engine:
         )
         add = partial(self.scheduler.add, seed=seed, eos_token_ids=self.model.eos_token_ids, adapter=adapter)
         sequence = add(first)
-        return [sequence, *[add(request, family=sequence.number) for request in requests[1:]]]
+        sequences = [sequence, *[add(request, family=sequence.number) for request in requests[1:]]]
+        if self.pages is not None:
+            self.pages.came(sequences)
+        return sequences
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """Ends a request at the caller's wish (stop string, abort). Returns False if it has already ended."""
@@ -276,14 +283,17 @@ class Engine:
 
     def close(self) -> None:
         """Stops compiling and saves step costs. May be called repeatedly."""
+        if self.pages is not None:
+            self.pages.save_all(self)
         if self._programs is not None:
             self._programs.stop()
         if self._save_costs is not None:
             self._save_costs()
         if self._recorder is not None:
             self._recorder.close()
-        if self._page_events is not None:
-            self._page_events()
+        for close in (self._page_events, self._pages):
+            if close is not None:
+                close()
 
     def step(self) -> list[Update]:
         """Dispatches the next step, then reads the previous one. Returns its updates."""
@@ -301,16 +311,14 @@ class Engine:
         now = time.perf_counter()
         self._clock.planning(now, self.scheduler.predictor.costs)
         self.records.turn(now)
-        plan, beside = next_step(self.scheduler, self.runner, self.records)
+        plan, beside = next_step(self.scheduler, self.runner, self.records, self.pages)
         planned = time.perf_counter()
         self.records.planned()
         updates += self._rejected()
         if plan is None:
             updates += self._read_all_but(0)
-            if not updates and self.scheduler.registry.fetching:
-                self.runner.wait_for_staged()
-            elif not updates:
-                self._wait_for_batch()
+            if not updates:
+                wait_for_work(self.scheduler, self.runner, self.pages)
             return updates
         masked = plan.sampler.variant == "full" and bool(self._masked(plan))
         if masked:
@@ -342,12 +350,6 @@ class Engine:
         self._note_ended()
         return [Ended(sequence.request_id, "abort", REJECTED) for sequence in rejected]
 
-    def _wait_for_batch(self) -> None:
-        """Sleeps until a batch forms. Wakes every few milliseconds to admit new requests."""
-        wait = self.scheduler.wakes_at - self.scheduler.clock()
-        if 0.0 < wait < math.inf:
-            time.sleep(min(wait, BATCH_POLL_SECONDS))
-
     def _read_all_but(self, left: int) -> list[Update]:
         updates: list[Update] = []
         while len(self._in_flight) > left:
@@ -378,7 +380,7 @@ class Engine:
                 device=device,
                 accepted=self.scheduler.speculation.right - before,
             )
-        if not self.has_work:
+        if not (self._in_flight or self._early or (self.scheduler.has_work and self.gate.plans)):
             self._clock.pause()
             self.records.pause()
         if self.adapters is not None:

@@ -6,8 +6,6 @@ event a map, as in vLLM since 0.24.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jengine.core.images import CONTENT
+from jengine.engine.page_names import digest_of
 from jengine.models.cache import CacheGroup
 from jengine.scheduling.pages.block import AdapterSalt, Block, Salt
 from jengine.scheduling.pages.page_change import PageChange
@@ -80,21 +79,8 @@ class Group(NamedTuple):
 
 
 def hash_of(block: Block) -> int:
-    """A block's name for others: 64 bits of its tokens, images, prefix, cache salt and adapter. The same in
-    every process; an adapter counts as another one when it is loaded again.
-    """
-    unnamed: list[Block] = []
-    parent: Block | Salt = block
-    while isinstance(parent, Block) and parent.hash is None:
-        unnamed.append(parent)
-        parent = parent.parent
-    known = parent.hash if isinstance(parent, Block) else None
-    before = repr(parent).encode() if known is None else known.to_bytes(8, "big")
-    for one in reversed(unnamed):
-        before = hashlib.blake2b(before + array("q", one.tokens).tobytes(), digest_size=8).digest()
-        one.hash = int.from_bytes(before, "big")
-    assert block.hash is not None
-    return block.hash
+    """A block's name in events: the first 64 bits of its digest."""
+    return int.from_bytes(digest_of(block)[:8], "big")
 
 
 class EventMaker:
@@ -127,7 +113,7 @@ class EventMaker:
                     made.append(growing.setdefault(key, BlockRemoved([], change.medium, change.group)))
                 growing[key].block_hashes.append(name)
                 continue
-            parent = block.parent.hash if isinstance(block.parent, Block) else None
+            parent = hash_of(block.parent) if isinstance(block.parent, Block) else None
             if not isinstance(event, BlockStored) or parent is None or event.block_hashes[-1] != parent:
                 event = growing[key] = self._stored(change, block, parent)
                 made.append(event)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 from jengine.engine.engine_parts import ModelRunner
+from jengine.engine.page_transfer import PageTransfer
 from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 
+BATCH_POLL_SECONDS = 0.005
+
 
 def next_step(
-    scheduler: Scheduler, runner: ModelRunner, records: StepRecorder
+    scheduler: Scheduler, runner: ModelRunner, records: StepRecorder, pages: PageTransfer | None
 ) -> tuple[StepPlan | None, bool]:
     """The next step, and whether pages move or images are encoded before it."""
+    if pages is not None:
+        pages.settle()
     if scheduler.blocks.tier is not None:
         scheduler.swapped(*runner.swapped())
     plan, swaps = scheduler.schedule(), scheduler.take_swaps()
@@ -22,3 +30,15 @@ def next_step(
         runner.encode(encoding)
         records.encodes(encoding.key)
     return plan, swaps is not None or encoding is not None
+
+
+def wait_for_work(scheduler: Scheduler, runner: ModelRunner, pages: PageTransfer | None) -> None:
+    """Waits a moment for what a step needs: pages, or the rest of a batch. New requests end the wait soon."""
+    if scheduler.registry.fetching:
+        runner.wait_for_staged()
+        return
+    wait = scheduler.wakes_at - scheduler.clock()
+    if pages is not None and pages.waits:
+        pages.wait()
+    elif 0.0 < wait < math.inf:
+        time.sleep(min(wait, BATCH_POLL_SECONDS))

@@ -30,6 +30,9 @@ from jengine.engine.live_weights import FixedWeights, LiveWeights, warm, why_not
 from jengine.engine.model_source import ModelSource
 from jengine.engine.page_event_publisher import PageEventPublisher
 from jengine.engine.page_events import EventMaker, Group
+from jengine.engine.page_names import PageNames
+from jengine.engine.page_stores import check_transfer, make_stores, weights_digest
+from jengine.engine.page_transfer import PageTransfer
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
 from jengine.engine.shapes import spec_of, with_pages
 from jengine.execution.cache_folders import cache_limit
@@ -168,7 +171,7 @@ def _start(
                 name, type(given).__name__, f"must be None with num_processes={config.num_processes}"
             )
     link = connect(config)
-    worker, programs, started, shared = _prepare(config, link, mesh, params, progress)
+    worker, programs, started, shared, names = _prepare(config, link, mesh, params, progress)
     weights = (
         LiveWeights(started.folder, worker.spec, worker.state, shared=shared)
         if config.weight_updates
@@ -197,15 +200,16 @@ def _start(
         if spec.adapters is None or spec.lora is None
         else AdapterStore(spec.adapters, spec.lora, scheduler.registry.adapters),
         page_events=_page_events(config, worker.spec, scheduler, started.tokenizer),
+        pages=_page_transfer(config, names, runner, scheduler, weights),
     )
     return engine, started
 
 
 def _prepare(
     config: EngineConfig, link: Link, mesh: Mesh | None, params: Any, progress: Progress
-) -> tuple[Worker, ProgramSet, Started, bool]:
+) -> tuple[Worker, ProgramSet, Started, bool, PageNames | None]:
     """Prepares weights and programs on this process's devices. Returns also whether the caller may hold the
-    same arrays.
+    same arrays, and names of pages if these travel.
     """
     compile_count()  # starts counting
     clock = time.perf_counter()
@@ -259,6 +263,10 @@ def _prepare(
         programs.loaded,
     )
     lap("programs")
+    names = None
+    if config.kv_transfer is not None:
+        check_transfer(config, config.kv_transfer, source, spec)
+        names = PageNames(spec, weights_digest(config, source))
     if spec.host_pages:
         check_host_memory(config.swap_space, spec)
     worker = Worker(spec, programs.programs, weights, draft, encoder)
@@ -266,7 +274,7 @@ def _prepare(
     if isinstance(link, Leader):
         link.watch()
     shared = source.params is not None and own_names(spec.model, source.params)
-    return worker, programs, started, shared
+    return worker, programs, started, shared, names
 
 
 def _same(values: list[str]) -> str:
@@ -337,6 +345,16 @@ def _page_events(
     publisher = PageEventPublisher(how, EventMaker(spec.page_size, [*map(Group.of, spec.groups)], token))
     scheduler.blocks.watch(publisher.note)
     return publisher
+
+
+def _page_transfer(
+    config: EngineConfig, names: PageNames | None, runner: Runner, scheduler: Scheduler, weights: FixedWeights
+) -> PageTransfer | None:
+    how = config.kv_transfer
+    if how is None or names is None:
+        return None
+    stores = make_stores(how)
+    return PageTransfer(how, stores, names, scheduler, runner, lambda: weights.version, runner.spec.page)
 
 
 def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

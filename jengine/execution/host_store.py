@@ -53,6 +53,17 @@ class HostStore:
         """Removes and returns the pages staged in these places; zeros for place 0, which is padding."""
         return [self._staged.pop(place) if place else self._blank for place in places]
 
+    def page(self, number: int) -> Page:
+        """A host page. It does not change."""
+        return self._pages[number]
+
+    def put(self, number: int, leaves: Sequence[np.ndarray]) -> None:
+        """Keeps a page that came from a store, by its leaves as they are on all devices together."""
+        memory = PINNED if self._pinned else None
+        like, tree = jax.tree.flatten(self._like)
+        placed = [_placed(leaf, one.sharding, memory) for leaf, one in zip(leaves, like, strict=True)]
+        self._pages[number] = jax.tree.unflatten(tree, placed)
+
     def _to(self, page: Page, memory: str | None) -> Page:
         """Copies a page to this kind of memory; None: the device's."""
         moved: Page = jax.tree.map(lambda array, like: copied(array, like.sharding, memory), page, self._like)
@@ -93,6 +104,18 @@ def copied(array: jax.Array, sharding: NamedSharding, memory: str | None) -> jax
     for part in array.addressable_shards:
         kind = memory or part.device.default_memory().kind
         parts.append(jax.device_put(part.data, SingleDeviceSharding(part.device, memory_kind=kind)))
+    return jax.make_array_from_single_device_arrays(
+        array.shape, sharding.with_memory_kind(memory) if memory else sharding, parts
+    )
+
+
+def _placed(array: np.ndarray, sharding: NamedSharding, memory: str | None) -> jax.Array:
+    """Copies an array to this kind of memory of each device, None: the device's. Nothing is compiled."""
+    parts = []
+    for device, index in sharding.addressable_devices_indices_map(array.shape).items():
+        kind = memory or device.default_memory().kind  # type: ignore[attr-defined]
+        own = np.ascontiguousarray(array[index])
+        parts.append(jax.device_put(own, SingleDeviceSharding(device, memory_kind=kind)))
     return jax.make_array_from_single_device_arrays(
         array.shape, sharding.with_memory_kind(memory) if memory else sharding, parts
     )

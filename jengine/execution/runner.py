@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import batched
@@ -18,6 +18,7 @@ from jengine.execution.batch import BatchLayout
 from jengine.execution.burst import pack_burst
 from jengine.execution.device_state import ALLOCATE
 from jengine.execution.draft import pack_drafts
+from jengine.execution.host_store import HostStore
 from jengine.execution.kinds import (
     AFTER,
     BEFORE,
@@ -33,6 +34,7 @@ from jengine.execution.kinds import (
 from jengine.execution.kinds.adapters import write_call
 from jengine.execution.kinds.encoder import encode_call
 from jengine.execution.kinds.swaps import swap_call
+from jengine.execution.kv_cache import Page
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
 from jengine.parallel.link import Link, SingleProcess
@@ -193,6 +195,19 @@ class Runner:
         staged.
         """
         return _ended(self._spilling), _ended(self._staging)
+
+    def host_page(self, number: int) -> Page:
+        """A page in host memory. It does not change."""
+        return self._host.page(number)
+
+    def put_host_page(self, number: int, leaves: Sequence[np.ndarray]) -> None:
+        """Keeps a page in host memory; see `HostStore.put`."""
+        self._host.put(number, leaves)
+
+    @property
+    def _host(self) -> HostStore:
+        assert self.worker.state.store is not None, "there is no host tier"
+        return self.worker.state.store
 
     @property
     def moving(self) -> list[Any]:

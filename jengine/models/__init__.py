@@ -46,7 +46,7 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
 # with a Hadamard transform: outliers would otherwise leave few of the eight bits to other activations
 TRANSFORMED = ("w8a8",)
 # of embeddings and output heads, if it differs from the other weights
-VOCABULARY = dict.fromkeys((*FOUR_BITS, "fp8"), "int8")
+VOCABULARY = dict.fromkeys((*FOUR_BITS, "fp8"), "int8") | {"w4a8": "w8a8"}
 MIXED = "int8"  # with int4_mixed: weights for which `_loses_much`
 FORMS = 256  # abstract weights that are kept, more than one model has
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
@@ -257,9 +257,12 @@ def build(
             and not vocabulary
             and not (quantization == "int4_mixed" and _loses_much(axes))
         ):
-            # without calibration, the transform gains little
-            hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1
-            return _form(quantize_int4, plain, group=group_size, parts=parts, hadamard=hadamard)
+            inputs = quantization == "w4a8"
+            # of weights alone, the transform gains little without calibration
+            hadamard = block_of(plain.shape[-1] // parts) if calibrated or inputs else 1
+            return _form(
+                quantize_int4, plain, group=group_size, parts=parts, hadamard=hadamard, inputs=inputs
+            )
         if quantization in (None, "none"):
             return plain
         name = (

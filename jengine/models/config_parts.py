@@ -96,7 +96,7 @@ class Converted:
         revision: of the formats of parameters. With 1, fp8 included embeddings and output heads.
     """
 
-    quantization: Literal["int4", "int4_mixed", "int8", "w8a8", "fp8", "stored"]
+    quantization: Literal["int4", "int4_mixed", "w4a8", "int8", "w8a8", "fp8", "stored"]
     group_size: int = 128
     calibrated: bool = False
     revision: int = 1

@@ -8,7 +8,7 @@ from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
-from jengine.core.updates import Load
+from jengine.core.updates import Load, StoreLoad
 
 SAME = ("cache_groups", "page_size", "strategy", "loras", "programs")  # of all replicas
 LEAST = ("first_token_seconds", "programs_ready")
@@ -29,6 +29,8 @@ def combined(loads: List[Load], ended: List[Load] = ()) -> Load:
             continue
         if name in LEAST:
             found[name] = min((value for value in values if value is not None), default=None)
+        elif name == "store":
+            found[name] = _stores(values)
         elif name == "decisions":
             found[name] = tuple(sum((Counter(dict(value)) for value in values), Counter()).items())
         elif isinstance(values[0], tuple):
@@ -36,3 +38,8 @@ def combined(loads: List[Load], ended: List[Load] = ()) -> Load:
         else:
             found[name] = sum(values)
     return reduce(Load.after, ended, first._replace(**found))
+
+
+def _stores(loads: List[StoreLoad | None]) -> StoreLoad | None:
+    known = [load for load in loads if load is not None]
+    return reduce(StoreLoad.plus, known) if known else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -21,8 +21,6 @@ from jengine.replicas.answers import Answers
 from jengine.replicas.loads import combined
 from jengine.replicas.routing import BLOCK, PrefixBlocks, Rate, first_token_seconds, names_of
 
-Reasons = tuple[FinishReason, str | None]
-
 
 class Replicas:
     """Engines of the same model and options that answer as one, for `AsyncLLM.over`.
@@ -37,6 +35,7 @@ class Replicas:
     Args:
         members: engines that are not connected yet, at least one.
         on_lost: called in any thread when a replica has ended, with its index.
+        on_sent: called when a prompt is given to a replica, with its first request's id and the index.
         clock: monotonic seconds.
     """
 
@@ -44,10 +43,11 @@ class Replicas:
         self,
         members: List[Backend],
         on_lost: Callable[[int], object] = lambda index: None,
+        on_sent: Callable[[str, int], object] = lambda request_id, index: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._members = [_Member(backend) for backend in members]
-        self._on_lost, self._clock = on_lost, clock
+        self._on_lost, self._on_sent, self._clock = on_lost, on_sent, clock
         self._lock = threading.RLock()  # of what follows, and of the members
         self._prompts: dict[str, _Prompt] = {}  # by request id
         self._deliver: Callable[[Updates], None] = lambda updates: None
@@ -108,7 +108,7 @@ class Replicas:
         with self._lock:
             prompt = self._prompts.get(request_id)
             if prompt is not None and prompt.member is not None:
-                prompt.ending[request_id] = reason, stop_reason
+                self._forget(prompt, request_id)  # nothing more is said of it
                 prompt.member.backend.end(request_id, reason, stop_reason)
 
     def do(self, operation: Operation[Any], done: Done) -> None:
@@ -145,6 +145,7 @@ class Replicas:
         prompt.member, prompt.sent = member, self._clock()
         prompt.alone, prompt.new = not member.ahead, member.new(prompt)
         member.enter(prompt)
+        self._on_sent(prompt.requests[0].request_id, self._members.index(member))
 
     def _delivered(self, member: _Member, updates: Updates) -> None:
         with self._lock:
@@ -176,15 +177,6 @@ class Replicas:
             prompt.member.prompts -= 1
             prompt.member.ahead -= 0 if prompt.begun else prompt.new
 
-    def _end(self, prompt: _Prompt, reasons: Mapping[str, Reasons]) -> list[Update]:
-        """Ends some of a prompt's requests."""
-        ended = list[Update]()
-        for request_id, (reason, stop_reason) in reasons.items():
-            if request_id in prompt.left:
-                self._forget(prompt, request_id)
-                ended.append(Ended(request_id, reason, stop_reason))
-        return ended
-
     # --- replicas -----------------------------------------------------------------------------
 
     def _check(self, backend: Backend) -> None:
@@ -202,13 +194,13 @@ class Replicas:
             lost = {id(prompt): prompt for prompt in self._prompts.values() if prompt.member is member}
             for prompt in lost.values():
                 if self.living and not prompt.begun:
-                    ended += self._end(prompt, prompt.ending)
-                    if prompt.left:
-                        prompt.requests = tuple(r for r in prompt.requests if r.request_id in prompt.left)
-                        self._send(prompt)
+                    prompt.requests = tuple(r for r in prompt.requests if r.request_id in prompt.left)
+                    self._send(prompt)
                 else:
-                    why: Reasons = ("error", f"its replica has ended: {error}")
-                    ended += self._end(prompt, dict.fromkeys(prompt.left, why) | prompt.ending)
+                    why = f"its replica has ended: {error}"
+                    ended += [Ended(request_id, "error", why) for request_id in [*prompt.left]]
+                    for request_id in [*prompt.left]:
+                        self._forget(prompt, request_id)
             left, index = self.living, self._members.index(member)
         for answers in member.open:
             answers.came(member.backend, None, EngineDead(str(error)))
@@ -278,7 +270,6 @@ class _Prompt:
         new: tokens that were not in its cache.
         alone: whether no other prompt was waiting there.
         begun: whether there was a result.
-        ending: those that their clients have ended, and why.
     """
 
     requests: tuple[Request, ...]
@@ -288,8 +279,6 @@ class _Prompt:
     new: int = 0
     alone: bool = False
     begun: bool = False
-    ending: dict[str, Reasons] = field(default_factory=dict)
-
     blocks: dict[int, list[int]] = field(default_factory=dict)  # names, by size
 
     @property

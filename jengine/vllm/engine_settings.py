@@ -40,6 +40,7 @@ SAME: dict[str, str] = {
     "lora_target_modules": "by default all linear layers but those of experts",
     "limit_mm_per_prompt": "for images; video and audio must be 0",
     "kv_events_config": "with publisher zmq or null; there is no snapshot_endpoint",
+    "kv_transfer_config": "connectors are disk, remote and sockets; a page that is lost is recomputed",
     "mm_processor_kwargs": "`min_pixels`, `max_pixels`, `size`, `do_image_splitting`, as the model has them",
     "speculative_config": (
         "auto, or methods ngram, suffix, draft_model, mtp and eagle3; it changes no output"
@@ -58,7 +59,8 @@ CODE = "code that comes with a model is never run; model families are part of je
 FACTS = "is read from the model's config.json; edit the file in a copy of the folder"
 GRAMMARS = "structured outputs always use llguidance"
 STATES = "the number format of recurrent states is fixed"
-TRANSFER = "pages are not sent to other engines; swap_space keeps evicted ones in host memory"
+ENCODERS = "embeddings of images are not sent to other engines; kv_transfer_config sends pages of prompts"
+OFFLOADING = "swap_space keeps evicted pages in host memory, kv_transfer_config on a disk or elsewhere"
 EMBEDS = {"embeddings": True}
 
 
@@ -204,9 +206,8 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("media_io_kwargs", "images are read as transformers does it"),
     unsupported("enable_mm_embeds", TEXT, False),
     unsupported("enable_prompt_embeds", "prompts are text or token ids", False),
-    unsupported("kv_transfer_config", TRANSFER),
-    unsupported("ec_transfer_config", TRANSFER),
-    unsupported("kv_offloading_backend", TRANSFER, "native"),
+    unsupported("ec_transfer_config", ENCODERS),
+    unsupported("kv_offloading_backend", OFFLOADING, "native"),
     unsupported("kv_sharing_fast_prefill", "models that share caches between layers compute prompts in full",
         False),
     unsupported("mamba_cache_dtype", STATES, "auto"),

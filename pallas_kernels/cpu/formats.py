@@ -133,6 +133,28 @@ def byte_format(at: Processor) -> Format:
     return Format("int8", "int8", step, sums, load, load, dot)
 
 
+def dot_small(code: Code, at: Processor, sums: Value, x: Value, weight: Value) -> Value:
+    """Adds products of bytes to sums, int32 [lanes]; vectors of four bytes per lane.
+
+    Args:
+        x: signed.
+        weight: from 0 to 15, so that sums of two products fit in 16 bits.
+    """
+    if at.bytes == "vnni":
+        return _dot_vnni(code, sums, x, weight)
+    if at.bytes == "sdot":
+        return _dot_sdot(code, sums, x, weight)
+    if at.bytes == "madd":
+        name = "llvm.x86.avx512.pmaddubs.w.512" if at.lanes == 16 else "llvm.x86.avx2.pmadd.ub.sw"
+        kind = vector(I16, 2 * at.lanes)
+        return _dot_madd(code, sums, code.call(name, kind, weight, x), code.constant(kind, 1))
+    wide = vector(I32, 4 * at.lanes)
+    products = x.to(wide) * weight.to(wide)
+    for start in range(0, 4 * at.lanes, at.lanes):
+        sums = sums + products.pick(range(start, start + at.lanes))
+    return sums
+
+
 def as_floats(code: Code, at: Processor, place: Value, dtype: str, count: int) -> Value:
     """Converts stored numbers to float32; those of e4m3 are divided by 256."""
     kind, bits = vector(F32, count), vector(I32, count)

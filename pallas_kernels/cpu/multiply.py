@@ -8,7 +8,7 @@ while it is multiplied by all rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -234,6 +234,7 @@ def quantize(
     scales_result: int,
     sums: tuple[int, int] | None = None,
     transformed: tuple[int, int] = (1, 0),
+    then: Callable[[Value, Value, Value], None] | None = None,
 ) -> None:
     """Quantizes rows of x to bytes: bit-identical to `quantized.quantize` as compiled by XLA, which
     multiplies by reciprocals.
@@ -243,6 +244,7 @@ def quantize(
     Args:
         sums: (factor, result): also stores each row's sum of bytes, times the factor.
         transformed: (block, result): transforms rows first, if block is more than 1.
+        then: writes what follows each row, given the frame, the row's index and its size.
     """
     hadamard, own = transformed
     stored, x = x, "float32" if hadamard > 1 else x
@@ -289,3 +291,5 @@ def quantize(
         if sums is not None:
             factor, index = sums
             code.store(total.get() * factor, code.result(frame, index)[0] + each * 4, 4)
+        if then is not None:
+            then(frame, each, size)

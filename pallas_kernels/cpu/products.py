@@ -11,9 +11,10 @@ from pallas_kernels.cpu import native, tiles
 from pallas_kernels.cpu.calls import call, register
 from pallas_kernels.cpu.hadamard import transform_module
 from pallas_kernels.cpu.int4 import int4_module
+from pallas_kernels.cpu.int4_bytes import int4_bytes_module
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.multiply import bytes_module, product_module
-from pallas_kernels.int4 import Int4
+from pallas_kernels.int4 import TILE, Int4
 
 STORED = {"bfloat16", "float32"}  # of results
 
@@ -82,7 +83,13 @@ def product_by_tiles(
 
 
 def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """x @ weight.T, sums in float32; weights [out, in] are unpacked in registers."""
+    """x @ weight.T, sums in float32; weights [out, in] are unpacked in registers.
+
+    With `Int4.inputs`, x is transformed and quantized row by row to int8 first, and sums within a group are
+    exact.
+    """
+    if weight.inputs:
+        return _product_of_int4_and_bytes(x, weight, dtype)
     if weight.hadamard > 1:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape, jnp.float32)]
         x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
@@ -98,6 +105,24 @@ def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> 
         weight.scale,
         *offset,
     )
+    return y.astype(dtype)
+
+
+def _product_of_int4_and_bytes(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> jax.Array:
+    rows, size = x.shape
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
+        ),
+        jax.ShapeDtypeStruct((rows, size), jnp.int8),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        jax.ShapeDtypeStruct((rows, -(-size // TILE) * TILE), jnp.int8),
+        jax.ShapeDtypeStruct((rows, weight.scale.shape[-1]), jnp.float32),
+        *_transformed(x, weight.hadamard),
+    ]
+    offset = [] if weight.offset is None else [weight.offset]
+    name = register_int4_bytes(str(x.dtype), weight)
+    y: jax.Array = call(name, shapes, x, weight.values, weight.scale, *offset)[0]
     return y.astype(dtype)
 
 
@@ -163,6 +188,20 @@ def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
     )
 
 
+def register_int4_bytes(x: str, weight: Int4) -> str:
+    group, offset, hadamard = weight.group, weight.offset is not None, weight.hadamard
+    name = f"jengine_product_{x}_w4a8_{group}{'_offset' if offset else ''}_{hadamard}"
+
+    def make() -> list[int | tuple[int, int]]:
+        functions = "quantize", "quantize_parts", "multiply"
+        quantize, parts, multiply = native.compiled(
+            lambda: int4_bytes_module(native.host(), x, group, offset, hadamard), *functions, name=name
+        )
+        return [(quantize, parts), multiply]
+
+    return register(name, make)
+
+
 def register_transform(x: str, block: int) -> str:
     name = f"jengine_transform_{x}_{block}"
 
@@ -177,7 +216,9 @@ def register_transform(x: str, block: int) -> str:
 
 def prepare_int4(x: str, weight: Int4) -> None:
     """As `prepare`."""
-    if x in INPUTS:
+    if x in INPUTS and weight.inputs:
+        register_int4_bytes(x, weight)
+    elif x in INPUTS:
         register_int4(x, weight.group, weight.offset is not None, weight.kind)
         if weight.hadamard > 1:
             register_transform(x, weight.hadamard)

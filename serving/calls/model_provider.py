@@ -25,6 +25,23 @@ class EventSource(NamedTuple):
     topic: str
 
 
+class PagesInfo(NamedTuple):
+    """How an engine exchanges pages with others.
+
+    Attributes:
+        at: host:port where it serves those of prompts that it has computed; None: it does not.
+        peers: from which it may fetch: host:port, or host:* for any port.
+        engine_id: its name for routers.
+    """
+
+    at: str | None = None
+    peers: tuple[str, ...] = ()
+    engine_id: str | None = None
+
+
+NO_PAGES = PagesInfo()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """Facts about the model, available as long as the server runs, even without an engine.
@@ -39,6 +56,7 @@ class ModelInfo:
         has_chat_template: whether the model can chat.
         page_events: where its engine publishes them; None: nowhere.
         reads_images: whether it reads images.
+        pages: how its engine exchanges pages with others.
     """
 
     name: str
@@ -50,6 +68,7 @@ class ModelInfo:
     has_chat_template: bool = False
     page_events: EventSource | None = None
     reads_images: bool = False
+    pages: PagesInfo = NO_PAGES
 
 
 class ModelProvider(Protocol):

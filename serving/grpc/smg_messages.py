@@ -25,8 +25,8 @@ Positions = Sequence[Mapping[int, Logprob] | None]
 
 # fields of a request that mean something that a worker would have to do, and that this one cannot
 REFUSED = {
-    "kv_transfer_params": "pages are not sent to other engines",
-    "kv_transfer_params_json": "pages are not sent to other engines",
+    "kv_transfer_params": "only requests over HTTP can name another server's pages",
+    "kv_transfer_params_json": "only requests over HTTP can name another server's pages",
     "mm_inputs": "images are processed by this server; requests over HTTP have them",
     "extra_mm_inputs": "images are processed by this server; requests over HTTP have them",
     "media_refs": "no addresses or files are opened for clients; requests over HTTP have images",

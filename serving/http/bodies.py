@@ -69,6 +69,7 @@ class Level(TypedDict, total=False):
 class Extras(Level, total=False):
     """vLLM's fields other than those of SamplingParams."""
 
+    kv_transfer_params: dict[str, Any]
     guided_json: str | dict[str, Any]
     guided_regex: str
     guided_choice: list[str]

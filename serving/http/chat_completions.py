@@ -18,7 +18,7 @@ from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.parameters import names_of
 from jengine.serving.http.parts import Parts, array, with_members
-from jengine.serving.http.service import present, stop_reason, tokens_of
+from jengine.serving.http.service import present, stop_reason, tokens_of, transfer_facts
 
 
 class ChatCompletions:
@@ -43,6 +43,7 @@ class ChatCompletions:
         )
         choices = [await self._choice(chat, completion, portioned) for completion in output.outputs]
         facts = await chat.prompt_facts(output, portioned)
+        facts |= transfer_facts(chat.body, chat.model)
         return with_members(parts.of(reply), {"choices": array(choices), **facts})
 
     async def _choice(self, chat: Chat, completion: CompletionOutput, portioned: Portioned) -> Parts:

@@ -20,7 +20,15 @@ from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.logprobs import Chain, CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
 from jengine.serving.http.parts import Parts, array, with_members
-from jengine.serving.http.service import HttpService, StreamUsage, Tracked, level_of, stop_reason, tokens_of
+from jengine.serving.http.service import (
+    HttpService,
+    StreamUsage,
+    Tracked,
+    level_of,
+    stop_reason,
+    tokens_of,
+    transfer_facts,
+)
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest, check_ids
 from jengine.serving.requests.tracking import TrackedRequest
@@ -47,7 +55,7 @@ class Task(NamedTuple):
     head: Parts
 
     def reply(self, choices: Iterable[Parts], usage: CompletionUsage | None = None) -> Parts:
-        members = {"choices": array(choices)}
+        members = {"choices": array(choices), **transfer_facts(self.body, self.model)}
         if usage is not None:
             members["usage"] = parts.of(usage)
         return with_members(self.head, members)

@@ -17,18 +17,22 @@ from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_priority
+from jengine.serving.http import parts
 from jengine.serving.http.bodies import Body, BodyFields, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import names_of
+from jengine.serving.http.parts import Parts
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.requests.service import Service, Shared
 from jengine.serving.requests.tracking import TrackedRequest
+from jengine.serving.requests.transfer import NAME as KV_TRANSFER
+from jengine.serving.requests.transfer import answer_of
 
 Tracked = tuple[TrackedRequest, Place]  # of one prompt
 # keyed by the reason for an abort
 ABORTS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}
-LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms")
+LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms", "kv_transfer_params")
 
 
 class HttpService(Service):
@@ -78,6 +82,8 @@ class HttpService(Service):
         check_priority(body.get("priority", 0))
         if body.get("stream_options") is not None and not body.get("stream"):
             raise InvalidArgument("stream_options", body.get("stream_options"), "needs stream=true")
+        if body.get("stream") and (body.get(KV_TRANSFER) or {}).get("do_remote_decode"):
+            raise InvalidArgument(f"{KV_TRANSFER}.do_remote_decode", True, "needs stream=false")
         model = await named_model(body.get("model", ""), self._models, call)
         if tracked is not None:
             tracked.uses(model)
@@ -114,6 +120,12 @@ class HttpService(Service):
             one.place, one.model, one.adapter = place, first.model, first.adapter
             tracked.append((one, place))
         return tracked
+
+
+def transfer_facts(body: Body, model: NamedModel) -> dict[str, Parts]:
+    """Where the pages of the prompt are, in an answer to a request that another server will answer."""
+    answer = answer_of(body.get(KV_TRANSFER), model.provider.info.pages)
+    return {} if answer is None else {KV_TRANSFER: parts.encoded(answer)}
 
 
 def level_of(body: Body) -> dict[str, Any]:

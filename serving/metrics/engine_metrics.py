@@ -47,6 +47,7 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
         "prefix_cache_evictions", "Cached pages that were reused for other tokens", load.evictions
     )
     yield from _host(families, load)
+    yield from _store(families, load)
     yield from _speculation(families, load)
     yield from _adapters(families, load)
     yield families.counter("num_preemptions", "Preemptions of running requests", load.preemptions)
@@ -154,6 +155,27 @@ def _adapters(families: Families, load: Load) -> Iterator[Metric]:
     text = "Adapters that running and waiting requests use, and the most that may run; the value is the time"
     yield families.gauges("lora_requests_info", text, labels, [(now, time.time())])
     yield families.gauge("lora_adapters", "LoRA adapters in host memory", use.loaded)
+
+
+def _store(families: Families, load: Load) -> Iterator[Metric]:
+    """Metrics of a store of pages, see EngineConfig.kv_transfer_config."""
+    if (use := load.store) is None:
+        return
+
+    def counter(name: str, text: str, value: float) -> Metric:
+        return families.counters(f"kv_transfer_{name}", text, ("connector",), [((use.connector,), value)])
+
+    yield counter("queried_pages", "Pages of prompts that were looked up in a store", use.queries)
+    yield counter("loaded_pages", "Pages that were loaded from a store", use.hits)
+    yield counter("loaded_bytes", "Bytes of these pages", use.loaded_bytes)
+    yield counter("load_seconds", "Seconds that loading them took", use.loading_seconds)
+    text = "Pages that a store had and that were computed, since that is predicted to be faster"
+    yield counter("declined_pages", text, use.declined)
+    yield counter("kept_pages", "Pages that were given to a store", use.kept)
+    yield counter("kept_bytes", "Bytes of these pages", use.kept_bytes)
+    yield counter("dropped_pages", "Pages that a store had no room or no time for", use.dropped)
+    yield counter("late_prompts", "Prompts that waited for a store in vain, and were computed", use.late)
+    yield counter("failures", "Failures of a store", use.failures)
 
 
 def _host(families: Families, load: Load) -> Iterator[Metric]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jengine import EngineConfig, SamplingParams, Steps, Tokenizer
-from jengine.serving.calls.model_provider import EventSource
+from jengine.serving.calls.model_provider import EventSource, PagesInfo
 from jengine.serving.processes.tokenizers import load_tokenizer, prepared
 from jengine.serving.processes.wire import EngineInfo
 
@@ -62,11 +62,19 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         sampling_defaults=_changed(started.default_sampling_params),
         longest_step=started.longest_step,
         stream_interval=config.stream_interval,
+        pages=_pages(config, None if engine.pages is None else engine.pages.address),
         page_events=None
         if events is None
         else EventSource(events.endpoint, events.replay_endpoint, events.topic),
     )
     return WarmEngine(engine, tokenizer, info)
+
+
+def _pages(config: EngineConfig, address: str | None) -> PagesInfo:
+    how = config.kv_transfer
+    if how is None or how.connector != "sockets":
+        return PagesInfo()
+    return PagesInfo(address, how.peers if how.loads else (), how.engine_id or address)
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:

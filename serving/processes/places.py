@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from jengine import InvalidArgument
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NODES = Path("/sys/devices/system/node")  # of memory, on Linux
 
 
 class Place(NamedTuple):
@@ -29,7 +30,9 @@ ANYWHERE = Place()
 
 def places(count: int, devices: int) -> list[Place]:
     """Places for so many engines. Each gets its own GPUs or, without GPUs, an equal share of the CPUs, if
-    there are enough.
+    there are enough: those of one memory node, or of several, as far as the shares allow. An engine's weights
+    and cache then lie in the memory of its node, since Linux takes memory from the node of the thread that
+    first writes to it.
 
     Args:
         devices: GPUs of an engine.
@@ -45,7 +48,7 @@ def places(count: int, devices: int) -> list[Place]:
             raise InvalidArgument("data_parallel_size", count, f"{needed}; {len(gpus)} are visible")
         each = [gpus[i * devices : (i + 1) * devices] for i in range(count)]
         return [Place({VISIBLE: ",".join(own)}) for own in each]
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cpus = _by_node(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(cpus) // count
     return [Place(cpus=frozenset(cpus[i * share : (i + 1) * share])) for i in range(count)]
 
@@ -56,3 +59,12 @@ def _gpus() -> list[str]:
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
     return [str(i) for i in range(len([*Path("/dev").glob("nvidia[0-9]*")]))]
+
+
+def _by_node(cpus: Collection[int]) -> list[int]:
+    """The CPUs, those of a memory node together: numbers alternate between nodes on many machines."""
+    nodes: dict[int, int] = {}
+    for number, file in enumerate(sorted(NODES.glob("node[0-9]*/cpulist"))):
+        for first, _, last in (part.partition("-") for part in file.read_text().strip().split(",") if part):
+            nodes |= dict.fromkeys(range(int(first), int(last or first) + 1), number)
+    return sorted(cpus, key=lambda cpu: (nodes.get(cpu, 0), cpu))

@@ -40,6 +40,7 @@ class ReplicatedEngine:
             ends; see EngineProcess.
         count: number of replicas.
         on_end: as EngineProcess's, when the last one has ended.
+        on_sent: called when a replica gets a prompt, with its first request's id and the replica's info.
 
     Attributes:
         makes_masks, limits: see jengine.Backend.
@@ -57,7 +58,9 @@ class ReplicatedEngine:
         count: int,
         on_end: OnEnd | None = None,
         back_off: Callable[[], BackOff] = BackOff,
+        on_sent: Callable[[str, EngineInfo], object] = lambda request_id, info: None,
     ) -> None:
+        self._on_sent = on_sent
         self.on_end, self._make, self.restarts = on_end, make, 0
         self._processes = [make(i, partial(self._ended, i)) for i in range(count)]
         self._back_offs = [back_off() for _ in range(count)]
@@ -110,7 +113,8 @@ class ReplicatedEngine:
             for _ in pool.map(EngineProcess.start, others):
                 pass
         self.info, self.limits = first.info, first.limits
-        self._replicas, self._running = Replicas(self._processes), {*range(len(self._processes))}
+        self._replicas = Replicas(self._processes, on_sent=self._sent)
+        self._running = {*range(len(self._processes))}
         self._since = [time.monotonic()] * len(self._processes)
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
@@ -136,6 +140,9 @@ class ReplicatedEngine:
             process.quit(wait=False)
         for process in self._processes if wait else ():
             process.quit()
+
+    def _sent(self, request_id: str, index: int) -> None:
+        self._on_sent(request_id, self._processes[index].info)
 
     # --- ends of replicas ---------------------------------------------------------------------
 

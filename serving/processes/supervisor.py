@@ -16,8 +16,7 @@ from jengine import AsyncLLM, EngineDead, ImageReader, Load, SamplingParams, Ste
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import RESTART_SECONDS, ModelInfo, NotReady
 from jengine.serving.processes.back_off import BackOff
-from jengine.serving.processes.engine_process import EngineProcess
-from jengine.serving.processes.replicated_engine import ReplicatedEngine
+from jengine.serving.processes.makers import EngineOfServer
 from jengine.serving.processes.starting import StartProgress
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        make: Callable[[OnEnd], EngineProcess | ReplicatedEngine],
+        make: Callable[[OnEnd], EngineOfServer],
         *,
         on_state: Callable[[bool], None] = lambda serving: None,
         back_off: BackOff | None = None,
@@ -58,8 +57,8 @@ class Supervisor:
         self._tokenizer: Tokenizer | None = None
         self._facts: ModelInfo | None = None
         self._llm: AsyncLLM | None = None
-        self._starting: EngineProcess | ReplicatedEngine | None = None
-        self._running: EngineProcess | ReplicatedEngine | None = None
+        self._starting: EngineOfServer | None = None
+        self._running: EngineOfServer | None = None
         self._past_generated = 0  # tokens of earlier engines
         self._past: Load | None = None  # the last engine's load, with the counters of earlier ones added
         self._past_totals = StepTotals()  # likewise
@@ -184,7 +183,7 @@ class Supervisor:
         return self._keeper is not None
 
     @property
-    def engine(self) -> EngineProcess | ReplicatedEngine:
+    def engine(self) -> EngineOfServer:
         """The current engine. Raises NotReady if none is running."""
         if self._running is None:
             raise NotReady(self.why_not_ready)
@@ -277,7 +276,7 @@ class Supervisor:
             await llm.close()
             raise
 
-    def _start(self, engine: EngineProcess | ReplicatedEngine) -> tuple[AsyncLLM, ModelInfo]:
+    def _start(self, engine: EngineOfServer) -> tuple[AsyncLLM, ModelInfo]:
         """Runs in a thread, since it takes seconds or minutes."""
         engine.start()
         info = engine.info
@@ -298,6 +297,7 @@ class Supervisor:
             has_chat_template=bool(self._tokenizer.chat_templates),
             page_events=info.page_events,
             reads_images=self._tokenizer.images is not None,
+            pages=info.pages,
         )
         defaults = SamplingParams(**info.sampling_defaults)
         return AsyncLLM.over(engine, self._tokenizer, defaults, stream_interval=info.stream_interval), facts

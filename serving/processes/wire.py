@@ -38,7 +38,7 @@ from jengine import (
     bound_thinking,
     params_of_samples,
 )
-from jengine.serving.calls.model_provider import EventSource
+from jengine.serving.calls.model_provider import NO_PAGES, EventSource, PagesInfo
 
 MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
 RECEIVE = 1 << 18  # bytes read from the socket at a time
@@ -124,6 +124,7 @@ class Add(WireMessage):
         beams: for beam searches, the BeamSearchParams, encoded like `params`.
         lora_name: the adapter that they use.
         pictures: of the prompt, if it has any.
+        pages_from: where the pages of the prompt are.
     """
 
     prompt_token_ids: list[int]
@@ -139,6 +140,7 @@ class Add(WireMessage):
     beams: str = ""
     lora_name: str | None = None
     pictures: Pictures | None = None
+    pages_from: str | None = None
 
 
 class End(WireMessage):
@@ -188,6 +190,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     image_processing: dict[str, Any] = {}  # mm_processor_kwargs
     chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
     page_events: EventSource | None = None
+    pages: PagesInfo = NO_PAGES
 
 
 class Starting(WireMessage):
@@ -356,7 +359,7 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     if images is not None:
         pictures = Pictures([part.key for part in images.parts], images.positions)
     params, more = _params_text(first.params), (first.pooling, beams, first.lora_name, pictures)
-    return Add(first.prompt_token_ids, params, samples, *level, *more)
+    return Add(first.prompt_token_ids, params, samples, *level, *more, first.pages_from)
 
 
 def picture_orders(requests: tuple[Request, ...]) -> Iterator[Picture]:
@@ -441,6 +444,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None, make: MakeMasks | None 
             beams=beams,
             lora_name=order.lora_name,
             images=images,
+            pages_from=order.pages_from,
         )
         for i, sample in enumerate(order.samples)
     ]

@@ -37,6 +37,7 @@ from jengine.serving.requests.pace import Pace
 from jengine.serving.requests.spans import Spans
 from jengine.serving.requests.text_work import TextWork
 from jengine.serving.requests.tracking import RequestTracker
+from jengine.serving.requests.transfer import pages_from
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and ChatOptions
 
@@ -112,6 +113,7 @@ class ParsedRequest(NamedTuple):
         bytes: size of the request.
         embedding: arguments of AsyncLLM.prepare_embedding, for an embedding instead of tokens.
         repeats: whether the answer repeats the prompt, for each completion.
+        kv_transfer_params: see transfer.py.
     """
 
     params: GenerationParams
@@ -124,6 +126,7 @@ class ParsedRequest(NamedTuple):
     tpot_ms: float | None = None
     embedding: dict[str, Any] | None = None
     repeats: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Service:
@@ -162,6 +165,7 @@ class Service:
             first: whether this is the request's first prompt; its grammar is checked once.
         """
         client, params, llm, longest = client_of(call), parsed.params, model.llm, model.max_model_len
+        source = pages_from(parsed.kv_transfer_params, model.provider.info.pages)
         salt = salted(parsed.cache_salt)  # computed here, since threads do not know the key
         if first:
             await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
@@ -180,6 +184,8 @@ class Service:
             )
 
         prepared = await self._text_work.run(client, parsed.bytes, prepare)
+        for request in prepared.requests:
+            request.pages_from = source
         prompt_tokens = len(prepared.requests[0].prompt_token_ids)
         place.hold(*_logprobs(parsed, prompt_tokens, longest))
         place.reserve(prompt_tokens, _output_tokens(parsed, prompt_tokens, longest), first)

@@ -171,7 +171,9 @@ def test_text_is_cut_into_sequences(tmp_path: Path) -> None:
 
 
 def test_options_that_it_needs() -> None:
-    with pytest.raises(InvalidArgument, match=r"calibration_data='a': needs quantization=int4 or int4_mixed"):
+    with pytest.raises(
+        InvalidArgument, match=r"calibration_data='a': needs quantization=int4, int4_mixed or w4a8"
+    ):
         EngineConfig.of("demo", {"calibration_data": "a", "quantization": "int8"})
     model = read_config(resolve("demo"))
     config, plain = (

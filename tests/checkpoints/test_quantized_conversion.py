@@ -55,7 +55,10 @@ def same(ours: Params, theirs: Params) -> None:
     ("kind", "group"),
     [
         ("int4", 32),
-        *(pytest.param(kind, 128, marks=pytest.mark.full) for kind in ("int4", "int8", "w8a8", "fp8")),
+        *(
+            pytest.param(kind, 128, marks=pytest.mark.full)
+            for kind in ("int4", "int8", "w8a8", "w4a8", "fp8")
+        ),
     ],
 )
 def test_parameters_are_as_quantized_on_load(kind: str, group: int, folder: Path, tmp_path: Path) -> None:
@@ -135,11 +138,11 @@ def test_options_that_a_converted_folder_rejects(folder: Path, tmp_path: Path) -
 
 def test_options_that_convert_rejects(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        InvalidArgument, match=r"calibration_data='text': needs quantization=int4 or int4_mixed"
+        InvalidArgument, match=r"calibration_data='text': needs quantization=int4, int4_mixed or w4a8"
     ):
         convert(str(folder), tmp_path / "out", quantization="int8", calibration_data="text")
     with pytest.raises(
-        InvalidArgument, match=r"quantization_group_size=64: needs quantization=int4 or int4_mixed"
+        InvalidArgument, match=r"quantization_group_size=64: needs quantization=int4, int4_mixed or w4a8"
     ):
         convert(str(folder), tmp_path / "out", quantization_group_size=64)
     with pytest.raises(InvalidArgument, match=r"quantization_group_size=16: must be 32, 64 or 128"):

@@ -16,6 +16,7 @@ FULL = [
     ("llama_gqa", {"dtype": "float32"}),
     ("llama_gqa", {"dtype": "bfloat16"}),
     ("llama_gqa", {"dtype": "bfloat16", "quantization": "w8a8", "kv_cache_dtype": "int8"}),
+    ("llama_gqa", {"dtype": "bfloat16", "quantization": "w4a8"}),
     ("llama_gqa", {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"}),
     ("gemma2", {"dtype": "float32"}),
     ("gemma3", {"dtype": "bfloat16"}),

@@ -36,6 +36,7 @@ WORK = [
         {"quantization": "w8a8", "kv_cache_dtype": "int8"},
         pytest.param({"quantization": "int8", "kv_cache_dtype": "fp8"}, marks=pytest.mark.full),
         pytest.param({"quantization": "int4"}, marks=pytest.mark.full),
+        pytest.param({"quantization": "w4a8"}, marks=pytest.mark.full),
     ],
 )
 def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[..., Engine]) -> None:
@@ -126,7 +127,7 @@ def dense_logprobs(folder: Path, variant: str, prompts: list[np.ndarray], kind: 
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
     [
-        ("quantization", "int2", "None, int4, int4_mixed, int8, w8a8, fp8, none"),
+        ("quantization", "int2", "None, int4, int4_mixed, w4a8, int8, w8a8, fp8, none"),
         ("kv_cache_dtype", "int4", "auto, int8 or fp8"),
     ],
 )

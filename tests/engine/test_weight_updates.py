@@ -95,7 +95,7 @@ def test_answers_equal_those_of_a_fresh_engine(engine: Engine, expected: list[li
 
 
 @pytest.mark.filterwarnings("ignore:.*is emulated")
-@pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8", "int4", "int4_mixed"])
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8", "int4", "int4_mixed", "w4a8"])
 def test_quantized_weights_are_quantized_as_at_the_start(folder: Path, quantization: str) -> None:
     how: dict[str, Any] = {"quantization": quantization}
     engine, other = started(folder, **how), started(folder, tensors(1), **how)

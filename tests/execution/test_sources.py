@@ -9,9 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,14 +22,11 @@ from tests.execution.specs import make_spec
 FILES = [file.relative_to(PACKAGES).as_posix() for file in source_files()]
 
 
-def once(function: Callable[..., Iterable[Any]]) -> Callable[..., list[Any]]:
-    """The function, which searches a file's text, or for a file, once only: tests change few texts, and no
-    names.
-    """
-    return functools.cache(lambda *args: [*function(*args)])
-
-
-REMEMBERED = {name: once(getattr(sources, name)) for name in ("_imported", "_files")}
+# searched once only: tests change few texts, and no names
+REMEMBERED = {
+    "_imported": functools.cache(lambda source, imported=sources._imported: [*imported(source)]),
+    "_modules": functools.cache(sources._modules),
+}
 
 
 def digest(packages: Path) -> str:

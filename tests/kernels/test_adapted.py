@@ -30,10 +30,11 @@ def formats(weight: np.ndarray) -> dict[str, Any]:
         "int8": quantize(jnp.asarray(weight), dtype="int8"),
         "w8a8": quantize(jnp.asarray(weight), dtype="int8", inputs=True),
         "int4": quantize_int4(jnp.asarray(weight), group=64, parts=1, hadamard=1),
+        "w4a8": quantize_int4(jnp.asarray(weight), group=64, parts=1, hadamard=1, inputs=True),
     }
 
 
-@pytest.mark.parametrize("kind", ["plain", "int8", "w8a8", "int4"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "w8a8", "int4", "w4a8"])
 def test_each_row_has_its_own_change(kind: str) -> None:
     base = weight_of(formats(numbers(*OUTS, INPUTS))[kind])
     a = numbers(2, PLACES * COLUMNS, INPUTS, seed=1) / 10

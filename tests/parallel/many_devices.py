@@ -4,6 +4,7 @@ runs them in a process."""
 from __future__ import annotations
 
 import re
+import shutil
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,6 +39,7 @@ from jengine.parallel.collectives import (
 from jengine.parallel.layout import Layout
 from jengine.parallel.mesh import make_mesh, shard_mapped, stage_meshes
 from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.table.program_table import SamplerKey
 from pallas_kernels.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
@@ -199,8 +201,31 @@ def test_seeds_and_prompt_logprobs_do_not_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("variant", ["llama_gqa", "deepseek_v3"])
+def test_pages_travel_between_numbers_of_devices(variant: str, tmp_path: Path) -> None:
+    """A page is stored as it is on all devices together."""
+    write_model(tmp_path / "model", variant)
+    where = {"kv_connector": "disk", "kv_connector_extra_config": {"root_dir": str(tmp_path / "pages")}}
+    prompt, found = [(7 * i + 3) % 90 for i in range(70)], list[tuple[list[int], int]]()
+    for devices, fresh in ((1, False), (2, False), (2, True), (1, False)):
+        if fresh:
+            shutil.rmtree(tmp_path / "pages")
+        own = {"kv_transfer_config": where, "swap_space": 0.05, "tensor_parallel_size": devices}
+        options = {"max_model_len": max_model_len(variant), "dtype": "float32", **SMALL, **own}
+        with on_demand():
+            engine = start_engine(EngineConfig.of(str(tmp_path / "model"), options), progress=False)[0]
+        engine.scheduler.predictor.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
+        assert engine.pages is not None
+        engine.pages._rates[None] = 0.0  # loading is free at first
+        [answer] = run(engine, [(prompt, SamplingParams(temperature=0.0, max_tokens=8))])
+        found.append((answer.tokens, answer.updates[-1].cached))
+        engine.close()
+    assert found == [(found[0][0], cached) for cached in (0, 64, 0, 64)]
+
+
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:quantization='fp8' is emulated")
-@pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8", "int4", "w4a8"])
 def test_fewer_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
     """Rounding differs where devices quantize their own part of a row. It takes the model no farther from
     its answers with exact weights than one device's rounding does.

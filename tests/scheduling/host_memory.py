@@ -27,6 +27,15 @@ class HostMemory:
         self._staging: dict[int, tuple[int, Content]] = {}  # by place: host page, what it held
         self._staged: dict[int, Content] = {}
 
+    def page(self, host: int) -> Content:
+        """What a page that has arrived holds."""
+        return self._pages[host]
+
+    def put(self, host: int, content: Content) -> None:
+        """A page comes from elsewhere."""
+        assert host not in self._spilling and host not in {host for host, _ in self._staging.values()}
+        self._pages[host] = content
+
     def swap(self, swaps: Swaps) -> None:
         for pool, page, host in swaps.spills:
             assert host not in self._spilling and host not in {host for host, _ in self._staging.values()}, (

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jengine.engine.page_events import BlockRemoved, BlockStored, EventMaker, Group, hash_of
+from jengine.engine.page_lookup import Lookup
+from jengine.engine.page_names import digest_of, digests
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.table.pages import most_pages
@@ -36,8 +38,9 @@ class BlocksMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         host_pages=st.sampled_from([0, 1, 5, 50]),
         staged=st.integers(1, 6),
+        gives=st.booleans(),
     )
-    def start(self, page_size, groups, more, prefix_caching, host_pages, staged):
+    def start(self, page_size, groups, more, prefix_caching, host_pages, staged, gives):
         pools = [1 + more] * (1 + max(group.pool for group in groups))
         for window, pool in groups:
             pools[pool] += most_pages(LONGEST, window, page_size, 1)
@@ -55,6 +58,37 @@ class BlocksMachine(RuleBasedStateMachine):
         self.salts: dict[int, str | None] = {}
         self.held: dict[tuple[int, int, int], object] = {}  # (pool, page, offset) -> what was written there
         self.numbers = 0
+        # what a store has of blocks, by their digest and group
+        self.stored: dict[tuple[bytes, int], object] = {}
+        if self.blocks.tier is not None and gives:
+            self.blocks.tier.give = self.give
+
+    def give(self, host, block, group):
+        """The store gets a page, which never changes under its name."""
+        content = self.host.page(host)
+        assert self.stored.setdefault((digest_of(block), group), content) == content
+
+    @precondition(lambda self: self.blocks.tier is not None)
+    @rule(tokens=TOKENS, salt=st.sampled_from([None, None, "a"]), lost=st.integers(0, 9))
+    def load(self, tokens, salt, lost):
+        """Pages of a prompt come from the store, except some."""
+        groups = self.blocks.groups
+        size, windows = self.blocks.page_size, [group.window for group in groups]
+        known = self.blocks.known(tokens, salt)
+        known += [[False] * len(groups)] * ((len(tokens) - 1) // size - len(known))
+        lookup = Lookup(salt, tokens, known, windows, size, 1)
+        names = [*digests(salt, tokens, size)]
+        there = {(i, group) for i, group in lookup.missing if (names[i], group) in self.stored}
+        had, blocks = lookup.longest(), lookup.longest(there)
+        assert had <= blocks
+        places = lookup.needed(blocks)[: lost or None]
+        assert {*lookup.needed(blocks)} <= there
+        if not places:
+            return
+        for host, (i, group) in zip(self.blocks.receive(tokens, salt, places), places, strict=True):
+            if host:
+                self.host.put(host, self.stored[names[i], group])
+        self.blocks.check_integrity()
 
     def page(self, pool, page):
         return {offset: self.held[pool, page, offset] for offset in range(self.blocks.page_size)}

@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
-from jengine.serving.calls.model_provider import FixedModel, ModelInfo
+from jengine.serving.calls.model_provider import NO_PAGES, FixedModel, ModelInfo, PagesInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from jengine.serving.grpc.server import build_server
@@ -92,10 +92,11 @@ def serve_mock(
     name: str = "mock",
     server: dict[str, Any] | None = None,
     defaults: SamplingParams | None = None,
+    pages: PagesInfo = NO_PAGES,
     **engine_options: Any,
 ) -> Iterator[MockServer]:
-    """`serve_mock` takes options of ServerConfig and MockEngine, the model's name, and its default sampling
-    parameters.
+    """`serve_mock` takes options of ServerConfig and MockEngine, the model's name, its default sampling
+    parameters, and how it says that it exchanges pages.
     """
     engine = MockEngine(**{"vocab_size": 501, **engine_options})
     info = ModelInfo(
@@ -105,6 +106,7 @@ def serve_mock(
         devices="1 mock",
         mesh={"tensor": 1},
         has_chat_template=True,
+        pages=pages,
     )
     metrics = PrometheusMetrics(name, lambda: engine.load, lambda: 0)
     started, box = threading.Event(), []

@@ -53,7 +53,8 @@ OTHER: dict[str, Any] = {
     "data_parallel_size": 2, "model_config": "models.toml", "max_loaded_models": 2, "unload_after": 60.5,
     "warm_up": "all", "log_stats": False, "stream_interval": 3, "num_scheduler_steps": 1,
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
-    "kv_events_config": '{"topic": "kv-events"}',
+    "kv_events_config": '{"topic": "kv-events"}', "prefill_engines": 1,
+    "kv_transfer_config": '{"kv_connector": "disk", "kv_connector_extra_config": {"root_dir": "pages"}}',
 }  # fmt: skip
 
 

@@ -29,11 +29,9 @@ from tests.serving.processes import ServerProcess, process
 
 KEYS = {name: name[0] * 32 for name in ("fuzz", "many", "probe", "root")}
 SETTINGS = {"fuzz": "max_streams=16", "many": "max_streams=256", "probe": "min_priority=0", "root": "admin=1"}
-# Steps that may begin between a probe's arrival and its first step, of 99 % of probes and of all. Some pass
-# while the server's process passes it on.
-# For 99 % and 99.8 % of the probes; 12 and 24 were seen on a busy machine. While the processor is taken from
-# the server's process, the engine goes on, so a few probes may wait for longer.
-FEW_STEPS, MOST_STEPS = 16, 40
+# Steps that may begin between the time at which the engine has a probe and its first step, for 99 % of probes
+# and for all.
+FEW_STEPS, MOST_STEPS = 4, 16
 Seen = Counter[tuple[str, Any]]
 
 
@@ -90,8 +88,9 @@ class Probe:
     """Generates a token again and again, as a separate client.
 
     Attributes:
-        delays: for each probe, by its number in the engine, the steps that began between its arrival and its
-            first step.
+        delays: for each probe, by its number in the engine, the steps that began between the time at which
+            the engine queued it and its first step. How long the server's process takes to pass it on
+            depends on what else the machine does.
     """
 
     def __init__(self, address: str) -> None:
@@ -115,7 +114,7 @@ class Probe:
         begun = sorted(step.begun for step in trace.steps)
         for request in trace.requests:
             if request.client == "key probe" and request.scheduled and begun and request.arrival > begun[0]:
-                self.delays[request.number] = sum(request.arrival < at < request.scheduled for at in begun)
+                self.delays[request.number] = sum(request.queued < at < request.scheduled for at in begun)
 
 
 async def ask_short(client: httpx.AsyncClient, rng: random.Random, seen: Seen) -> None:
@@ -202,4 +201,4 @@ def test_random_requests_against_a_model(requests: int, tmp_path: Path) -> None:
         assert sum(seen.values()) >= 0.9 * requests and seen["short", 200]
         assert len(delays) > 0.5 * probe.sent
         assert delays[len(delays) * 99 // 100] <= FEW_STEPS, delays[-20:]
-        assert delays[len(delays) * 998 // 1000] <= MOST_STEPS, delays[-20:]
+        assert delays[-1] <= MOST_STEPS, delays[-20:]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from jengine import CompletionOutput, EngineDead, Load, RequestOutput, StepTotals
+from jengine import CompletionOutput, EngineDead, Load, RequestOutput, StepTotals, StoreLoad
 from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
 from jengine.serving.guards.security import ApiKeys, hash_line
 from jengine.serving.metrics.metric_families import Histogram
@@ -26,7 +26,7 @@ LOAD = Load(
     prefix_hits=320, hit_pages=(20, 4), cache_groups=("full", "window[512]"), evictions=6,
     host_pages=50, host_used=20, host_queries=580, host_hits=160, host_declined=16, host_spilled=30,
     host_fetched=10, host_evictions=1, drafts=9, draft_tokens=30, accepted_tokens=(7, 5, 0),
-    page_size=16,
+    page_size=16, store=StoreLoad("disk", 9, 8, 1, 2, 4096, 0.5, 7, 3584, 3, 4),
 )  # fmt: skip
 
 

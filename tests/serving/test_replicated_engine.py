@@ -152,6 +152,17 @@ def test_replicas_have_gpus_or_cpus_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert places.places(1, devices=8) == [Place()]
 
 
+def test_replicas_have_memory_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, cpus in enumerate(["0-1,4-5", "2-3,6-7"]):  # the second halves are hyperthreads
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{cpus}\n")
+    monkeypatch.setattr(places, "NODES", tmp_path)
+    monkeypatch.setattr(places, "_gpus", list)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert [place.cpus for place in places.places(2, devices=1)] == [{0, 1, 4, 5}, {2, 3, 6, 7}]
+    assert [place.cpus for place in places.places(4, devices=1)] == [{0, 1}, {4, 5}, {2, 3}, {6, 7}]
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_a_process_stays_on_its_cpus() -> None:
     [cpu, *_] = os.sched_getaffinity(0)

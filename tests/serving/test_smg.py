@@ -112,7 +112,11 @@ def test_abort_ends_a_stream(make_server: MakeServer) -> None:
     ("fields", "code", "message"),
     [
         ({"media_refs": pb.MediaRefs()}, "INVALID_ARGUMENT", "media_refs='MediaRefs': must not be set"),
-        ({"kv_transfer_params_json": "{}"}, "INVALID_ARGUMENT", "pages are not sent to other engines"),
+        (
+            {"kv_transfer_params_json": "{}"},
+            "INVALID_ARGUMENT",
+            "only requests over HTTP can name another server",
+        ),
         ({"data_parallel_rank": 1}, "INVALID_ARGUMENT", "must be 0: there is one"),
         ({"request_id": "x" * 1000}, "INVALID_ARGUMENT", "id"),
         ({"sampling_params": pb.SamplingParams(top_p=7)}, "INVALID_ARGUMENT", "sampling_params.top_p=7.0"),

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from jengine.core.images import CONTENT
-from jengine.engine.page_events import EventMaker, Group, KVEventBatch
+from jengine.engine.page_events import EventMaker, Group, KVEventBatch, hash_of
 from jengine.scheduling.pages.block import AdapterSalt
 from jengine.scheduling.pages.page_change import CLEARED, HOST, PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
@@ -180,7 +180,7 @@ def test_messages() -> None:
     batch = smg_events.batch_of(6, msgspec.msgpack.encode(KVEventBatch(2.5, events, 0)))
     assert (batch.sequence_number, batch.timestamp, batch.dp_rank) == (6, 2.5, 0)
     device, host, removed, cleared = batch.events
-    names = [name - 2**64 if name >= 2**63 else name for name in (parent.hash, child.hash)]
+    names = [name - 2**64 if name >= 2**63 else name for name in map(hash_of, (parent, child))]
     assert [block.block_hash for block in device.stored.blocks] == names
     assert [list(block.token_ids) for block in device.stored.blocks] == [[1, 2, 99, 99], [3, 4, 5, 6]]
     assert (device.stored.lora_name, device.stored.cache_salt) == ("french", "secret")

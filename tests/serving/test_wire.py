@@ -38,7 +38,7 @@ from jengine import (
     decode_operation,
     params_of_samples,
 )
-from jengine.core.updates import LoraLoad, ScoredToken
+from jengine.core.updates import LoraLoad, ScoredToken, StoreLoad
 from jengine.engine.operations import WriteProfile
 from jengine.serving.processes import wire
 from jengine.serving.processes.wire import (
@@ -138,6 +138,7 @@ BATCHES = st.builds(
         accepted_tokens=st.lists(COUNT, max_size=2).map(tuple),
         page_size=COUNT,
         loras=st.none() | st.builds(LoraLoad, COUNT, COUNT, GROUPS, GROUPS),
+        store=st.none() | st.builds(StoreLoad, ID, *[COUNT] * 5, st.floats(0, 1e9), *[COUNT] * 4),
     ),
 )
 
@@ -194,6 +195,7 @@ def test_requests(
                 client=salt or "",
                 arrival=i + 0.1,
                 cache_salt=salt,
+                pages_from=salt,
                 pooling=pooling,
                 beams=beams,
             )

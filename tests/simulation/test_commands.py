@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from jengine import EngineConfig, cli
+from jengine.capacity.simulation.replay import EngineShape
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets
 from jengine.capacity.simulation.tune import Search
@@ -175,3 +178,18 @@ def test_a_search_keeps_what_cannot_be_improved():
     ).run()
     assert shape.max_num_seqs == 16 and tuned.changes == {}
     assert tuned.before == tuned.after and tuned.tried == len(tried) == 4
+
+
+def test_estimated_costs_are_named_and_not_recommended(trace, capsys, monkeypatch):
+    """More than eight sequences are faster, by costs that nothing has measured."""
+
+    def shape(self: Setup, **changes: int) -> EngineShape:
+        rows = changes.get("max_num_seqs", 4)
+        made = make_shape(max_num_seqs=rows, page_size=changes.get("page_size", 4), num_pages=2000, tiles=4)
+        return dataclasses.replace(made, measured=rows <= 8)
+
+    monkeypatch.setattr(Setup, "shape", shape)
+    assert cli.main(["tune", "demo", trace, "--quiet", "--objective", "throughput"]) == 0
+    text = capsys.readouterr()
+    assert tomllib.loads(text.out)["max_num_seqs"] == 8
+    assert re.search(r"--max-num-seqs \d\d.*: may be better, but its programs were not measured", text.err)

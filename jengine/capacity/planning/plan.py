@@ -167,7 +167,10 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     """Number formats of the spec's parameters and cache."""
     model, devices = spec.model, spec.mesh.size
     dtype = jnp.dtype(model.dtype)
-    kind, inputs = QUANTIZATIONS.get(model.quantization or "", (str(dtype), False))
+    plain = str(dtype), False
+    kind, inputs = QUANTIZATIONS.get(
+        "w8a8" if model.quantization == "w4a8" else model.quantization or "", plain
+    )
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight) if len(leaf.shape) > 1]
     width = jnp.dtype(kind).itemsize
     # formats vary between weights, and scales count

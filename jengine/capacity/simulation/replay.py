@@ -30,6 +30,7 @@ class EngineShape:
 
     Attributes:
         options: further options, by name.
+        measured: whether all costs that the scheduler may need were measured with these shapes.
     """
 
     table: ProgramTable
@@ -42,6 +43,7 @@ class EngineShape:
     groups: Sequence[GroupPages] = (GroupPages(),)
     overlap: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    measured: bool = True
 
     def scheduler(self, **options: Any) -> Scheduler:
         """Creates a scheduler. options: replace these fields."""

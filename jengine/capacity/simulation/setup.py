@@ -21,6 +21,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import paged
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
+from jengine.table.program_table import ProgramTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,14 @@ class Setup:
     Attributes:
         spec: shapes of the programs, without the number of pages.
         drafts_right: assumed share of drafted tokens that are right; 0: no drafts.
+        given: whether the costs are a file's, and not those that engines have measured here.
     """
 
     config: EngineConfig
     spec: ExecutionSpec
     costs: StepCosts
     drafts_right: float = 0.0
+    given: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, costs_file: Path | None = None, drafts_right: float = 0.0) -> Setup:
@@ -71,13 +74,14 @@ class Setup:
                 costs = StepCosts.from_json(costs_file.read_bytes())
             except (OSError, ValueError) as error:
                 raise InvalidArgument("costs", str(costs_file), f"cannot be read: {error}") from None
-        return cls(config, spec, costs, drafts_right)
+        return cls(config, spec, costs, drafts_right, given=costs_file is not None)
 
     def shape(self, **changes: Any) -> EngineShape:
         """The shape of an engine with some options changed, which must be options of EngineConfig that affect
         scheduling.
 
-        Costs of programs that were not measured are estimated from those that were.
+        Its costs are those that an engine with these options has measured here. Without such an engine,
+        costs of programs that were not measured are estimated from those that were.
 
         Raises:
             InvalidArgument: an option out of range.
@@ -98,13 +102,16 @@ class Setup:
         table = make_table(config, chosen, platform)
         table = dataclasses.replace(table, page_buckets=buckets, paged_rows=self.spec.table.paged_rows)
         spec = dataclasses.replace(spec, table=table)
+        own = None if self.given else saved_costs(config, spec)
+        known = own or (self.costs if self.costs.table == table else self.costs.for_table(table))
+        alike = spec.page_size == self.spec.page_size and table.tile_size == self.spec.table.tile_size
         options: dict[str, Any] = {}
         how = Speculation.of(config.speculative_config)
         if how is not None and self.drafts_right:
             options["drafters"] = [AssumedDrafts(self.drafts_right, how.num_speculative_tokens)]
         return EngineShape(
             table=table,
-            costs=self.costs if self.costs.table == table else self.costs.for_table(table),
+            costs=known,
             page_size=spec.page_size,
             num_pages=_pages(config, spec),
             max_num_seqs=spec.max_slots,
@@ -123,7 +130,12 @@ class Setup:
                 **options,
                 "options": dataclasses.replace(SchedulingOptions.of(config), speculative_config=None),
             },
+            measured=own is not None or (alike and self._knows(table, known)),
         )
+
+    def _knows(self, table: ProgramTable, costs: StepCosts) -> bool:
+        """Whether none of a table's trunks that the setup's own table lacks has an estimated cost."""
+        return {*table.trunks()} <= {*self.spec.table.trunks(), *costs.known}
 
 
 def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:

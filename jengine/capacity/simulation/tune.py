@@ -31,17 +31,20 @@ class Tuned:
         changes: options that differ from the initial ones; empty if those were the best.
         before, after: figures of the trace with the initial options, and with these.
         tried: number of simulated sets of options.
+        promising: changes that are predicted to be better still, by costs that are only estimated; None: none
+            are.
     """
 
     changes: Changes
     before: ReplaySummary
     after: ReplaySummary
     tried: int
+    promising: Changes | None = None
 
 
 class Search:
     """Coordinate search: sets one option after the other to its best value, until no option improves the
-    result.
+    result. Only options whose costs were measured are taken: estimates have been wrong by half.
 
     Args:
         shape_of: returns the shape of an engine with some options changed; raises JengineError if they are
@@ -71,6 +74,7 @@ class Search:
         self._shape_of, self._values, self._trace, self._targets = shape_of, values, trace, targets
         self._objective, self._params, self._tried = objective, params, tried
         self._known: dict[str, ReplaySummary | None] = {}  # keyed by changes
+        self._estimated: list[tuple[Changes, ReplaySummary]] = []  # by costs that were not measured
 
     def run(self) -> Tuned:
         """Runs the search.
@@ -78,7 +82,7 @@ class Search:
         Raises:
             JengineError: the initial options are invalid.
         """
-        before = best = self._simulated({})
+        before = best = self._simulated(self._shape_of({}))
         changes: Changes = {}
         for _ in range(ROUNDS):
             start = dict(changes)
@@ -89,7 +93,12 @@ class Search:
                         best, changes = found, candidate
             if changes == start:
                 break
-        return Tuned(changes, before, best, 1 + sum(one is not None for one in self._known.values()))
+        tried = 1 + sum(one is not None for one in self._known.values()) + len(self._estimated)
+        promising, most = None, best
+        for candidate, found in self._estimated:
+            if self._better(found, most):
+                promising, most = candidate, found
+        return Tuned(changes, before, best, tried, promising)
 
     def _candidates(self, changes: Changes, name: str, values: tuple[Any, ...]) -> Iterator[Changes]:
         for value in values:
@@ -97,17 +106,21 @@ class Search:
                 yield {**changes, name: value}
 
     def _summary(self, changes: Changes) -> ReplaySummary | None:
-        """None if an engine rejects these options."""
+        """None if an engine rejects these options, or if their costs were not measured."""
         key = repr(sorted(changes.items()))
         if key not in self._known:
             try:
-                self._known[key] = self._simulated(changes)
+                shape = self._shape_of(changes)
+                found = self._simulated(shape)
+                self._known[key] = found if shape.measured else None
+                if not shape.measured:
+                    self._estimated.append((changes, found))
             except JengineError:
                 self._known[key] = None
         return self._known[key]
 
-    def _simulated(self, changes: Changes) -> ReplaySummary:
-        outcome = replay(self._shape_of(changes), self._trace, params=self._params)
+    def _simulated(self, shape: EngineShape) -> ReplaySummary:
+        outcome = replay(shape, self._trace, params=self._params)
         self._tried()
         return summarize(outcome, self._trace, self._targets)
 

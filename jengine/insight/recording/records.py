@@ -150,6 +150,8 @@ class RequestRecord(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         number: number of its sequence, as in chunks.
+        arrival, queued: times at which it reached the server, or the library, and at which the engine queued
+            it.
         scheduled: time at which it first ran; 0 means "not yet", here and below.
         cached: prompt tokens that it did not compute.
         reason: finish reason; empty while it is unfinished.
@@ -171,6 +173,7 @@ class RequestRecord(msgspec.Struct, array_like=True, gc=False):
     reason: str
     pages: int = 0
     lora: str = ""
+    queued: float = 0.0
 
 
 class Pause(msgspec.Struct, array_like=True, gc=False):

@@ -262,4 +262,5 @@ def request_record(sequence: Sequence, ended: float = 0.0, pages: int = 0) -> Re
         reason=sequence.finish_reason or "",
         pages=pages,
         lora="" if sequence.adapter is None else sequence.adapter.name,
+        queued=sequence.queued,
     )

@@ -23,13 +23,13 @@ class Block:
         parent: the preceding block; the salt, for the first block of a sequence.
         pages: page numbers by cache group; 0: none.
         users: number of following blocks, sequences that will add one, and copies on the host.
-        hash: of the tokens and the prefix, for others; see engine/page_events.py. None: nobody has asked.
+        digest: of the tokens and the prefix, for others; see engine/page_names.py. None: nobody has asked.
     """
 
-    __slots__ = ("hash", "pages", "parent", "tokens", "users")
+    __slots__ = ("digest", "pages", "parent", "tokens", "users")
 
     def __init__(self, parent: Block | Salt, tokens: tuple[int, ...], groups: int) -> None:
         self.parent, self.tokens = parent, tokens
         self.pages = [0] * groups
         self.users = 0
-        self.hash: int | None = None
+        self.digest: bytes | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 
-from jengine.scheduling.pages.block import Salt
+from jengine.scheduling.pages.block import Block, Salt
 from jengine.scheduling.pages.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
 from jengine.scheduling.pages.host_tier import Fetch, HostTier
 from jengine.scheduling.pages.page_change import Changed
@@ -155,6 +155,31 @@ class BlockManager:
             if found > hit.tokens
             else hit
         )
+
+    def known(self, tokens: Sequence[int], salt: Salt) -> list[list[bool]]:
+        """For each block of a prefix that it knows, in order: whether the page of each group is on the device
+        or on the host.
+        """
+        assert self.tier is not None
+        find, most = self.tier.find, (len(tokens) - 1) // self.page_size
+        return [
+            [bool(page or find(block, group)) for group, page in enumerate(block.pages)]
+            for block in self._index.follow(salt, tokens, most)
+        ]
+
+    def receive(self, tokens: Sequence[int], salt: Salt, pages: Sequence[tuple[int, int]]) -> list[int]:
+        """Keeps pages that a store has of these tokens' blocks, (index of the block, group). Returns the host
+        pages to put them into; 0 where there is no room or a copy on the host.
+        """
+        assert self.tier is not None
+        size, blocks = self.page_size, list[Block]()
+        for start in range(0, size * (1 + max(index for index, _ in pages)), size):
+            parent = blocks[-1] if blocks else salt
+            blocks.append(self._index.get(parent, tuple(tokens[start : start + size])))
+        self._index.use(blocks[-1])  # while room is made
+        hosts = [self.tier.receive(blocks[index], group) for index, group in pages]
+        self._index.unuse(blocks[-1])
+        return hosts
 
     def coming(self, hit: Hit) -> bool:
         """Whether pages of a hit are being fetched for another sequence, and will thus be found on the
@@ -451,7 +476,7 @@ class BlockManager:
     def _release(self, group: int, page: int) -> None:
         pool, keep = self._pool_of[group], self._index.holds(group, page)
         pool.release(page, keep=keep)
-        if self.tier is not None and keep and not pool.holders(page):
+        if self.tier is not None and keep and (self.tier.give is not None or not pool.holders(page)):
             self.tier.cached(self.groups[group].pool, page, self._index.block(group, page), group)
 
     def _forget(self, pool: int, page: int) -> None:

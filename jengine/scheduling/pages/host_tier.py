@@ -45,7 +45,10 @@ class HostTier:
     *pinned*. A page that is forgotten during its copy becomes free when the copy has finished.
 
     Cached pages that would be evicted next are spilled ahead of time. A page that is evicted before that is
-    spilled at that moment, if there is room.
+    spilled at that moment, if there is room. If `give` is set, every page is spilled soon after a sequence
+    has released it.
+
+    A page may also come from a store outside the engine (`receive`).
 
     Args:
         pages: number of host pages.
@@ -56,11 +59,15 @@ class HostTier:
     Attributes:
         spilled, fetched: numbers of pages copied.
         evictions: number of kept pages that were reused for other blocks.
+        give: passes kept pages on to a store: called with the host page, the block and the group when a
+            spill has finished, and again when a sequence releases a block with a kept page. None: there is no
+            store.
     """
 
     def __init__(self, pages: int, staged: int, index: PrefixIndex, pools: int) -> None:
         self.capacity, self.staged = pages, staged
         self.spilled = self.fetched = self.evictions = 0
+        self.give: Callable[[int, Block, int], object] | None = None
         self._index = index
         self._free: list[int] = [*range(pages, 0, -1)]
         self._page: dict[tuple[Block, int], int] = {}  # by block and group
@@ -94,28 +101,34 @@ class HostTier:
     # --- to the host ------------------------------------------------------------------------------
 
     def cached(self, pool: int, page: int, block: Block, group: int) -> None:
-        """A device page lost its last holder, and can be found."""
-        if (block, group) not in self._page:
+        """A device page that can be found lost a holder: its last one, unless `give` is set."""
+        host = self._page.get((block, group))
+        if host is None:
             self._unsaved[pool][page] = block, group
+        elif self.give is not None and host in self._kept:
+            self.give(host, block, group)
 
     def taken(self, pool: int, page: int) -> None:
         """A cached page got a holder again."""
-        self._unsaved[pool].pop(page, None)
+        if self.give is None:
+            self._unsaved[pool].pop(page, None)
 
     def evicted(self, pool: int, page: int, block: Block, group: int) -> None:
         """A cached page will be overwritten in the step that is being planned."""
-        self._unsaved[pool].pop(page, None)
         host = self._page.get((block, group))
         if host is None:
             self._spill(pool, page, block, group)
         elif host in self._kept:
             self._kept.move_to_end(host)
+        self._unsaved[pool].pop(page, None)
 
     def save_ahead(self, pool: int, capacity: int, available: int) -> None:
         """If too few pages can be reused without losing data, spills the pages that would be evicted next, a
         few per step."""
         unsaved = self._unsaved[pool]
-        lacking = capacity // SAVED_SHARE - (available - len(unsaved))
+        lacking = len(unsaved)
+        if self.give is None:
+            lacking = capacity // SAVED_SHARE - (available - len(unsaved))
         for _ in range(min(lacking, len(unsaved), SWAPS)):
             page, (block, group) = next(iter(unsaved.items()))
             if not self._spill(pool, page, block, group):
@@ -156,14 +169,37 @@ class HostTier:
     def saved(self, hosts: Iterable[int]) -> None:
         """The spills into these host pages have finished."""
         for host in hosts:
-            self._arriving.remove(host)
             if host in self._owner:
-                self._kept[host] = None
-                self._index.version += 1
-                if self._index.changed is not None:
-                    self._index.changed(PageChange("stored", *self._owner[host], HOST))
+                self._keep(host)
+                if self.give is not None:  # while it is `saving`
+                    self.give(host, *self._owner[host])
             else:
                 self._free.append(host)
+            self._arriving.remove(host)
+
+    @property
+    def saving(self) -> bool:
+        """Whether pages are still to be given to a store. Thread-safe: a page that was waiting before the
+        call has either been given or counts.
+        """
+        return self.give is not None and (any(self._unsaved) or bool(self._arriving))
+
+    def _keep(self, host: int) -> None:
+        self._kept[host] = None
+        self._index.version += 1
+        if self._index.changed is not None:
+            self._index.changed(PageChange("stored", *self._owner[host], HOST))
+
+    def receive(self, block: Block, group: int) -> int:
+        """Keeps a page that a store has of a block. Returns the host page to put it into; 0 if there is none,
+        or if it has a copy already.
+        """
+        host = 0 if (block, group) in self._page else self._take()
+        if host:
+            self._page[block, group], self._owner[host] = host, (block, group)
+            self._index.use(block)
+            self._keep(host)
+        return host
 
     # --- to the device ---------------------------------------------------------------------------------
 

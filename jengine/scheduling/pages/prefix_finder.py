@@ -13,6 +13,11 @@ from jengine.scheduling.pages.whole import Ranges, outside
 LAST_PAGE = 2  # window of a group that needs only the last page of a hit: a state at its end
 
 
+def first_seen(window: int | None, position: int, page_size: int) -> int:
+    """Index of the first page that a query at this position attends to."""
+    return 0 if window is None else max(position - window + 1, 0) // page_size
+
+
 class PrefixFinder:
     """Finds cached prefixes in an index.
 
@@ -77,8 +82,7 @@ class PrefixFinder:
 
     def first_seen(self, group: int, position: int) -> int:
         """Index of the first page that a query at this position attends to."""
-        window = self._windows[group]
-        return 0 if window is None else max(position - window + 1, 0) // self._page_size
+        return first_seen(self._windows[group], position, self._page_size)
 
     def missing(self, blocks: Sequence[Block]) -> list[tuple[int, int]]:
         """(group, index) of pages that a hit of these blocks needs and that are not on the device, the last

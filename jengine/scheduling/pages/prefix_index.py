@@ -55,6 +55,10 @@ class PrefixIndex:
             parent = block  # type: ignore[assignment]
         return found
 
+    def follow(self, salt: Salt, tokens: Sequence[int], most: int) -> list[Block]:
+        """The known blocks of a prefix, at most `most`, whether or not they have pages."""
+        return self.chain(salt, tokens, most, ())
+
     def get(self, parent: Block | Salt, tokens: tuple[int, ...]) -> Block:
         """Returns the block of these tokens, creating it if needed."""
         block = self._blocks.get((parent, tokens))

@@ -205,7 +205,7 @@ class Acceptance:
     def set_targets(self, sequence: Sequence, now: float) -> None:
         """Sets arrival and targets of a new sequence."""
         request, options = sequence.request, self._registry.options
-        sequence.arrival = request.arrival or now
+        sequence.arrival, sequence.queued = request.arrival or now, now
         ttft, tpot = request.ttft_ms or options.ttft_ms, request.tpot_ms or options.tpot_ms
         if sequence.searches:  # all of its tokens come at the end
             return

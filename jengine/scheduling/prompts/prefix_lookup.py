@@ -51,7 +51,9 @@ class PrefixLookup:
             tokens, whole = tokens[:count] if count < len(tokens) else tokens, sequence.whole
             hit = self._blocks.match(tokens, salt, whole)
             both = self._blocks.match_both(tokens, salt, hit, whole)
-            self._last_match = question, self.or_fetch(hit, both, count)
+            if sequence.request.pages_from is None:
+                both = self.or_fetch(hit, both, count)
+            self._last_match = question, both
         return self._last_match[1]
 
     def or_fetch(self, hit: Hit, longer: Hit, count: int) -> Hit:
@@ -63,14 +65,14 @@ class PrefixLookup:
         """
         if not longer.fetches:
             return hit
-        saved = self._compute_seconds(hit.tokens, count) - self._compute_seconds(longer.tokens, count)
+        saved = self.compute_seconds(hit.tokens, count) - self.compute_seconds(longer.tokens, count)
         return (
             longer
             if self._predictor.costs.fetch_seconds(longer.fetches) < saved
             else hit._replace(from_host=longer.from_host)
         )
 
-    def _compute_seconds(self, start: int, end: int) -> float:
+    def compute_seconds(self, start: int, end: int) -> float:
         """Predicted seconds to compute a prompt's tokens at [start, end) alone."""
         work = Work(attended=pairs(start, end - start, self._limits.windows))
         return self._predictor.prompt_seconds(end - start) + self._predictor.costs.work_seconds(work)

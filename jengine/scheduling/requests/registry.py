@@ -57,6 +57,7 @@ class Registry:
         may_preempt: whether `preempt` preempts; otherwise it raises PreemptionNeeded.
         rememberers: parts to notify of each release.
         adapters: loaded adapters.
+        incoming: numbers of waiting sequences for which pages are being loaded from a store.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Registry:
         self._composition = composition
         self.num_preemptions = self.releases = 0
         self.ended: list[Sequence] = []
+        self.incoming = set[int]()
         self.adapters, self.images = Adapters(places), images or Images(0, 0)
         self.by_slack, self.may_preempt = False, True
         self.rememberers: List[Rememberer] = ()
@@ -183,8 +185,12 @@ class Registry:
         return next((one for one in self.waiting if self.may_start(one)), None)
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Whether its adapter has a place or can get one, and its images are encoded."""
-        return self.images.may_start(sequence) and self.adapters.may_start(sequence.adapter)
+        """Whether its pages have come, its adapter has a place or can get one, and its images are encoded."""
+        return (
+            sequence.number not in self.incoming
+            and self.images.may_start(sequence)
+            and self.adapters.may_start(sequence.adapter)
+        )
 
     def order(self, sequence: Sequence) -> Order:
         options, sequence = self.options, _leader(sequence)
@@ -237,6 +243,7 @@ class Registry:
         self.ended.append(sequence)
         self.adapters.ended(sequence.adapter)
         self.images.ended(sequence)
+        self.incoming.discard(sequence.number)
         del self.by_id[sequence.request_id], self.by_number[sequence.number]
         for token in sequence.stop_token_ids:
             self.stop_ids[token] -= 1

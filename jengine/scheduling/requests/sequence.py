@@ -50,6 +50,7 @@ class Sequence:
     # stop and end-of-sequence ids, which are not allowed before min_tokens
     suppressed_token_ids: tuple[int, ...]
     arrival: float = 0.0  # seconds on the scheduler's clock, as are all times here
+    queued: float = 0.0  # time at which the engine queued it
     ttft: float = math.inf  # target for seconds from arrival to the first token; inf: no target
     tpot: float = math.inf  # target for seconds between tokens
 

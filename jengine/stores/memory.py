@@ -1,0 +1,117 @@
+"""Pages in this process's memory, for others to fetch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from jengine.stores.page_store import Part, size_of
+
+POLL_SECONDS = 0.01
+
+
+@dataclass(slots=True)
+class _Page:
+    parts: list[Part]
+    size: int
+    until: float  # when its lease ends; 0: it has none
+
+
+class MemoryStore:
+    """At most `most` bytes of pages. A page has a lease until it was loaded or `lease` seconds have passed;
+    until then, no other page takes its place.
+
+    Args:
+        coming: whether pages are on their way into the store. Called in any thread.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        lease: float = 0.0,
+        coming: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.most, self.lease, self.coming, self._clock = most, lease, coming, clock
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # least recently used first
+        self._changed = threading.Condition()
+        self.used = 0  # bytes
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def find(self, names: Sequence[bytes], wait: float = 0.0) -> list[bool]:
+        """See PageStore."""
+        end = time.monotonic() + wait
+        with self._changed:
+            while True:
+                expected = wait > 0.0 and self.coming()  # before looking: a page that came since is found
+                found = [name in self._pages for name in names]
+                left = end - time.monotonic()
+                if all(found) or not expected or left <= 0.0:
+                    return found
+                self._changed.wait(min(left, POLL_SECONDS))
+
+    def load(self, names: Sequence[bytes]) -> Iterator[bytes | None]:
+        """See PageStore. Ends the leases of these pages."""
+        for name in names:
+            with self._changed:
+                page = self._pages.get(name)
+                if page is not None:
+                    self._pages.move_to_end(name)
+                    page.until = 0.0
+            yield None if page is None else b"".join(page.parts)
+
+    def keep(self, name: bytes, page: Sequence[Part]) -> bool:
+        """See PageStore. The parts must not change afterwards: they are not copied."""
+        size, now = size_of(page), self._clock()
+        with self._changed:
+            old = self._pages.get(name)
+            if old is None and not self._make_room(size, now):
+                return False
+            if old is None:
+                self._pages[name] = _Page([*page], size, now + self.lease)
+                self.used += size
+            else:
+                old.until = now + self.lease
+                self._pages.move_to_end(name)
+            self._changed.notify_all()
+        return True
+
+    def drop(self, name: bytes) -> None:
+        """See PageStore."""
+        with self._changed:
+            page = self._pages.pop(name, None)
+            if page is not None:
+                self.used -= page.size
+
+    def close(self) -> None:
+        """Forgets all pages."""
+        with self._changed:
+            self._pages.clear()
+            self.used = 0
+
+    @property
+    def leased(self) -> int:
+        """Number of pages with a lease."""
+        with self._changed:
+            now = self._clock()
+            return sum(page.until > now for page in self._pages.values())
+
+    def _make_room(self, size: int, now: float) -> bool:
+        free, evicted = self.most - self.used, list[bytes]()
+        for name, page in self._pages.items():
+            if free >= size:
+                break
+            if page.until <= now:
+                evicted.append(name)
+                free += page.size
+        if free < size:
+            return False
+        for name in evicted:
+            self.used -= self._pages.pop(name).size
+        return True

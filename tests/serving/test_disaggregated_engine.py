@@ -1,0 +1,211 @@
+"""Prompts computed in one process, answered by another: the tokens are those of one engine, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine import (
+    LLM,
+    AsyncLLM,
+    EngineConfig,
+    EngineDead,
+    InvalidArgument,
+    RequestOutput,
+    SamplingParams,
+    Tokenizer,
+)
+from jengine.serving.config import ServerConfig
+from jengine.serving.processes.back_off import BackOff
+from jengine.serving.processes.disaggregated_engine import DisaggregatedEngine
+from jengine.serving.processes.engine_process import EngineProcess
+from jengine.serving.processes.makers import maker
+from jengine.serving.processes.replicated_engine import OnEnd, ReplicatedEngine
+from tests.compiling import quickly_compiled
+from tests.engine.running import SMALL
+from tests.serving.children import LONG, MOCK
+from tests.serving.leaks import nothing_leaks, wait_until
+
+FEW = {"max_num_seqs": 4, "max_num_batched_tokens": 68, "speculative_config": "none"}  # programs
+OPTIONS: dict[str, Any] = {**SMALL, **FEW, "max_model_len": 192, "swap_space": 0.05, "dtype": "float32"}
+SHARED = "The quick brown fox jumps over the lazy dog. " * 2
+PROMPTS = [
+    *[SHARED + end for end in ("It barks.", "Then it sleeps, and so does the fox.")],
+    "Short.",
+    "Another beginning, with more than a page of text in it.",
+]
+WORK = [
+    SamplingParams(temperature=0.0, max_tokens=24),
+    SamplingParams(temperature=1.0, seed=11, max_tokens=24),
+    SamplingParams(n=3, seed=5, max_tokens=12, repetition_penalty=1.2, stop="e"),
+]
+
+
+def shown(output: RequestOutput) -> list[object]:
+    return [(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in output.outputs]
+
+
+def kill(engines: ReplicatedEngine) -> None:
+    """Its only process, if that has not ended."""
+    [pid] = engines.pids
+    assert pid
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def ask(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> RequestOutput:
+    return [one async for one in llm.generate(prompt, params, output_kind="final")][-1]
+
+
+@pytest.fixture(scope="module")
+def engine_of(text_model: Path) -> Any:
+    """A function that makes an engine that is not started; the second one loads the first one's programs."""
+    config = EngineConfig.of(str(text_model), OPTIONS)
+
+    def make(**server: Any) -> DisaggregatedEngine:
+        options = ServerConfig(prefill_engines=1, watchdog_seconds=0.0, **server)
+        engine = maker(options, config)(None)
+        assert isinstance(engine, DisaggregatedEngine)
+        engine._back_off = BackOff(first=0.05)
+        return engine
+
+    return make
+
+
+def test_tokens_are_those_of_one_engine_also_if_the_other_is_killed(text_model: Path, engine_of: Any) -> None:
+    with quickly_compiled():
+        llm = LLM(text_model, progress=False, **OPTIONS)
+        assert llm.wait_until_compiled()
+    work = [(prompt, params) for prompt in PROMPTS for params in WORK]
+    expected = [shown(llm.generate(*one, use_tqdm=False)[0]) for one in work]
+    tokenizer = Tokenizer.load(text_model)
+
+    async def main(engine: DisaggregatedEngine) -> None:
+        async with AsyncLLM.over(engine, tokenizer) as llm:
+            got = await asyncio.gather(*[ask(llm, *one) for one in work])
+            assert [shown(one) for one in got] == expected
+            store = engine.decode.load.store
+            assert store is not None and store.hits > 0 and store.failures == store.late == 0, store
+            sent = engine.prefill.load.store
+            assert sent is not None and sent.kept > 0 and sent.dropped == sent.failures == 0
+            assert sum(one.num_cached_tokens or 0 for one in got) > 0
+            # the prefill engine dies while it has prompts
+            later = [asyncio.create_task(ask(llm, f"{i} {SHARED}", WORK[0])) for i in range(6)]
+            await asyncio.sleep(0)
+            kill(engine.prefill)
+            assert [one.outputs[0].finish_reason for one in await asyncio.gather(*later)] == ["length"] * 6
+            again = await asyncio.gather(*[ask(llm, *one) for one in work[:4]])
+            assert [shown(one) for one in again] == expected[:4], "without it"
+            await asyncio.to_thread(wait_until, lambda: engine.load.running == engine.load.waiting == 0)
+            assert engine.load.free_pages == engine.load.pages, "nothing is owned"
+
+    with nothing_leaks():
+        engine = engine_of()
+        engine.start()
+        asyncio.run(main(engine))
+        engine.quit()
+
+
+def mocks() -> DisaggregatedEngine:
+    def group(on_end: OnEnd, **more: Any) -> ReplicatedEngine:
+        options = {"seconds": 0.003, "max_num_seqs": 4}
+        return ReplicatedEngine(lambda i, ended: EngineProcess(MOCK, options, ended), 1, on_end, **more)
+
+    return DisaggregatedEngine(
+        lambda on_sent, on_end: group(on_end, on_sent=on_sent), group, None, partial(BackOff, first=0.02)
+    )
+
+
+def test_a_lost_prefill_engine_is_replaced_and_the_whole_ends_with_the_other(text_model: Path) -> None:
+    tokenizer, eight = Tokenizer.load(text_model), SamplingParams(max_tokens=8, ignore_eos=True)
+
+    async def main(engine: DisaggregatedEngine) -> None:
+        async with AsyncLLM.over(engine, tokenizer) as llm:
+            for number in range(2):
+                answer = await ask(llm, {"prompt_token_ids": [number, *range(2, 60)]}, eight)
+                assert len(answer.outputs[0].token_ids) == 8
+                assert engine.prefill.generated == 1, "a token for the prompt, which nobody sees"
+                kill(engine.prefill)
+                await asyncio.to_thread(wait_until, lambda number=number: engine.restarts == number + 1)
+            assert engine.generated == 16 and len(engine.pids) == 2
+            last = asyncio.create_task(ask(llm, {"prompt_token_ids": [9]}, LONG))
+            await asyncio.to_thread(wait_until, lambda: engine.decode.load.running == 1)
+            kill(engine.decode)
+            with pytest.raises(EngineDead):
+                await last
+
+    with nothing_leaks():
+        engine = mocks()
+        engine.start()
+        asyncio.run(main(engine))
+        engine.quit()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12))
+def test_every_request_ends_once_whoever_is_killed_when(text_model: Path, seed: int) -> None:
+    """Mocks, of which one or both are killed at some moment."""
+    draw, tokenizer = random.Random(seed), Tokenizer.load(text_model)
+    killed = draw.choice((["prefill"], ["decode"], ["prefill", "decode"], ["decode", "prefill"]))
+
+    async def main(engine: DisaggregatedEngine) -> None:
+        async with AsyncLLM.over(engine, tokenizer) as llm:
+            ends = list[Any]()
+
+            async def one(number: int) -> None:
+                await asyncio.sleep(draw.uniform(0.0, 0.2))
+                try:
+                    prompt = {"prompt_token_ids": [number, *range(2, 60)]}
+                    ends.append(await ask(llm, prompt, SamplingParams(max_tokens=8, ignore_eos=True)))
+                except EngineDead as dead:
+                    ends.append(dead)
+
+            asked = [asyncio.create_task(one(number)) for number in range(16)]
+            for name in killed:
+                await asyncio.sleep(draw.uniform(0.0, 0.15))
+                kill(engine.prefill if name == "prefill" else engine.decode)
+            await asyncio.gather(*asked)
+            assert len(ends) == 16
+            answered = [end for end in ends if isinstance(end, RequestOutput)]
+            assert all(end.outputs[0].finish_reason == "length" for end in answered)
+            if killed == ["prefill"]:
+                assert len(answered) == 16 and all(len(end.outputs[0].token_ids) == 8 for end in answered)
+
+    with nothing_leaks():
+        engine = mocks()
+        engine.start()
+        asyncio.run(main(engine))
+        engine.quit()
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "message"),
+    [
+        ({}, {"swap_space": 0.0}, "swap_space=0.0: must be above 0 with prefill_engines"),
+        ({}, {"enable_lora": True}, "prefill_engines=1: must be 0 with enable_lora"),
+        (
+            {},
+            {"kv_transfer_config": {"kv_connector": "disk", "kv_connector_extra_config": {"root_dir": "x"}}},
+            "kv_transfer_config=.* must be None with prefill_engines",
+        ),
+        (
+            {"prefill_engines": 0, "data_parallel_size": 2},
+            {"kv_transfer_config": {"kv_connector": "sockets"}},
+            "data_parallel_size=2: must be 1 with kv_connector=sockets",
+        ),
+    ],
+)
+def test_what_does_not_go_together(server: Any, options: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        maker(
+            ServerConfig(**{"prefill_engines": 1, **server}),
+            EngineConfig.of("demo", {"swap_space": 0.1, **options}),
+        )
